@@ -1,0 +1,188 @@
+"""MNIST and synthetic digits as whole tensors, and a DataLoader that never touches a single image.
+
+The usual loader decodes, transforms and stacks image by image, in Python.  Here a data set is one uint8 tensor, a batch
+is one indexed gather, and it is normalised after it has reached the device.
+
+    train_set, test_set = load("mnist", "data")                       # or "synthetic": no file, no network
+    train_loader = loader(train_set, 128, RandomSampler(train_set))   # any sampler; DistributedSampler too
+    for images, labels in batches(train_loader, device): ...          # float images, normalised, on the device
+"""
+
+import contextlib
+import hashlib
+import io
+import math
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from filelock import FileLock, Timeout
+from torch.utils.data import DataLoader, Dataset, Sampler
+from torchvision import datasets
+from tqdm import tqdm
+
+DATASETS = ("mnist", "synthetic")
+LOCK_TIMEOUT = 600  # seconds to wait for another process that downloads
+DOWNLOAD_TIMEOUT = 30  # seconds without a byte from the server
+MNIST_MD5 = {  # of the unpacked files; those of the packed ones are checked by torchvision
+    "train-images-idx3-ubyte": "6bbc9ace898e44ae57da46a324031adb",
+    "train-labels-idx1-ubyte": "a25bea736e30d166cdddb491f175f624",
+    "t10k-images-idx3-ubyte": "2646ac647ad5339dbf082846283269ea",
+    "t10k-labels-idx1-ubyte": "27ae3e4e09519cfbb04c329615203637",
+}
+
+
+class DataError(Exception):
+    """The data can't be had; the message is one line that says what is missing, why, and what to do."""
+
+
+class Images(Dataset):
+    """Images (uint8, [N, channels, height, width]) and labels (int64, [N]), with the mean and the standard deviation
+    (of pixels in 0..1, one per channel) that `batches` normalises with."""
+
+    def __init__(self, images: torch.Tensor, labels: torch.Tensor, mean: tuple, std: tuple) -> None:
+        self.images, self.labels, self.mean, self.std = images, labels, mean, std
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.images[index], self.labels[index]
+
+    def __getitems__(self, indices: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """A whole batch at once: DataLoader calls this instead of __getitem__ where it exists."""
+        index = torch.tensor(indices)
+        return self.images[index], self.labels[index]
+
+
+def load(name: str, data_dir: str, limit: int | None = None) -> tuple[Images, Images]:
+    """The train and the test set, as `Images`; at most `limit` examples of each.
+
+    `name` is one of DATASETS.  MNIST is read from data_dir/MNIST/raw (`prepare` puts it there).
+    """
+    if name == "synthetic":
+        train, test = _digits(12_000, seed=1), _digits(2_000, seed=2)
+        mean, std = (0.21,), (0.16,)
+    else:
+        files = [datasets.MNIST(data_dir, train=train) for train in (True, False)]
+        train, test = [(file.data.unsqueeze(1), file.targets) for file in files]
+        mean, std = (0.1307,), (0.3081,)
+    return tuple(Images(images[:limit], labels[:limit], mean, std) for images, labels in (train, test))
+
+
+def loader(dataset: Images, batch_size: int, sampler: Sampler) -> DataLoader:
+    """A DataLoader over `dataset` in the order of `sampler`; batch_size is this process's."""
+    return DataLoader(dataset, batch_size, sampler=sampler, collate_fn=_as_it_is, pin_memory=torch.cuda.is_available())
+
+
+def batches(loader: DataLoader, device: torch.device) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The batches on `device`: images float32, normalised; labels int64.  On a terminal rank 0 shows a progress bar."""
+    mean, std = (255 * torch.tensor(x, device=device).view(-1, 1, 1) for x in (loader.dataset.mean, loader.dataset.std))
+    quiet = True if int(os.environ.get("RANK", 0)) else None  # None: tqdm shows the bar on a terminal only
+    for images, labels in tqdm(loader, leave=False, disable=quiet):
+        images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
+        yield images.float().sub_(mean).div_(std), labels
+
+
+def prepare(name: str, data_dir: str, error: Callable[[str], None] | None = None) -> None:
+    """Make sure that `load(name, data_dir)` will work: download what is missing, once, and check every file.
+
+    Call it before any process starts, or in each of them: a file lock lets one process per file system do the work.
+    What fails is a DataError, or a call of `error` with its message (argparse's `parser.error`, say).
+    """
+    try:
+        if name not in DATASETS:
+            raise DataError(f"unknown data set {name!r}: choose from {', '.join(DATASETS)}")
+        if name == "mnist":
+            _prepare_mnist(Path(data_dir))
+    except DataError as problem:
+        if error is None:
+            raise
+        error(str(problem))
+
+
+def _prepare_mnist(data_dir: Path) -> None:
+    raw = data_dir / "MNIST" / "raw"
+    ways_out = f"copy MNIST's four unpacked files (train-images-idx3-ubyte, ...) to {raw}, or use --dataset synthetic"
+    try:
+        if not all((raw / file).exists() for file in MNIST_MD5):
+            raw.mkdir(parents=True, exist_ok=True)
+            with FileLock(raw / ".lock", timeout=LOCK_TIMEOUT):
+                missing = [file for file in MNIST_MD5 if not (raw / file).exists()]  # again: another may have been here
+                if missing:
+                    _download_mnist(raw, missing)
+        for file, md5 in MNIST_MD5.items():
+            if hashlib.md5((raw / file).read_bytes(), usedforsecurity=False).hexdigest() != md5:
+                raise DataError(f"{raw / file} is corrupt: delete it to download it again, or {ways_out}")
+    except Timeout:
+        raise DataError(
+            f"another process has held {raw / '.lock'} for {LOCK_TIMEOUT} s: end it, or {ways_out}"
+        ) from None
+    except OSError as problem:
+        reason = f"{problem.strerror or problem}: {problem.filename or raw}"
+        raise DataError(f"can't use --data-dir {data_dir} ({reason}); make it readable and writable") from None
+    except RuntimeError as problem:  # torchvision: every mirror failed
+        reason = " ".join(str(problem).split())
+        raise DataError(f"MNIST is not in {raw} and can't be downloaded ({reason}): {ways_out}") from None
+
+
+def _download_mnist(raw: Path, missing: list[str]) -> None:
+    """Into a folder beside, then renamed: a file that is there is whole, whenever this is killed."""
+    before = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(DOWNLOAD_TIMEOUT)  # urllib would wait for ever for a server that says nothing
+    try:
+        with tempfile.TemporaryDirectory(dir=raw) as folder:
+            with contextlib.redirect_stdout(io.StringIO()):  # torchvision prints each mirror that failed
+                datasets.MNIST(folder, download=True)
+            for file in missing:
+                shutil.move(Path(folder, "MNIST", "raw", file), raw / file)
+    finally:
+        socket.setdefaulttimeout(before)
+
+
+def _as_it_is(batch: tuple) -> tuple:
+    return batch
+
+
+def _digits(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Digits in Pillow's built-in font: turned, scaled, moved, faded and noisy; images [count, 1, 28, 28], labels.
+
+    Only integers are computed with, so the same seed gives the same tensors on every machine.
+    """
+    from PIL import Image, ImageDraw, ImageFilter, ImageFont  # only this function needs Pillow
+
+    size, centre = 112, 56  # four pixels of the glyph for one of the image; smoothed, so that one look-up is enough
+    glyphs = torch.zeros(10, size, size, dtype=torch.int32)
+    for digit in range(10):
+        glyph = Image.new("L", (size, size))
+        draw = ImageDraw.Draw(glyph)
+        draw.text((centre, centre), str(digit), font=ImageFont.load_default(88), fill=255, anchor="mm")
+        pixels = glyph.filter(ImageFilter.BoxBlur(2)).tobytes()
+        glyphs[digit] = torch.frombuffer(bytearray(pixels), dtype=torch.uint8).view(size, size)
+
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw_ints(low: int, high: int, *shape: int) -> torch.Tensor:
+        return torch.randint(low, high + 1, shape, generator=generator, dtype=torch.int32)
+
+    y, x = torch.meshgrid(torch.arange(28, dtype=torch.int32), torch.arange(28, dtype=torch.int32), indexing="ij")
+    degrees = [math.radians(degree) for degree in range(-35, 36)]
+    cos, sin = (torch.tensor([round(256 * f(d)) for d in degrees], dtype=torch.int32) for f in (math.cos, math.sin))
+
+    def some(n: int) -> tuple[torch.Tensor, torch.Tensor]:
+        label, turn = draw_ints(0, 9, n, 1, 1), draw_ints(0, 70, n, 1, 1)
+        step = draw_ints(280, 460, n, 1, 1)  # glyph pixels per image pixel, in 1/100: 2.8 to 4.6
+        right, down = (2 * at - 27 - 2 * draw_ints(-4, 4, n, 1, 1) for at in (x, y))  # half pixels from the middle
+        a, b = cos[turn] * step // 100, sin[turn] * step // 100
+        column = ((a * right + b * down >> 9) + centre).clamp_(0, size - 1)
+        row = ((a * down - b * right >> 9) + centre).clamp_(0, size - 1)
+        ink = glyphs.flatten()[(label * size + row) * size + column]
+        image = ink * draw_ints(90, 175, n, 1, 1) // 255 + draw_ints(0, 80, n, 28, 28)
+        return image.to(torch.uint8), label.flatten().long()
+
+    images, labels = zip(*(some(min(500, count - start)) for start in range(0, count, 500)), strict=True)
+    return torch.cat(images).unsqueeze(1), torch.cat(labels)

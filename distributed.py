@@ -1,0 +1,669 @@
+"""Distributed training in one file: copy it into your project.  It needs Python 3.10, torch 2.4 and nothing else.
+
+    import distributed as dist
+
+    def main_worker(gpu, world_size, lr):             # runs once per process
+        dist.init_process_group(gpu, world_size)
+        model = dist.prepare_ddp_model(Net().to(dist.get_device()))
+        sampler = dist.data_sampler(dataset)          # shares the data out; sampler.set_epoch(epoch) each epoch
+        ...
+        dist.print_primary(dist.reduce(loss))         # the average over all processes
+        dist.cleanup()
+
+    if __name__ == "__main__":
+        dist.launch(main_worker, 0.1)
+
+    python train.py                                   # one process per visible GPU; one process without a GPU
+    CUDA_VISIBLE_DEVICES=0,1 python train.py          # choose the GPUs
+    NPROC=2 python train.py                           # choose the number of processes
+    torchrun --nproc_per_node=2 train.py              # or srun, or mpirun: launch starts nothing then
+
+One process is always a valid world: every function then works without a process group.  Rank, world size, local rank,
+backend and sampler mean what they mean in torch.distributed.  Collectives must be called by every rank, in one order.
+"""
+
+import argparse
+import contextlib
+import datetime
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import re
+import shutil
+import signal
+import socket
+import sys
+import sysconfig
+import tempfile
+import threading
+import time
+import traceback
+import warnings
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from multiprocessing import connection
+from typing import Any, NamedTuple
+
+import torch
+from torch import distributed as torch_dist
+from torch import nn
+from torch.utils.data import Dataset
+from torch.utils.data.distributed import DistributedSampler
+
+INIT_TIMEOUT = 120.0  # seconds for all ranks to come together; the environment's DIST_INIT_TIMEOUT overrides it
+TIMEOUT = 600.0  # seconds for one collective; the environment's DIST_TIMEOUT overrides it
+GRACE = 3.0  # seconds between SIGTERM and SIGKILL when `launch` ends its processes; DIST_GRACE overrides it
+_NATIVE_THREADS = len(os.listdir("/proc/self/task")) if sys.platform == "linux" else 0  # at import; see _fork_is_safe
+_store = None  # rank 0 serves this to the others, so it must live as long as the process
+
+
+# ---------------------------------------------------------------------------------------------- who am I, and where?
+
+
+class World(NamedTuple):
+    """A process's place among the others, and who started it."""
+
+    starter: str = ""
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+
+
+# Each launcher's variables for the rank, the world size, the local rank and the local world size.  The first launcher
+# that is found wins: mpirun and torchrun may run inside a SLURM job, not the other way round.
+_LAUNCHERS = {
+    "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+}
+
+
+def _world() -> World:
+    """The world that the environment describes; World() where no launcher speaks.  Half a description: ValueError."""
+    for starter, names in _LAUNCHERS.items():
+        given = {name: os.environ[name] for name in names if name in os.environ}
+        if not given:
+            continue
+        for name in names:
+            if not given.get(name, "").isdigit():
+                have = f"it is {given[name]!r}" if name in given else f"but {', '.join(given)} is set"
+                raise ValueError(f"{starter} sets {name}, {have}: start with {starter}, or unset {' '.join(given)}")
+        world = World(starter, *(int(given[name]) for name in names))
+        for name, value, below in (
+            (names[0], world.rank, world.world_size),
+            (names[2], world.local_rank, world.local_world_size),
+            (names[3], world.local_world_size, world.world_size + 1),
+            (names[2], world.local_rank, world.rank + 1),
+        ):
+            if value >= below:
+                raise ValueError(f"{name}={value} must be below {below}, by the other variables: {given}")
+        return world._replace(starter="launch") if "DIST_STORE" in os.environ else world
+    return World()
+
+
+def get_rank() -> int:
+    """This process's number among all: 0 to world size - 1."""
+    return torch_dist.get_rank() if torch_dist.is_initialized() else _world().rank
+
+
+def get_local_rank() -> int:
+    """This process's number among those on this machine."""
+    return _world().local_rank
+
+
+def get_world_size() -> int:
+    """The number of processes on all machines together."""
+    return torch_dist.get_world_size() if torch_dist.is_initialized() else _world().world_size
+
+
+def get_device() -> torch.device:
+    """This process's device: the GPU with its local rank's number, or the CPU.  A process that sees one GPU uses it."""
+    # device_count asks the driver's NVML; is_available would load CUDA, and no process could be forked any more.
+    count = torch.cuda.device_count()
+    return torch.device("cuda", get_local_rank() % count) if count else torch.device("cpu")
+
+
+def is_primary() -> bool:
+    """True on rank 0, which prints and saves."""
+    return get_rank() == 0
+
+
+def print_primary(*args: Any, **kwargs: Any) -> None:
+    """`print` on rank 0, at once (flushed); nothing on the others.  Not a collective."""
+    if is_primary():
+        print(*args, **{"flush": True, **kwargs})
+
+
+# ------------------------------------------------------------------------------------------------- starting processes
+
+
+class WorkerFailed(SystemExit):
+    """A process of `launch` failed.  Uncaught, Python prints its message and exits with 1: no second traceback."""
+
+
+def plan(nproc: int | None = None, backend: str | None = None, on_cpu: int = 1) -> int:
+    """How many processes `launch` would start here.  ValueError, in one line, if they couldn't run.
+
+    By default one per visible GPU, or `on_cpu` where there is none; the environment's NPROC overrides the default.
+    """
+    gpus = torch.cuda.device_count()
+    if nproc is None:
+        nproc = os.environ.get("NPROC") or gpus or on_cpu
+    if not str(nproc).isdigit() or int(nproc) < 1:
+        raise ValueError(f"{nproc} processes? start at least 1")
+    if backend == "nccl" and not gpus:
+        raise ValueError("backend nccl needs a CUDA GPU, and none is visible: use gloo")
+    if gpus and int(nproc) > gpus and backend != "gloo":
+        raise ValueError(f"{nproc} processes, but {gpus} visible GPU(s): start {gpus}, or share them with backend gloo")
+    return int(nproc)
+
+
+def parse_args(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """`parser.parse_args()` for a script that calls `launch`: with the flags --nproc and --backend, checked.
+
+    Without a GPU the default is two processes.  What can't run ends here, with `parser.error`: before any process is
+    started.  If there is a flag --batch-size, it is taken as the global one, of which each process must get a share.
+    """
+    parser.add_argument("--nproc", type=int, help="processes on this machine (default: one per GPU; without a GPU, 2)")
+    parser.add_argument("--backend", choices=["nccl", "gloo"], help="(default: nccl for GPUs, else gloo)")
+    args = parser.parse_args()
+    try:
+        world = _world()
+        if world.starter and args.nproc is not None:
+            raise ValueError(f"{world.starter} has started {world.world_size} process(es): leave out --nproc")
+        args.nproc = plan(world.local_world_size if world.starter else args.nproc, args.backend, on_cpu=2)
+        processes = world.world_size if world.starter else args.nproc
+        if getattr(args, "batch_size", processes) < processes:
+            raise ValueError(f"--batch-size {args.batch_size} is too small for {processes} processes: one example each")
+    except ValueError as problem:
+        parser.error(str(problem))
+    return args
+
+
+def launch(worker_fn: Callable, *args: Any, nproc: int | None = None) -> Any:
+    """Run `worker_fn(local_rank, world_size, *args)` once per device; returns what it returned on rank 0.
+
+    Under a launcher, this process is already one of several: worker_fn is called here (and other ranks return None).
+    Otherwise `plan(nproc)` processes are started on this machine; with 1, worker_fn is called here.  They are forked
+    where that is safe, else spawned; they meet in a private folder and talk over loopback, so no port is needed and
+    nothing can be reached from outside.  Each gets its share of the CPU's cores, unless OMP_NUM_THREADS is set.
+
+    The first process to fail ends all: its error, alone, leaves `launch` as `WorkerFailed` (exit code 1).  SIGINT,
+    SIGTERM and SIGHUP to this process end all of them with exit code 130, 143 or 129, whatever stage they are in, and
+    should this process be killed, they end themselves.  SIGUSR1 prints where each rank is, and goes on.
+    """
+    world = _world()
+    if world.starter == "launch":
+        raise RuntimeError("launch was called in a process that launch has started: call it once, in the main program")
+    nproc = 1 if world.starter else plan(nproc)
+    if nproc > 1:
+        return _supervise(worker_fn, args, nproc)
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:  # torchrun's own report then shows this error
+        from torch.distributed.elastic.multiprocessing.errors import record
+
+        worker_fn = record(worker_fn)
+    try:
+        result = worker_fn(world.local_rank, world.world_size, *args)
+    except KeyboardInterrupt:
+        raise SystemExit(128 + signal.SIGINT) from None
+    cleanup()
+    return result if world.rank == 0 else None
+
+
+def _fork_is_safe() -> bool:
+    """A forked child has its parent's locks, but none of its threads.
+
+    So it must not follow CUDA (torch says so, and refuses), other Python threads, or torch's OpenMP pool, whose next
+    use in the child never returns: a pool shows as more native threads than importing torch has left (one per core if
+    numpy brought OpenBLAS).  macOS's own libraries break after a fork (bugs.python.org/issue33725).
+    """
+    if sys.platform != "linux" or torch.cuda.is_initialized() or torch.version.hip or threading.active_count() > 1:
+        return False
+    with open("/proc/self/maps") as maps:
+        if "/libcuda.so" in maps.read():
+            return False
+    blas = os.environ.get("OPENBLAS_NUM_THREADS") or os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0))
+    expected = int(blas) if "numpy" in sys.modules and str(blas).isdigit() else 1
+    return len(os.listdir("/proc/self/task")) <= min(_NATIVE_THREADS, expected)
+
+
+def _supervise(worker_fn: Callable, args: tuple, nproc: int) -> Any:
+    """Start nproc processes, see them through, end them all whatever happens; returns rank 0's result."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = None if "OMP_NUM_THREADS" in os.environ else max(1, cores // nproc)
+    method = "fork" if _fork_is_safe() else "spawn"
+    if method == "spawn" and worker_fn.__module__ == "__main__" and not hasattr(sys.modules["__main__"], "__file__"):
+        if sys.platform != "linux" or torch.cuda.is_initialized():
+            raise RuntimeError(
+                f"a new process can't find {worker_fn.__name__}, defined in a notebook or shell, and this one can't be "
+                "forked (CUDA is in use, or this isn't Linux): move it to a file, or restart and call launch first"
+            )
+        method, threads = "fork", 1  # with one thread the pool isn't used
+    context = multiprocessing.get_context(method)
+    folder = tempfile.mkdtemp(prefix="dist-")
+    with socket.create_server(("127.0.0.1", 0)) as free:  # for a worker_fn that calls torch's own init_process_group
+        port = free.getsockname()[1]
+    loopback = "lo0" if sys.platform == "darwin" else "lo"
+    environment = {"WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc, "DIST_STORE": os.path.join(folder, "store")}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    environment |= {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback}
+    processes, pipes = [], []
+    with _signals() as caught:
+        try:
+            for rank in range(nproc):
+                receive, send = context.Pipe(duplex=False)
+                mine = {name: str(value) for name, value in (environment | {"RANK": rank, "LOCAL_RANK": rank}).items()}
+                job = (worker_fn, args, mine, threads, os.getpid(), send)
+                processes.append(context.Process(target=_worker, args=job, name=f"rank {rank}"))
+                processes[-1].start()
+                send.close()
+                pipes.append(receive)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+            return _watch(processes, pipes, caught, folder)
+        finally:
+            for process in processes:
+                if process.pid:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(process.pid, signal.SIGTERM)
+            deadline = time.monotonic() + float(os.environ.get("DIST_GRACE", GRACE))
+            for process in processes:
+                if process.pid:
+                    process.join(max(0.0, deadline - time.monotonic()))
+                    for kill in (os.killpg, os.kill):  # the group: with the process's own data loader workers
+                        with contextlib.suppress(ProcessLookupError, PermissionError):
+                            kill(process.pid, signal.SIGKILL)
+                    process.join()
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1}
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[list[int]]:
+    """Note signals in a list instead of dying of them.  They stay blocked until the caller unblocks them, and the
+    processes it starts inherit that: a Ctrl-C that hits one before it can handle it waits until it can."""
+    caught: list[int] = []
+    if threading.current_thread() is not threading.main_thread():  # only the main thread may handle signals
+        yield caught
+        return
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    # nohup's SIGHUP stays ignored; SIGINT doesn't (a shell's `script &` ignores it, yet who sends it means it).
+    mine = [s for s in _SIGNALS if s != signal.SIGHUP or signal.getsignal(s) is not signal.SIG_IGN]
+    before = {s: signal.signal(s, lambda signum, frame: caught.append(signum)) for s in mine}
+    try:
+        yield caught
+    finally:
+        for s, handler in before.items():
+            signal.signal(s, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def _watch(processes: list, pipes: list, caught: list[int], folder: str) -> Any:
+    """Wait for all processes; returns rank 0's result, or raises what ended the run."""
+    world_size, reports = len(processes), {}
+    while True:
+        connection.wait([p.sentinel for p in processes if p.exitcode is None] + [p for p in pipes if not p.closed], 0.1)
+        for signum in caught:
+            if signum != signal.SIGUSR1:
+                print(f"launch: {signal.Signals(signum).name}: ending {world_size} processes", file=sys.stderr)
+                raise SystemExit(128 + signum)
+            print(_where(processes, folder), file=sys.stderr, flush=True)
+        caught.clear()
+        codes = [p.exitcode for p in processes]  # before the reports are read: who is gone has said what it had to say
+        for rank, pipe in enumerate(pipes):
+            if not pipe.closed and pipe.poll():
+                with contextlib.suppress(EOFError), pipe:
+                    reports[rank] = pickle.loads(pipe.recv_bytes())
+        # A process that reports its error waits to be ended.  So whoever died without a report died before any other
+        # could lose it, and is the cause; among reports it is the earliest.
+        causes = [(when, rank, error) for rank, (when, error, _) in reports.items() if error]
+        for rank, code in enumerate(codes):
+            if code or (code == 0 and rank not in reports):
+                name = signal.Signals(-code).name if code < 0 else f"os._exit({code})"
+                hint = " (by hand, or by the kernel for want of memory: see dmesg)" if name == "SIGKILL" else ""
+                causes.append((0.0, rank, f"ended by {name}{hint}" + " after its work" * (rank in reports)))
+        if causes:
+            _, rank, error = min(causes)
+            where = _where(processes, folder) if re.search("tim(ed|e) ?out|SIGABRT", error, re.IGNORECASE) else ""
+            raise WorkerFailed(f"rank {rank} of {world_size} failed first: {error.rstrip()}\n{where}".rstrip())
+        if None not in codes:
+            return reports[0][2]
+
+
+def _where(processes: list, folder: str) -> str:
+    """Where each rank stands: a line each.  Every process is asked by a signal that faulthandler answers from C, so it
+    answers inside a collective, too."""
+    files = [os.path.join(folder, f"stack{rank}") for rank in range(len(processes))]
+    for process, file in zip(processes, files, strict=True):
+        with contextlib.suppress(OSError):
+            os.truncate(file, 0)
+            os.kill(process.pid, signal.SIGUSR1)
+    time.sleep(0.3)
+    lines = ["where each rank stands:"]
+    libraries = (os.path.dirname(torch.__file__), sysconfig.get_path("stdlib"))
+    for rank, (process, file) in enumerate(zip(processes, files, strict=True)):
+        try:
+            state = "gone" if process.exitcode is not None else "gives no answer"
+            if not process.exitcode and sys.platform == "linux":
+                with open(f"/proc/{process.pid}/stat") as stat:
+                    if stat.read().rpartition(")")[2].split()[0] in "Tt":
+                        state = f"stopped by a signal (kill -CONT {process.pid} lets it go on)"
+            with open(file) as dump:  # the main thread comes last, its innermost frame first
+                frames = re.findall(r'File "(.+)", line (\d+) in (.+)', dump.read().rpartition("hread 0x")[2])
+        except OSError:
+            frames = []
+        own = [i for i, (path, _, _) in enumerate(frames) if path != __file__ and not path.startswith(libraries)]
+        if frames and own:
+            path, line, function = frames[own[0]]
+            state = f"{function}, {os.path.relpath(path)}:{line}" + (f", in {frames[own[0] - 1][2]}" if own[0] else "")
+        lines.append(f"  rank {rank} (pid {process.pid}): {state}")
+    return "\n".join(lines)
+
+
+def _worker(worker_fn: Callable, args: tuple, environment: dict, threads: int | None, parent: int, pipe: Any) -> None:
+    """What runs in each started process."""
+    os.setpgid(0, 0)  # a group of its own: Ctrl-C hits the parent alone, and what the process starts ends with it
+    os.environ |= environment
+    world, folder = _world(), os.path.dirname(environment["DIST_STORE"])
+    for signum in _SIGNALS:
+        signal.signal(signum, signal.SIG_DFL)
+    stack = open(os.path.join(folder, f"stack{world.rank}"), "a")  # noqa: SIM115  open for the life of the process
+    faulthandler.register(signal.SIGUSR1, file=stack)
+    threading.Thread(target=_die_with, args=(parent, folder), daemon=True).start()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+    if threads:
+        torch.set_num_threads(threads)
+    error = result = None
+    try:
+        result = worker_fn(world.local_rank, world.world_size, *args)
+        cleanup()
+        report = pickle.dumps((0.0, None, result if world.rank == 0 else None))
+    except BaseException as problem:
+        if isinstance(problem, SystemExit):
+            error = f"it called sys.exit({problem.code!r})"
+        else:
+            problem = problem.with_traceback(problem.__traceback__.tb_next)  # without this function
+            error = "\n\n" + "".join(traceback.format_exception(problem))
+        report = pickle.dumps((time.monotonic(), error, None))
+    sys.stdout.flush()
+    pipe.send_bytes(report)
+    while error:  # until the parent ends all: were this process gone, the others would fail for want of it
+        time.sleep(1)
+
+
+def _die_with(parent: int, folder: str | None = None) -> None:
+    """End this process and its group once `parent` is gone, even if it was killed and could tell no one."""
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    if folder:
+        shutil.rmtree(folder, ignore_errors=True)
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os._exit(1)
+
+
+# -------------------------------------------------------------------------------------------------- the process group
+
+
+def init_process_group(
+    rank: int | None = None, world_size: int | None = None, backend: str | None = None, timeout: float | None = None
+) -> None:
+    """Join the process group.  Every rank must call it; it returns when all have come.
+
+    rank, world_size: as `launch` passes them to worker_fn (the local rank will do: the environment has the other).
+    backend: "nccl" or "gloo"; None takes nccl for CUDA, else gloo.  Sets the CUDA device.
+    timeout: seconds for all to come (INIT_TIMEOUT).  After 10 s rank 0 says who is missing; at the end TimeoutError.
+    """
+    global _store
+    world, device = _world(), get_device()
+    if not world.starter:  # no launcher: the caller says who this is
+        world = world._replace(rank=rank or 0, world_size=world_size or 1)
+    elif rank not in (None, world.rank, world.local_rank) or world_size not in (None, world.world_size):
+        raise ValueError(f"init_process_group({rank}, {world_size}), but this is {world}")
+    rank, world_size = world.rank, world.world_size
+    backend = backend or ("nccl" if device.type == "cuda" else "gloo")
+    if backend == "nccl" and device.type != "cuda":
+        raise ValueError("backend nccl needs a CUDA GPU, and none is visible: use gloo")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    timeout = float(timeout or os.environ.get("DIST_INIT_TIMEOUT", INIT_TIMEOUT))
+    limit = datetime.timedelta(seconds=timeout)
+    if world.starter == "launch":
+        _store = torch_dist.FileStore(os.environ["DIST_STORE"], world_size)
+    elif world_size == 1 and not world.starter:
+        _store = torch_dist.HashStore()
+    elif not isinstance(_store, torch_dist.TCPStore):
+        for name in ("MASTER_ADDR", "MASTER_PORT"):
+            if name not in os.environ:
+                raise ValueError(f"{name} is not set: it must say where rank 0 is; start with `launch` or torchrun")
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        serve = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # else torchrun serves it
+        _store = torch_dist.TCPStore(address, port, world_size, serve, limit, wait_for_workers=False, multi_tenant=True)
+    store = torch_dist.PrefixStore(f"group {_store.add(f'groups of {rank}', 1)}", _store)  # a second group, other keys
+    _roll_call(store, rank, world_size, timeout)
+    # With device_id NCCL connects at once, and to the right GPU.  torch 2.6 and 2.7.0 hang with it (pytorch#153960).
+    options = {"device_id": device} if device.type == "cuda" and torch.__version__ >= (2, 7, 1) else {}
+    limit = datetime.timedelta(seconds=float(os.environ.get("DIST_TIMEOUT", TIMEOUT)))
+    torch_dist.init_process_group(
+        backend, store=store, rank=rank, world_size=world_size, timeout=limit, **(options if backend == "nccl" else {})
+    )
+    print_primary(f"distributed: {world_size} process{'es' * (world_size > 1)}, {backend}, {device.type}")
+
+
+def _roll_call(store: torch_dist.Store, rank: int, world_size: int, timeout: float) -> None:
+    """Wait for all ranks, and say which are missing: torch's own start-up waits without a word."""
+    store.set(f"here {rank}", "")
+    if rank == 0:
+        started, told, missing = time.monotonic(), False, list(range(world_size))
+        while missing := [r for r in missing if not store.check([f"here {r}"])]:
+            waited, names = time.monotonic() - started, f"ranks {', '.join(map(str, missing))} of {world_size}"
+            if waited > timeout:
+                store.set("verdict", f"{names} did not come within {timeout:.0f} s")
+                break
+            if waited > 10 and not told:
+                told = not print(f"distributed: waiting for {names}", file=sys.stderr, flush=True)
+            time.sleep(0.01)
+        else:
+            store.set("verdict", "complete")
+    with contextlib.suppress(torch_dist.DistStoreError):
+        store.wait(["verdict"], datetime.timedelta(seconds=timeout + 5))
+    verdict = store.get("verdict").decode() if store.check(["verdict"]) else f"rank 0 of {world_size} did not come"
+    if verdict != "complete":
+        raise TimeoutError(f"init_process_group: {verdict}")
+
+
+def cleanup() -> None:
+    """Leave the process group, if there is one.  Does nothing while an exception is on its way: the other ranks may be
+    inside a collective, and leaving would wait for them for ever (pytorch/torchtitan#1342)."""
+    if torch_dist.is_initialized() and sys.exc_info()[0] is None:
+        torch_dist.destroy_process_group()
+
+
+# -------------------------------------------------------------------------------------------------------- collectives
+
+_OPS = ("sum", "mean", "min", "max", "product")
+_DTYPES = {zlib.crc32(str(dtype).encode()): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+_MAX_DIMS = 12
+
+
+def _wire() -> torch.device | None:
+    """The device that the backend moves tensors on; None for a world of one."""
+    if torch_dist.is_initialized():
+        return (
+            None
+            if get_world_size() == 1
+            else get_device()
+            if torch_dist.get_backend() == "nccl"
+            else torch.device("cpu")
+        )
+    if get_world_size() > 1:
+        raise RuntimeError(f"this is rank {get_rank()} of {get_world_size()}: call init_process_group first")
+    return None
+
+
+def _shapes(call: int, tensor: torch.Tensor, uneven: bool) -> list[tuple]:
+    """Every rank's shape, after all ranks have agreed that they mean the same collective on like tensors.
+
+    The backends don't check: gloo adds 3 elements to 5 and returns garbage, a wrong dtype aborts the process.
+    """
+    if tensor.dim() > _MAX_DIMS:
+        raise ValueError(f"{tensor.dim()} dimensions; at most {_MAX_DIMS}")
+    mine = [call, zlib.crc32(str(tensor.dtype).encode()), tensor.dim(), *tensor.shape]
+    mine = torch.tensor(mine + [0] * (3 + _MAX_DIMS - len(mine)), device=_wire())
+    everyone = [torch.empty_like(mine) for _ in range(get_world_size())]
+    torch_dist.all_gather(everyone, mine)
+    everyone = [row.tolist() for row in everyone]
+    shapes = [tuple(row[3 : 3 + row[2]]) for row in everyone]
+    if len({tuple(row[:3] if uneven else row) for row in everyone}) > 1:
+        names = [*(f"all_reduce {op}" for op in _OPS), "gather", "sync_params"]
+        table = "".join(
+            f"\n  rank {rank}: {names[row[0]]} of {_DTYPES[row[1]]} {list(shape)}"
+            for rank, (row, shape) in enumerate(zip(everyone, shapes, strict=True))
+        )
+        raise RuntimeError(f"the ranks called different things; all must call the same:{table}")
+    return shapes
+
+
+def all_reduce(tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
+    """A new tensor with the sum (mean, min, max, product) over all ranks, on every rank; the input is untouched.
+
+    Every rank must call it, with the same op, shape and dtype; otherwise RuntimeError on all, with what each sent.
+    Any device; the result is on the input's.  bool counts as int64; the mean of integers has the default float dtype;
+    float16 and bfloat16 are reduced in float32, then rounded once.
+    """
+    if op not in _OPS:
+        raise ValueError(f"op={op!r}: choose from {', '.join(_OPS)}")
+    result = tensor.detach().clone(memory_format=torch.contiguous_format)
+    if wire := _wire():
+        _shapes(_OPS.index(op), tensor, uneven=False)
+        narrow = {torch.bool: torch.int64, torch.float16: torch.float32, torch.bfloat16: torch.float32}
+        result = result.to(wire, narrow.get(tensor.dtype, tensor.dtype))
+        torch_dist.all_reduce(result, getattr(torch_dist.ReduceOp, "SUM" if op == "mean" else op.upper()))
+    if op == "mean":
+        result = result / get_world_size()
+    dtype = torch.int64 if tensor.dtype == torch.bool and op != "mean" else tensor.dtype
+    return result.to(tensor.device, dtype if dtype.is_floating_point or op != "mean" else result.dtype)
+
+
+def reduce(tensor: torch.Tensor, op: str = "mean") -> torch.Tensor:
+    """`all_reduce` that averages by default: what a caller prints as "the loss" is the mean over the ranks."""
+    return all_reduce(tensor, op)
+
+
+def gather(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors of all ranks, in rank order, on every rank: for torch.cat (torch.stack if they have no dimension).
+
+    Every rank must call it.  Shapes may differ, even to zero rows; dtypes and numbers of dimensions may not, or all
+    ranks get a RuntimeError with what each sent.  Any dtype and device; the results are on the input's device.
+    """
+    tensor = tensor.detach()
+    if not (wire := _wire()):
+        return [tensor.clone()]
+    shapes = _shapes(len(_OPS), tensor, uneven=True)
+    mine = tensor.to(wire).contiguous().flatten().view(torch.uint8)
+    sizes = [torch.Size(shape).numel() * tensor.element_size() for shape in shapes]
+    mine = nn.functional.pad(mine, (0, max(sizes) - len(mine)))  # the backends gather equal sizes only
+    rows = [torch.empty_like(mine) for _ in shapes]
+    torch_dist.all_gather(rows, mine)
+    return [
+        row[:size].view(tensor.dtype).view(shape).to(tensor.device)
+        for row, size, shape in zip(rows, sizes, shapes, strict=True)
+    ]
+
+
+def sync_params(params: Iterable[torch.Tensor]) -> None:
+    """Overwrite the tensors, in place, by rank 0's.  Every rank must pass as many, of the same shapes and dtypes."""
+    if wire := _wire():
+        params = [param.detach() for param in params]
+        _shapes(len(_OPS) + 1, torch.empty(len(params)), uneven=False)
+        for param in params:
+            _shapes(len(_OPS) + 1, param, uneven=False)
+            values = param.to(wire).contiguous()
+            torch_dist.broadcast(values, 0)
+            param.copy_(values)
+
+
+def barrier() -> None:
+    """Wait until every rank has come here."""
+    if wire := _wire():
+        torch_dist.barrier(**({"device_ids": [wire.index]} if wire.type == "cuda" else {}))
+
+
+wait_for_everyone = barrier
+
+
+# --------------------------------------------------------------------------------------------------- data and model
+
+
+class _Sampler(DistributedSampler):
+    """torch's sampler, without its padding where `pad` is false, and with a warning for a forgotten set_epoch."""
+
+    def __init__(self, dataset: Dataset, shuffle: bool, pad: bool) -> None:
+        super().__init__(dataset, get_world_size(), get_rank(), shuffle=shuffle)
+        self.passes = 0
+        if not pad:
+            self.num_samples = len(range(self.rank, len(dataset), self.num_replicas))
+        self.pad = pad
+
+    def set_epoch(self, epoch: int) -> None:
+        super().set_epoch(epoch)
+        self.passes = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.passes += 1
+        if self.shuffle and self.passes == 2:
+            warnings.warn(
+                "this epoch has the order of the last: call sampler.set_epoch(epoch) before each", stacklevel=2
+            )
+        if self.pad:
+            return super().__iter__()
+        generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        n = len(self.dataset)
+        order = torch.randperm(n, generator=generator).tolist() if self.shuffle else range(n)
+        return iter(order[self.rank :: self.num_replicas])
+
+
+def data_sampler(
+    dataset: Dataset, distributed: bool | None = None, shuffle: bool = True, pad: bool = True
+) -> DistributedSampler | None:
+    """This rank's share of the data set, as a sampler for DataLoader.  None (use none) if not distributed.
+
+    distributed: None means: if there is more than one process.  True gives a sampler for a world of one, too.
+    shuffle: a new order each epoch, if `sampler.set_epoch(epoch)` is called before each; the same on every rank.
+    pad: for training. All ranks get equally many examples, a few of them twice where the number doesn't divide: a rank
+        with one batch less would leave the others waiting. False is for evaluation: every example exactly once.
+    """
+    if distributed is None:
+        distributed = get_world_size() > 1
+    return _Sampler(dataset, shuffle, pad) if distributed else None
+
+
+class _DDP(nn.parallel.DistributedDataParallel):
+    """DistributedDataParallel whose evaluation is exact and can't hang.
+
+    torch's broadcasts the buffers (BatchNorm's running averages) in every forward, in evaluation too, so ranks with
+    different numbers of batches wait for ever.  Here `eval()` brings all ranks' buffers to rank 0's, once, and forward
+    in eval mode calls no collective.  The result is the same: rank 0's averages are always those of rank 0's batches.
+    """
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        return super().forward(*inputs, **kwargs) if self.training else self.module(*inputs, **kwargs)
+
+    def train(self, mode: bool = True) -> "_DDP":
+        if self.training and not mode:
+            sync_params(self.module.buffers())
+        return super().train(mode)
+
+
+def prepare_ddp_model(model: nn.Module, device_ids: list | None = None, **kwargs: Any) -> nn.Module:
+    """The model as DistributedDataParallel, on GPUs and on the CPU; the model itself with one process.
+
+    Every rank must call it, with the model on `get_device()`; all start from rank 0's weights.  `eval()` is then a
+    collective: every rank must call it.  device_ids is accepted for old callers: the model's device is what counts.
+    kwargs go to DistributedDataParallel (find_unused_parameters=True, ...).
+    """
+    if not _wire():
+        return model
+    device = next(model.parameters()).device
+    return _DDP(model, device_ids=[device] if device.type == "cuda" else None, **kwargs)

@@ -1,0 +1,56 @@
+"""The smallest complete DDP program: made-up data, one linear layer, everything a real one needs.
+
+python min_DDP.py                          # one process per visible GPU; two on a machine without
+python min_DDP.py --nproc 3                # three processes
+CUDA_VISIBLE_DEVICES=0,1 python min_DDP.py
+torchrun --nproc_per_node=2 min_DDP.py
+"""
+
+import argparse
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import distributed as dist
+
+
+def main_worker(gpu, world_size, args):
+    dist.init_process_group(gpu, world_size, args.backend)
+    device = dist.get_device()
+    torch.manual_seed(0)  # the same data and the same weights in every process
+
+    points = torch.randn(1000, 8)
+    dataset = TensorDataset(points, points.argmax(1))
+    is_distributed = world_size > 1
+    sampler = dist.data_sampler(dataset, is_distributed)  # each process gets its share; None for one process
+    loader = DataLoader(dataset, args.batch_size // world_size, shuffle=sampler is None, sampler=sampler)
+
+    model = nn.Linear(8, 8).to(device)
+    model = dist.prepare_ddp_model(model, device_ids=[gpu])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+
+    for epoch in range(args.epochs):
+        if is_distributed:
+            sampler.set_epoch(epoch)  # or every epoch has the same order
+        for inputs, labels in loader:
+            logits = model(inputs.to(device))
+            loss = F.cross_entropy(logits, labels.to(device))
+            loss.backward()  # DDP averages the gradients of all processes here
+            optimizer.step()
+            optimizer.zero_grad()
+        correct = logits.argmax(1) == labels.to(device)
+        loss = dist.reduce(loss.detach())  # the average over all processes
+        correct = torch.cat(dist.gather(correct.detach()))  # the last batch, from all processes
+        dist.print_primary(f"epoch {epoch}  loss {loss:.4f}  right {correct.sum()} of {len(correct)} in the last batch")
+
+    dist.cleanup()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--epochs", type=int, default=5, help="(default: %(default)s)")
+    parser.add_argument("--batch-size", type=int, default=40, help="of all processes together (default: %(default)s)")
+    args = dist.parse_args(parser)  # with --nproc and --backend
+    dist.launch(main_worker, args, nproc=args.nproc)

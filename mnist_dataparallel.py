@@ -1,0 +1,111 @@
+"""MNIST with DataParallel, step 2 of 4.   CUDA_VISIBLE_DEVICES=0,1 python mnist_dataparallel.py
+
+--dataset synthetic needs no download, --help lists the flags, README.md walks through the steps.
+"""
+
+import argparse
+import time
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import data
+
+
+class ConvNet(nn.Module):
+    """Two blocks of convolution, BatchNorm, ReLU and max-pool, then one linear layer: [N, 1, 28, 28] -> [N, 10]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer1 = nn.Sequential(nn.Conv2d(1, 16, 5, padding=2), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2))
+        self.layer2 = nn.Sequential(nn.Conv2d(16, 32, 5, padding=2), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(2))
+        self.fc = nn.Linear(32 * 7 * 7, 10)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.fc(self.layer2(self.layer1(images)).flatten(1))
+
+
+def train(model, loader, optimizer, scheduler, device):
+    """One epoch; returns the sum of this process's losses and its number of examples, [2] float64."""
+    model.train()
+    sums = torch.zeros(2, dtype=torch.float64, device=device)
+    for images, labels in data.batches(loader, device):
+        loss = F.cross_entropy(model(images), labels)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        sums[0] += loss.detach() * len(labels)
+        sums[1] += len(labels)
+    return sums.cpu()  # waits for the device, so that whoever measures the time measures all of it
+
+
+@torch.no_grad()
+def evaluate(model, loader, device):
+    """The sum of this process's losses, its right answers and its number of examples, [3] float64."""
+    model.eval()
+    sums = torch.zeros(3, dtype=torch.float64, device=device)
+    for images, labels in data.batches(loader, device):
+        logits = model(images)
+        sums[0] += F.cross_entropy(logits, labels, reduction="sum")
+        sums[1] += (logits.argmax(1) == labels).sum()
+        sums[2] += len(labels)
+    return sums.cpu()
+
+
+def main(args):
+    world_size, log, device = 1, print, torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.manual_seed(args.seed)  # the same initial weights in every process
+
+    train_set, test_set = data.load(args.dataset, args.data_dir, 2 * args.batch_size if args.dry_run else None)
+    train_sampler = torch.utils.data.RandomSampler(train_set)
+    test_sampler = torch.utils.data.SequentialSampler(test_set)
+    batch_size = args.batch_size // world_size  # this process's share of the global batch
+    train_loader = data.loader(train_set, batch_size, train_sampler)
+    test_loader = data.loader(test_set, batch_size, test_sampler)
+
+    model = ConvNet().to(device, memory_format=torch.channels_last)  # channels_last: the faster layout for convolutions
+    optimizer = torch.optim.SGD(model.parameters(), args.lr, momentum=0.9)
+    model = nn.DataParallel(model)  # splits each batch over all visible GPUs
+    log(f"DataParallel on {torch.cuda.device_count()} GPUs (with fewer than two it only passes through)")
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, total_steps=args.epochs * len(train_loader))
+    used = f"{world_size * batch_size} = {world_size} x {batch_size}"  # less than asked for, where it doesn't divide
+    log(f"{args.dataset} on {device}, --batch-size {args.batch_size}: global batch {used}")
+
+    started = time.perf_counter()
+    for epoch in range(args.epochs):
+        epoch_started = time.perf_counter()
+        trained = train(model, train_loader, optimizer, scheduler, device)
+        seconds = time.perf_counter() - epoch_started
+        tested = evaluate(model, test_loader, device)
+        (loss, seen), (_, correct, count) = trained.tolist(), tested.tolist()
+        log(
+            f"epoch {epoch + 1}/{args.epochs}  loss {loss / seen:.4f}  "
+            f"accuracy {correct / count:.2%} ({correct:.0f}/{count:.0f})  {seen / seconds:.0f} images/s"
+        )
+    log(f"done in {time.perf_counter() - started:.1f} s")
+
+
+def parse_args():
+    parser = argparse.ArgumentParser(
+        description=__doc__, usage=argparse.SUPPRESS, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--dataset", default="mnist", choices=data.DATASETS, help="(default: %(default)s)")
+    parser.add_argument("--data-dir", default="data", help="MNIST is kept here (default: %(default)s)")
+    parser.add_argument("--epochs", type=int, default=3, help="(default: %(default)s)")
+    parser.add_argument("--batch-size", type=int, default=200, help="of all processes together (default: %(default)s)")
+    parser.add_argument("--lr", type=float, default=0.1, help="peak learning rate (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
+    parser.add_argument("--dry-run", action="store_true", help="one epoch of two batches, to see that all of it runs")
+    args = parser.parse_args()
+    if min(args.epochs, args.batch_size) < 1 or not args.lr > 0:
+        parser.error("--epochs and --batch-size must be at least 1, --lr greater than 0")
+    data.prepare(args.dataset, args.data_dir, error=parser.error)
+    args.epochs = 1 if args.dry_run else args.epochs
+    return args
+
+
+if __name__ == "__main__":
+    args = parse_args()
+    main(args)
