@@ -24,8 +24,8 @@ backend and sampler mean what they mean in torch.distributed.  Collectives must 
 
 import argparse
 import contextlib
-import datetime
 import faulthandler
+import math
 import multiprocessing
 import os
 import pickle
@@ -40,22 +40,22 @@ import threading
 import time
 import traceback
 import warnings
-import zlib
 from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
 from multiprocessing import connection
 from typing import Any, NamedTuple
 
 import torch
 from torch import distributed as torch_dist
 from torch import nn
-from torch.utils.data import Dataset
-from torch.utils.data.distributed import DistributedSampler
+from torch.utils.data import Dataset, DistributedSampler
 
-INIT_TIMEOUT = 120.0  # seconds for all ranks to come together; the environment's DIST_INIT_TIMEOUT overrides it
-TIMEOUT = 600.0  # seconds for one collective; the environment's DIST_TIMEOUT overrides it
-GRACE = 3.0  # seconds between SIGTERM and SIGKILL when `launch` ends its processes; DIST_GRACE overrides it
-_NATIVE_THREADS = len(os.listdir("/proc/self/task")) if sys.platform == "linux" else 0  # at import; see _fork_is_safe
-_store = None  # rank 0 serves this to the others, so it must live as long as the process
+INIT_TIMEOUT = 120  # seconds for all ranks to come together; the environment's DIST_INIT_TIMEOUT overrides it
+TIMEOUT = 600  # seconds for one collective; DIST_TIMEOUT overrides it
+GRACE = 3  # seconds between SIGTERM and SIGKILL when `launch` ends its processes; DIST_GRACE overrides it
+_NATIVE_THREADS = len(os.listdir("/proc/self/task")) if sys.platform == "linux" else 0  # see _fork_is_safe
+_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1}
+_store = None  # rank 0 serves it to the others, so it must live as long as the process
 
 
 # ---------------------------------------------------------------------------------------------- who am I, and where?
@@ -86,17 +86,11 @@ def _world() -> World:
             continue
         for name in names:
             if not given.get(name, "").isdigit():
-                have = f"it is {given[name]!r}" if name in given else f"but {', '.join(given)} is set"
-                raise ValueError(f"{starter} sets {name}, {have}: start with {starter}, or unset {' '.join(given)}")
+                wrong = f"{name} is {given.get(name) or 'not set'}, but {starter} sets all of {', '.join(names)}"
+                raise ValueError(f"{wrong}: start with {starter}, or unset {' '.join(given)}")
         world = World(starter, *(int(given[name]) for name in names))
-        for name, value, below in (
-            (names[0], world.rank, world.world_size),
-            (names[2], world.local_rank, world.local_world_size),
-            (names[3], world.local_world_size, world.world_size + 1),
-            (names[2], world.local_rank, world.rank + 1),
-        ):
-            if value >= below:
-                raise ValueError(f"{name}={value} must be below {below}, by the other variables: {given}")
+        if not (world.local_rank <= world.rank < world.world_size >= world.local_world_size > world.local_rank):
+            raise ValueError(f"these contradict each other: {given}; start with {starter}, or unset them")
         return world._replace(starter="launch") if "DIST_STORE" in os.environ else world
     return World()
 
@@ -134,11 +128,245 @@ def print_primary(*args: Any, **kwargs: Any) -> None:
         print(*args, **{"flush": True, **kwargs})
 
 
+# -------------------------------------------------------------------------------------------------- the process group
+
+
+def init_process_group(
+    rank: int | None = None, world_size: int | None = None, backend: str | None = None, timeout: float | None = None
+) -> None:
+    """Join the process group.  Every rank must call it; it returns when all have come.
+
+    rank, world_size: as `launch` passes them to worker_fn (the local rank will do: the environment has the other).
+    backend: "nccl" or "gloo"; None takes nccl for CUDA, else gloo.  Sets the CUDA device.
+    timeout: seconds for all to come (INIT_TIMEOUT).  After 10 s rank 0 says who is missing; at the end TimeoutError.
+    """
+    global _store
+    world, device = _world(), get_device()
+    if not world.starter:  # no launcher: the caller says who this is
+        world = world._replace(rank=rank or 0, world_size=world_size or 1)
+    elif rank not in (None, world.rank, world.local_rank) or world_size not in (None, world.world_size):
+        raise ValueError(f"init_process_group({rank}, {world_size}), but this is {world}")
+    rank, world_size = world.rank, world.world_size
+    backend = backend or ("nccl" if device.type == "cuda" else "gloo")
+    if backend == "nccl" and device.type != "cuda":
+        raise ValueError("backend nccl needs a CUDA GPU, and none is visible: use gloo")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    timeout = float(timeout or os.environ.get("DIST_INIT_TIMEOUT", INIT_TIMEOUT))
+    if world.starter == "launch":
+        _store = torch_dist.FileStore(os.environ["DIST_STORE"], world_size)
+    elif world_size == 1 and not world.starter:
+        _store = torch_dist.HashStore()
+    elif not isinstance(_store, torch_dist.TCPStore):
+        if not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+            raise ValueError("MASTER_ADDR and MASTER_PORT must say where rank 0 is: set them, or start with launch")
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        serve = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # else torchrun serves it
+        wait = timedelta(seconds=timeout)
+        _store = torch_dist.TCPStore(address, port, world_size, serve, wait, wait_for_workers=False, multi_tenant=True)
+    store = torch_dist.PrefixStore(f"group {_store.add(f'groups of {rank}', 1)}", _store)  # a second group, other keys
+    _roll_call(store, rank, world_size, timeout)
+    options = {"timeout": timedelta(seconds=float(os.environ.get("DIST_TIMEOUT", TIMEOUT)))}
+    if backend == "nccl" and torch.__version__ >= (2, 7, 1):  # 2.6 and 2.7.0 hang with it (pytorch#153960)
+        options["device_id"] = device  # connect at once, and to the right GPU
+    torch_dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, **options)
+    print_primary(f"distributed: {world_size} process{'es' * (world_size > 1)}, {backend}, {device.type}")
+
+
+def _roll_call(store: torch_dist.Store, rank: int, world_size: int, timeout: float) -> None:
+    """Wait for all ranks, and say which are missing: torch's own start-up waits without a word."""
+    store.set(f"here {rank}", "")
+    for patience in (min(10.0, timeout), max(0.01, timeout - 10)):
+        try:
+            return store.wait([f"here {r}" for r in range(world_size)], timedelta(seconds=patience))
+        except torch_dist.DistStoreError:
+            missing = [str(r) for r in range(world_size) if not store.check([f"here {r}"])]
+            missing = f"rank{'s' * (len(missing) > 1)} {', '.join(missing)} of {world_size}"
+            if rank == 0 and patience == 10:
+                print(f"distributed: waiting for {missing}", file=sys.stderr, flush=True)
+    raise TimeoutError(f"init_process_group: {missing} did not come within {timeout:.0f} s")
+
+
+def cleanup() -> None:
+    """Leave the process group, if there is one.  Does nothing while an exception is on its way: the other ranks may be
+    inside a collective, and leaving would wait for them for ever (pytorch/torchtitan#1342)."""
+    if torch_dist.is_initialized() and sys.exc_info()[0] is None:
+        torch_dist.destroy_process_group()
+
+
+# -------------------------------------------------------------------------------------------------------- collectives
+
+_OPS = ("sum", "mean", "min", "max", "product")
+
+
+def _wire() -> torch.device | None:
+    """The device that the backend moves tensors on; None in a world of one."""
+    if get_world_size() == 1:
+        return None
+    if not torch_dist.is_initialized():
+        raise RuntimeError(f"this is rank {get_rank()} of {get_world_size()}: call init_process_group first")
+    return get_device() if torch_dist.get_backend() == "nccl" else torch.device("cpu")
+
+
+def _agree(call: str, detail: Any = "") -> list:
+    """Every rank's detail, if all ranks make the same call; otherwise RuntimeError on all, with what each has called.
+
+    The backends don't check: gloo adds 3 elements to 5 and returns garbage, and a wrong dtype aborts the process.
+    """
+    everyone: list = [None] * get_world_size()
+    torch_dist.all_gather_object(everyone, (call, detail))
+    if len({call for call, _ in everyone}) > 1:
+        table = "".join(f"\n  rank {rank}: {call} {detail}" for rank, (call, detail) in enumerate(everyone))
+        raise RuntimeError(f"the ranks called different things, but all must call the same:{table}")
+    return [detail for _, detail in everyone]
+
+
+def all_reduce(tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
+    """A new tensor with the sum (mean, min, max, product) over all ranks, on every rank; the input is untouched.
+
+    Every rank must call it, with the same op, shape and dtype; otherwise RuntimeError on all, with what each sent.
+    Any device; the result is on the input's.  bool counts as int64; the mean of integers has the default float dtype;
+    float16 and bfloat16 are reduced in float32, then rounded once.
+    """
+    if op not in _OPS:
+        raise ValueError(f"op={op!r}: choose from {', '.join(_OPS)}")
+    result = tensor.detach().clone(memory_format=torch.contiguous_format)
+    if wire := _wire():
+        _agree(f"all_reduce {op} of {tensor.dtype} {list(tensor.shape)}")
+        narrow = {torch.bool: torch.int64, torch.float16: torch.float32, torch.bfloat16: torch.float32}
+        result = result.to(wire, narrow.get(tensor.dtype, tensor.dtype))
+        torch_dist.all_reduce(result, getattr(torch_dist.ReduceOp, "SUM" if op == "mean" else op.upper()))
+    if op == "mean":
+        result = result / get_world_size()
+    dtype = torch.int64 if tensor.dtype == torch.bool and op != "mean" else tensor.dtype
+    return result.to(tensor.device, dtype if dtype.is_floating_point or op != "mean" else result.dtype)
+
+
+def reduce(tensor: torch.Tensor, op: str = "mean") -> torch.Tensor:
+    """`all_reduce` that averages by default: what a caller prints as "the loss" is the mean over the ranks."""
+    return all_reduce(tensor, op)
+
+
+def gather(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors of all ranks, in rank order, on every rank: for torch.cat (torch.stack if they have no dimension).
+
+    Every rank must call it.  Shapes may differ, even to zero rows; dtypes and numbers of dimensions may not, or all
+    ranks get a RuntimeError with what each sent.  Any dtype and device; the results are on the input's device.
+    """
+    tensor = tensor.detach()
+    if not (wire := _wire()):
+        return [tensor.clone()]
+    shapes = _agree(f"gather of {tensor.dtype} with {tensor.dim()} dimension(s)", list(tensor.shape))
+    sizes = [math.prod(shape) * tensor.element_size() for shape in shapes]
+    mine = tensor.to(wire).contiguous().flatten().view(torch.uint8)
+    mine = nn.functional.pad(mine, (0, max(sizes) - len(mine)))  # the backends gather equal sizes only
+    rows = [torch.empty_like(mine) for _ in shapes]
+    torch_dist.all_gather(rows, mine)
+    rows = [row[:size].view(tensor.dtype).view(shape) for row, size, shape in zip(rows, sizes, shapes, strict=True)]
+    return [row.to(tensor.device) for row in rows]
+
+
+def sync_params(params: Iterable[torch.Tensor]) -> None:
+    """Overwrite the tensors, in place, by rank 0's.  Every rank must pass as many, of the same shapes and dtypes."""
+    if wire := _wire():
+        params = [param.detach() for param in params]
+        _agree(f"sync_params of {[(param.dtype, *param.shape) for param in params]}")
+        for param in params:
+            values = param.to(wire).contiguous()
+            torch_dist.broadcast(values, 0)
+            param.copy_(values)
+
+
+def barrier() -> None:
+    """Wait until every rank has come here."""
+    if wire := _wire():
+        torch_dist.barrier(**({"device_ids": [wire.index]} if wire.type == "cuda" else {}))
+
+
+wait_for_everyone = barrier
+
+
+# --------------------------------------------------------------------------------------------------- data and model
+
+
+class _Sampler(DistributedSampler):
+    """torch's sampler, without its padding where `pad` is false, and with a warning for a forgotten set_epoch."""
+
+    def __init__(self, dataset: Dataset, shuffle: bool, pad: bool) -> None:
+        super().__init__(dataset, get_world_size(), get_rank(), shuffle=shuffle)
+        self.passes = 0
+        if not pad:  # len(self), and what is left of total_size: torch pads the indices up to it
+            self.total_size = len(dataset)
+            self.num_samples = len(range(self.rank, len(dataset), self.num_replicas))
+
+    def set_epoch(self, epoch: int) -> None:
+        super().set_epoch(epoch)
+        self.passes = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.passes += 1
+        if self.shuffle and self.passes == 2:
+            warnings.warn(
+                "this epoch has the order of the last: call sampler.set_epoch(epoch) before each", stacklevel=2
+            )
+        return super().__iter__()
+
+
+def data_sampler(
+    dataset: Dataset, distributed: bool | None = None, shuffle: bool = True, pad: bool = True
+) -> DistributedSampler | None:
+    """This rank's share of the data set, as a sampler for DataLoader.  None (use none) if not distributed.
+
+    distributed: None means: if there is more than one process.  True gives a sampler for a world of one, too.
+    shuffle: a new order each epoch, if `sampler.set_epoch(epoch)` is called before each; the same on every rank.
+    pad: for training. All ranks get equally many examples, a few of them twice where the number doesn't divide: a rank
+        with one batch less would leave the others waiting. False is for evaluation: every example exactly once.
+    """
+    if distributed is None:
+        distributed = get_world_size() > 1
+    return _Sampler(dataset, shuffle, pad) if distributed else None
+
+
+class _DDP(nn.parallel.DistributedDataParallel):
+    """DistributedDataParallel whose evaluation is exact and can't hang.
+
+    torch's broadcasts the buffers (BatchNorm's running averages) in every forward, in evaluation too, so ranks with
+    different numbers of batches wait for ever.  Here `eval()` brings all ranks' buffers to rank 0's, once, and forward
+    in eval mode calls no collective.  The result is the same: rank 0's averages are always those of rank 0's batches.
+    """
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        try:
+            return super().forward(*inputs, **kwargs) if self.training else self.module(*inputs, **kwargs)
+        except RuntimeError as problem:
+            unused = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(problem))
+            names = [name for name, param in self.module.named_parameters() if param.requires_grad]
+            if not unused:
+                raise
+            unused = ", ".join(names[int(i)] for i in unused[1].split())
+            fixes = "let the loss use them, or freeze them (requires_grad_(False)), or pass find_unused_parameters=True"
+            raise RuntimeError(f"no gradient in the last step for {unused}: {fixes}") from problem
+
+    def train(self, mode: bool = True) -> "_DDP":
+        if self.training and not mode:
+            sync_params(self.module.buffers())
+        return super().train(mode)
+
+
+def prepare_ddp_model(model: nn.Module, device_ids: list | None = None, **kwargs: Any) -> nn.Module:
+    """The model as DistributedDataParallel, on GPUs and on the CPU; the model itself with one process.
+
+    Every rank must call it, with the model on `get_device()`; all start from rank 0's weights.  `eval()` is then a
+    collective: every rank must call it.  device_ids is accepted for old callers: the model's device is what counts.
+    kwargs go to DistributedDataParallel (find_unused_parameters=True, ...).
+    """
+    if not _wire():
+        return model
+    device = next(model.parameters()).device
+    return _DDP(model, device_ids=[device] if device.type == "cuda" else None, **kwargs)
+
+
 # ------------------------------------------------------------------------------------------------- starting processes
-
-
-class WorkerFailed(SystemExit):
-    """A process of `launch` failed.  Uncaught, Python prints its message and exits with 1: no second traceback."""
 
 
 def plan(nproc: int | None = None, backend: str | None = None, on_cpu: int = 1) -> int:
@@ -188,7 +416,7 @@ def launch(worker_fn: Callable, *args: Any, nproc: int | None = None) -> Any:
     where that is safe, else spawned; they meet in a private folder and talk over loopback, so no port is needed and
     nothing can be reached from outside.  Each gets its share of the CPU's cores, unless OMP_NUM_THREADS is set.
 
-    The first process to fail ends all: its error, alone, leaves `launch` as `WorkerFailed` (exit code 1).  SIGINT,
+    The first process to fail ends all, and `launch` raises SystemExit with its error alone (exit code 1).  SIGINT,
     SIGTERM and SIGHUP to this process end all of them with exit code 130, 143 or 129, whatever stage they are in, and
     should this process be killed, they end themselves.  SIGUSR1 prints where each rank is, and goes on.
     """
@@ -238,65 +466,51 @@ def _supervise(worker_fn: Callable, args: tuple, nproc: int) -> Any:
                 f"a new process can't find {worker_fn.__name__}, defined in a notebook or shell, and this one can't be "
                 "forked (CUDA is in use, or this isn't Linux): move it to a file, or restart and call launch first"
             )
-        method, threads = "fork", 1  # with one thread the pool isn't used
+        method, threads = "fork", 1  # a process with one thread never uses the pool
     context = multiprocessing.get_context(method)
     folder = tempfile.mkdtemp(prefix="dist-")
     with socket.create_server(("127.0.0.1", 0)) as free:  # for a worker_fn that calls torch's own init_process_group
         port = free.getsockname()[1]
-    loopback = "lo0" if sys.platform == "darwin" else "lo"
-    environment = {"WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc, "DIST_STORE": os.path.join(folder, "store")}
-    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    environment |= {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback}
-    processes, pipes = [], []
-    with _signals() as caught:
-        try:
-            for rank in range(nproc):
-                receive, send = context.Pipe(duplex=False)
-                mine = {name: str(value) for name, value in (environment | {"RANK": rank, "LOCAL_RANK": rank}).items()}
-                job = (worker_fn, args, mine, threads, os.getpid(), send)
-                processes.append(context.Process(target=_worker, args=job, name=f"rank {rank}"))
-                processes[-1].start()
-                send.close()
-                pipes.append(receive)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
-            return _watch(processes, pipes, caught, folder)
-        finally:
-            for process in processes:
-                if process.pid:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(process.pid, signal.SIGTERM)
-            deadline = time.monotonic() + float(os.environ.get("DIST_GRACE", GRACE))
-            for process in processes:
-                if process.pid:
-                    process.join(max(0.0, deadline - time.monotonic()))
-                    for kill in (os.killpg, os.kill):  # the group: with the process's own data loader workers
-                        with contextlib.suppress(ProcessLookupError, PermissionError):
-                            kill(process.pid, signal.SIGKILL)
-                    process.join()
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1}
-
-
-@contextlib.contextmanager
-def _signals() -> Iterator[list[int]]:
-    """Note signals in a list instead of dying of them.  They stay blocked until the caller unblocks them, and the
-    processes it starts inherit that: a Ctrl-C that hits one before it can handle it waits until it can."""
-    caught: list[int] = []
-    if threading.current_thread() is not threading.main_thread():  # only the main thread may handle signals
-        yield caught
-        return
+    environment = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(nproc))
+    environment |= {"DIST_STORE": f"{folder}/store", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    environment |= dict.fromkeys(
+        ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo0" if sys.platform == "darwin" else "lo"
+    )
+    processes, pipes, caught, handlers = [], [], [], {}
+    # Signals wait until all is ready for them; the processes inherit that, so none dies half-way into its start.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-    # nohup's SIGHUP stays ignored; SIGINT doesn't (a shell's `script &` ignores it, yet who sends it means it).
-    mine = [s for s in _SIGNALS if s != signal.SIGHUP or signal.getsignal(s) is not signal.SIG_IGN]
-    before = {s: signal.signal(s, lambda signum, frame: caught.append(signum)) for s in mine}
     try:
-        yield caught
-    finally:
-        for s, handler in before.items():
-            signal.signal(s, handler)
+        if threading.current_thread() is threading.main_thread():  # Python lets no other thread handle signals
+            for signum in _SIGNALS:
+                # nohup's SIGHUP stays ignored.  SIGINT doesn't: a shell's `script &` ignores it unasked.
+                if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN:
+                    handlers[signum] = signal.signal(signum, lambda number, frame: caught.append(number))
+        for rank in range(nproc):
+            receive, send = context.Pipe(duplex=False)
+            mine = environment | dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
+            job = (worker_fn, args, mine, threads, os.getpid(), send)
+            processes.append(context.Process(target=_worker, args=job, name=f"rank {rank}"))
+            processes[-1].start()
+            send.close()
+            pipes.append(receive)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        return _watch(processes, pipes, caught, folder)
+    finally:
+        started = [process for process in processes if process.pid]
+        for process in started:
+            if process.exitcode is None:
+                os.kill(process.pid, signal.SIGTERM)
+        deadline = time.monotonic() + float(os.environ.get("DIST_GRACE", GRACE))
+        for process in started:
+            process.join(max(0.0, deadline - time.monotonic()))
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)  # with what it has started: data loader workers
+            process.kill()
+            process.join()
+        for signum, handler in handlers.items():
+            signal.signal(signum, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _watch(processes: list, pipes: list, caught: list[int], folder: str) -> Any:
@@ -326,39 +540,33 @@ def _watch(processes: list, pipes: list, caught: list[int], folder: str) -> Any:
         if causes:
             _, rank, error = min(causes)
             where = _where(processes, folder) if re.search("tim(ed|e) ?out|SIGABRT", error, re.IGNORECASE) else ""
-            raise WorkerFailed(f"rank {rank} of {world_size} failed first: {error.rstrip()}\n{where}".rstrip())
+            raise SystemExit(f"rank {rank} of {world_size} failed first: {error.rstrip()}\n{where}".rstrip())
         if None not in codes:
             return reports[0][2]
 
 
 def _where(processes: list, folder: str) -> str:
-    """Where each rank stands: a line each.  Every process is asked by a signal that faulthandler answers from C, so it
-    answers inside a collective, too."""
-    files = [os.path.join(folder, f"stack{rank}") for rank in range(len(processes))]
-    for process, file in zip(processes, files, strict=True):
-        with contextlib.suppress(OSError):
-            os.truncate(file, 0)
-            os.kill(process.pid, signal.SIGUSR1)
+    """A line for each rank that says where it stands: its main thread's innermost frame outside torch and this file."""
+    stacks = [os.path.join(folder, f"stack{rank}") for rank in range(len(processes))]
+    for process, stack in zip(processes, stacks, strict=True):
+        open(stack, "w").close()  # what it said when it was last asked
+        if process.exitcode is None:
+            os.kill(process.pid, signal.SIGUSR1)  # faulthandler answers, from C: inside a collective, too
     time.sleep(0.3)
-    lines = ["where each rank stands:"]
-    libraries = (os.path.dirname(torch.__file__), sysconfig.get_path("stdlib"))
-    for rank, (process, file) in enumerate(zip(processes, files, strict=True)):
-        try:
-            state = "gone" if process.exitcode is not None else "gives no answer"
-            if not process.exitcode and sys.platform == "linux":
-                with open(f"/proc/{process.pid}/stat") as stat:
-                    if stat.read().rpartition(")")[2].split()[0] in "Tt":
-                        state = f"stopped by a signal (kill -CONT {process.pid} lets it go on)"
-            with open(file) as dump:  # the main thread comes last, its innermost frame first
-                frames = re.findall(r'File "(.+)", line (\d+) in (.+)', dump.read().rpartition("hread 0x")[2])
-        except OSError:
-            frames = []
-        own = [i for i, (path, _, _) in enumerate(frames) if path != __file__ and not path.startswith(libraries)]
-        if frames and own:
-            path, line, function = frames[own[0]]
-            state = f"{function}, {os.path.relpath(path)}:{line}" + (f", in {frames[own[0] - 1][2]}" if own[0] else "")
-        lines.append(f"  rank {rank} (pid {process.pid}): {state}")
-    return "\n".join(lines)
+    text = "where each rank stands:"
+    libraries = (__file__, os.path.dirname(torch.__file__), sysconfig.get_path("stdlib"))
+    for rank, (process, stack) in enumerate(zip(processes, stacks, strict=True)):
+        state = "gone" if process.exitcode is not None else f"no answer (if it was stopped: kill -CONT {process.pid})"
+        with open(stack) as file:  # the main thread comes last, innermost frame first
+            frames = re.findall(r'File "(.+)", line (\d+) in (.+)', file.read().rpartition("hread 0x")[2])
+        inner = ""
+        for path, line, function in frames:
+            if not path.startswith(libraries):
+                state = f"{path}:{line}, {function}{inner}"
+                break
+            inner = f", in {function}"
+        text += f"\n  rank {rank}: {state}"
+    return text
 
 
 def _worker(worker_fn: Callable, args: tuple, environment: dict, threads: int | None, parent: int, pipe: Any) -> None:
@@ -381,7 +589,7 @@ def _worker(worker_fn: Callable, args: tuple, environment: dict, threads: int | 
         report = pickle.dumps((0.0, None, result if world.rank == 0 else None))
     except BaseException as problem:
         if isinstance(problem, SystemExit):
-            error = f"it called sys.exit({problem.code!r})"
+            error = f"it called sys.exit({problem.code!r})" if problem.code else None
         else:
             problem = problem.with_traceback(problem.__traceback__.tb_next)  # without this function
             error = "\n\n" + "".join(traceback.format_exception(problem))
@@ -401,269 +609,3 @@ def _die_with(parent: int, folder: str | None = None) -> None:
     if os.getpgrp() == os.getpid():
         os.killpg(0, signal.SIGKILL)
     os._exit(1)
-
-
-# -------------------------------------------------------------------------------------------------- the process group
-
-
-def init_process_group(
-    rank: int | None = None, world_size: int | None = None, backend: str | None = None, timeout: float | None = None
-) -> None:
-    """Join the process group.  Every rank must call it; it returns when all have come.
-
-    rank, world_size: as `launch` passes them to worker_fn (the local rank will do: the environment has the other).
-    backend: "nccl" or "gloo"; None takes nccl for CUDA, else gloo.  Sets the CUDA device.
-    timeout: seconds for all to come (INIT_TIMEOUT).  After 10 s rank 0 says who is missing; at the end TimeoutError.
-    """
-    global _store
-    world, device = _world(), get_device()
-    if not world.starter:  # no launcher: the caller says who this is
-        world = world._replace(rank=rank or 0, world_size=world_size or 1)
-    elif rank not in (None, world.rank, world.local_rank) or world_size not in (None, world.world_size):
-        raise ValueError(f"init_process_group({rank}, {world_size}), but this is {world}")
-    rank, world_size = world.rank, world.world_size
-    backend = backend or ("nccl" if device.type == "cuda" else "gloo")
-    if backend == "nccl" and device.type != "cuda":
-        raise ValueError("backend nccl needs a CUDA GPU, and none is visible: use gloo")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    timeout = float(timeout or os.environ.get("DIST_INIT_TIMEOUT", INIT_TIMEOUT))
-    limit = datetime.timedelta(seconds=timeout)
-    if world.starter == "launch":
-        _store = torch_dist.FileStore(os.environ["DIST_STORE"], world_size)
-    elif world_size == 1 and not world.starter:
-        _store = torch_dist.HashStore()
-    elif not isinstance(_store, torch_dist.TCPStore):
-        for name in ("MASTER_ADDR", "MASTER_PORT"):
-            if name not in os.environ:
-                raise ValueError(f"{name} is not set: it must say where rank 0 is; start with `launch` or torchrun")
-        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        serve = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # else torchrun serves it
-        _store = torch_dist.TCPStore(address, port, world_size, serve, limit, wait_for_workers=False, multi_tenant=True)
-    store = torch_dist.PrefixStore(f"group {_store.add(f'groups of {rank}', 1)}", _store)  # a second group, other keys
-    _roll_call(store, rank, world_size, timeout)
-    # With device_id NCCL connects at once, and to the right GPU.  torch 2.6 and 2.7.0 hang with it (pytorch#153960).
-    options = {"device_id": device} if device.type == "cuda" and torch.__version__ >= (2, 7, 1) else {}
-    limit = datetime.timedelta(seconds=float(os.environ.get("DIST_TIMEOUT", TIMEOUT)))
-    torch_dist.init_process_group(
-        backend, store=store, rank=rank, world_size=world_size, timeout=limit, **(options if backend == "nccl" else {})
-    )
-    print_primary(f"distributed: {world_size} process{'es' * (world_size > 1)}, {backend}, {device.type}")
-
-
-def _roll_call(store: torch_dist.Store, rank: int, world_size: int, timeout: float) -> None:
-    """Wait for all ranks, and say which are missing: torch's own start-up waits without a word."""
-    store.set(f"here {rank}", "")
-    if rank == 0:
-        started, told, missing = time.monotonic(), False, list(range(world_size))
-        while missing := [r for r in missing if not store.check([f"here {r}"])]:
-            waited, names = time.monotonic() - started, f"ranks {', '.join(map(str, missing))} of {world_size}"
-            if waited > timeout:
-                store.set("verdict", f"{names} did not come within {timeout:.0f} s")
-                break
-            if waited > 10 and not told:
-                told = not print(f"distributed: waiting for {names}", file=sys.stderr, flush=True)
-            time.sleep(0.01)
-        else:
-            store.set("verdict", "complete")
-    with contextlib.suppress(torch_dist.DistStoreError):
-        store.wait(["verdict"], datetime.timedelta(seconds=timeout + 5))
-    verdict = store.get("verdict").decode() if store.check(["verdict"]) else f"rank 0 of {world_size} did not come"
-    if verdict != "complete":
-        raise TimeoutError(f"init_process_group: {verdict}")
-
-
-def cleanup() -> None:
-    """Leave the process group, if there is one.  Does nothing while an exception is on its way: the other ranks may be
-    inside a collective, and leaving would wait for them for ever (pytorch/torchtitan#1342)."""
-    if torch_dist.is_initialized() and sys.exc_info()[0] is None:
-        torch_dist.destroy_process_group()
-
-
-# -------------------------------------------------------------------------------------------------------- collectives
-
-_OPS = ("sum", "mean", "min", "max", "product")
-_DTYPES = {zlib.crc32(str(dtype).encode()): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
-_MAX_DIMS = 12
-
-
-def _wire() -> torch.device | None:
-    """The device that the backend moves tensors on; None for a world of one."""
-    if torch_dist.is_initialized():
-        return (
-            None
-            if get_world_size() == 1
-            else get_device()
-            if torch_dist.get_backend() == "nccl"
-            else torch.device("cpu")
-        )
-    if get_world_size() > 1:
-        raise RuntimeError(f"this is rank {get_rank()} of {get_world_size()}: call init_process_group first")
-    return None
-
-
-def _shapes(call: int, tensor: torch.Tensor, uneven: bool) -> list[tuple]:
-    """Every rank's shape, after all ranks have agreed that they mean the same collective on like tensors.
-
-    The backends don't check: gloo adds 3 elements to 5 and returns garbage, a wrong dtype aborts the process.
-    """
-    if tensor.dim() > _MAX_DIMS:
-        raise ValueError(f"{tensor.dim()} dimensions; at most {_MAX_DIMS}")
-    mine = [call, zlib.crc32(str(tensor.dtype).encode()), tensor.dim(), *tensor.shape]
-    mine = torch.tensor(mine + [0] * (3 + _MAX_DIMS - len(mine)), device=_wire())
-    everyone = [torch.empty_like(mine) for _ in range(get_world_size())]
-    torch_dist.all_gather(everyone, mine)
-    everyone = [row.tolist() for row in everyone]
-    shapes = [tuple(row[3 : 3 + row[2]]) for row in everyone]
-    if len({tuple(row[:3] if uneven else row) for row in everyone}) > 1:
-        names = [*(f"all_reduce {op}" for op in _OPS), "gather", "sync_params"]
-        table = "".join(
-            f"\n  rank {rank}: {names[row[0]]} of {_DTYPES[row[1]]} {list(shape)}"
-            for rank, (row, shape) in enumerate(zip(everyone, shapes, strict=True))
-        )
-        raise RuntimeError(f"the ranks called different things; all must call the same:{table}")
-    return shapes
-
-
-def all_reduce(tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
-    """A new tensor with the sum (mean, min, max, product) over all ranks, on every rank; the input is untouched.
-
-    Every rank must call it, with the same op, shape and dtype; otherwise RuntimeError on all, with what each sent.
-    Any device; the result is on the input's.  bool counts as int64; the mean of integers has the default float dtype;
-    float16 and bfloat16 are reduced in float32, then rounded once.
-    """
-    if op not in _OPS:
-        raise ValueError(f"op={op!r}: choose from {', '.join(_OPS)}")
-    result = tensor.detach().clone(memory_format=torch.contiguous_format)
-    if wire := _wire():
-        _shapes(_OPS.index(op), tensor, uneven=False)
-        narrow = {torch.bool: torch.int64, torch.float16: torch.float32, torch.bfloat16: torch.float32}
-        result = result.to(wire, narrow.get(tensor.dtype, tensor.dtype))
-        torch_dist.all_reduce(result, getattr(torch_dist.ReduceOp, "SUM" if op == "mean" else op.upper()))
-    if op == "mean":
-        result = result / get_world_size()
-    dtype = torch.int64 if tensor.dtype == torch.bool and op != "mean" else tensor.dtype
-    return result.to(tensor.device, dtype if dtype.is_floating_point or op != "mean" else result.dtype)
-
-
-def reduce(tensor: torch.Tensor, op: str = "mean") -> torch.Tensor:
-    """`all_reduce` that averages by default: what a caller prints as "the loss" is the mean over the ranks."""
-    return all_reduce(tensor, op)
-
-
-def gather(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors of all ranks, in rank order, on every rank: for torch.cat (torch.stack if they have no dimension).
-
-    Every rank must call it.  Shapes may differ, even to zero rows; dtypes and numbers of dimensions may not, or all
-    ranks get a RuntimeError with what each sent.  Any dtype and device; the results are on the input's device.
-    """
-    tensor = tensor.detach()
-    if not (wire := _wire()):
-        return [tensor.clone()]
-    shapes = _shapes(len(_OPS), tensor, uneven=True)
-    mine = tensor.to(wire).contiguous().flatten().view(torch.uint8)
-    sizes = [torch.Size(shape).numel() * tensor.element_size() for shape in shapes]
-    mine = nn.functional.pad(mine, (0, max(sizes) - len(mine)))  # the backends gather equal sizes only
-    rows = [torch.empty_like(mine) for _ in shapes]
-    torch_dist.all_gather(rows, mine)
-    return [
-        row[:size].view(tensor.dtype).view(shape).to(tensor.device)
-        for row, size, shape in zip(rows, sizes, shapes, strict=True)
-    ]
-
-
-def sync_params(params: Iterable[torch.Tensor]) -> None:
-    """Overwrite the tensors, in place, by rank 0's.  Every rank must pass as many, of the same shapes and dtypes."""
-    if wire := _wire():
-        params = [param.detach() for param in params]
-        _shapes(len(_OPS) + 1, torch.empty(len(params)), uneven=False)
-        for param in params:
-            _shapes(len(_OPS) + 1, param, uneven=False)
-            values = param.to(wire).contiguous()
-            torch_dist.broadcast(values, 0)
-            param.copy_(values)
-
-
-def barrier() -> None:
-    """Wait until every rank has come here."""
-    if wire := _wire():
-        torch_dist.barrier(**({"device_ids": [wire.index]} if wire.type == "cuda" else {}))
-
-
-wait_for_everyone = barrier
-
-
-# --------------------------------------------------------------------------------------------------- data and model
-
-
-class _Sampler(DistributedSampler):
-    """torch's sampler, without its padding where `pad` is false, and with a warning for a forgotten set_epoch."""
-
-    def __init__(self, dataset: Dataset, shuffle: bool, pad: bool) -> None:
-        super().__init__(dataset, get_world_size(), get_rank(), shuffle=shuffle)
-        self.passes = 0
-        if not pad:
-            self.num_samples = len(range(self.rank, len(dataset), self.num_replicas))
-        self.pad = pad
-
-    def set_epoch(self, epoch: int) -> None:
-        super().set_epoch(epoch)
-        self.passes = 0
-
-    def __iter__(self) -> Iterator[int]:
-        self.passes += 1
-        if self.shuffle and self.passes == 2:
-            warnings.warn(
-                "this epoch has the order of the last: call sampler.set_epoch(epoch) before each", stacklevel=2
-            )
-        if self.pad:
-            return super().__iter__()
-        generator = torch.Generator().manual_seed(self.seed + self.epoch)
-        n = len(self.dataset)
-        order = torch.randperm(n, generator=generator).tolist() if self.shuffle else range(n)
-        return iter(order[self.rank :: self.num_replicas])
-
-
-def data_sampler(
-    dataset: Dataset, distributed: bool | None = None, shuffle: bool = True, pad: bool = True
-) -> DistributedSampler | None:
-    """This rank's share of the data set, as a sampler for DataLoader.  None (use none) if not distributed.
-
-    distributed: None means: if there is more than one process.  True gives a sampler for a world of one, too.
-    shuffle: a new order each epoch, if `sampler.set_epoch(epoch)` is called before each; the same on every rank.
-    pad: for training. All ranks get equally many examples, a few of them twice where the number doesn't divide: a rank
-        with one batch less would leave the others waiting. False is for evaluation: every example exactly once.
-    """
-    if distributed is None:
-        distributed = get_world_size() > 1
-    return _Sampler(dataset, shuffle, pad) if distributed else None
-
-
-class _DDP(nn.parallel.DistributedDataParallel):
-    """DistributedDataParallel whose evaluation is exact and can't hang.
-
-    torch's broadcasts the buffers (BatchNorm's running averages) in every forward, in evaluation too, so ranks with
-    different numbers of batches wait for ever.  Here `eval()` brings all ranks' buffers to rank 0's, once, and forward
-    in eval mode calls no collective.  The result is the same: rank 0's averages are always those of rank 0's batches.
-    """
-
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        return super().forward(*inputs, **kwargs) if self.training else self.module(*inputs, **kwargs)
-
-    def train(self, mode: bool = True) -> "_DDP":
-        if self.training and not mode:
-            sync_params(self.module.buffers())
-        return super().train(mode)
-
-
-def prepare_ddp_model(model: nn.Module, device_ids: list | None = None, **kwargs: Any) -> nn.Module:
-    """The model as DistributedDataParallel, on GPUs and on the CPU; the model itself with one process.
-
-    Every rank must call it, with the model on `get_device()`; all start from rank 0's weights.  `eval()` is then a
-    collective: every rank must call it.  device_ids is accepted for old callers: the model's device is what counts.
-    kwargs go to DistributedDataParallel (find_unused_parameters=True, ...).
-    """
-    if not _wire():
-        return model
-    device = next(model.parameters()).device
-    return _DDP(model, device_ids=[device] if device.type == "cuda" else None, **kwargs)
