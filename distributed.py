@@ -192,6 +192,7 @@ def cleanup() -> None:
     inside a collective, and leaving would wait for them for ever (pytorch/torchtitan#1342)."""
     if torch_dist.is_initialized() and sys.exc_info()[0] is None:
         torch_dist.destroy_process_group()
+        time.sleep(0.1)  # gloo's threads drop their last tensors: at Python's exit that would abort (pytorch#179291)
 
 
 # -------------------------------------------------------------------------------------------------------- collectives
@@ -515,7 +516,7 @@ def _supervise(worker_fn: Callable, args: tuple, nproc: int) -> Any:
 
 def _watch(processes: list, pipes: list, caught: list[int], folder: str) -> Any:
     """Wait for all processes; returns rank 0's result, or raises what ended the run."""
-    world_size, reports = len(processes), {}
+    world_size, reports, settled = len(processes), {}, False
     while True:
         connection.wait([p.sentinel for p in processes if p.exitcode is None] + [p for p in pipes if not p.closed], 0.1)
         for signum in caught:
@@ -537,7 +538,9 @@ def _watch(processes: list, pipes: list, caught: list[int], folder: str) -> Any:
                 name = signal.Signals(-code).name if code < 0 else f"os._exit({code})"
                 hint = " (by hand, or by the kernel for want of memory: see dmesg)" if name == "SIGKILL" else ""
                 causes.append((0.0, rank, f"ended by {name}{hint}" + " after its work" * (rank in reports)))
-        if causes:
+        if causes and not settled:
+            settled = not time.sleep(0.2)  # its peers can notice a death before the parent does
+        elif causes:
             _, rank, error = min(causes)
             where = _where(processes, folder) if re.search("tim(ed|e) ?out|SIGABRT", error, re.IGNORECASE) else ""
             raise SystemExit(f"rank {rank} of {world_size} failed first: {error.rstrip()}\n{where}".rstrip())

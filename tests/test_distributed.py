@@ -1,0 +1,563 @@
+"""distributed.py: the same assertions in worlds of 1, 2 and 3 processes; every expected value is a closed form.
+
+The worker functions run in real processes (gloo on the CPU); an assertion that fails there fails the run.
+"""
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+
+import pytest
+import torch
+import torch._dynamo  # the first DDP model of a process imports it, which takes seconds: forked ones find it here
+import torch.nn.functional as F
+from torch import nn
+
+import distributed as dist
+
+WORLDS = pytest.mark.parametrize("n", [1, 2, 3])
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NPROC", "OMP_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def run(worker, n, *args):
+    """`worker(rank, n, *args)` in n processes that have joined a group."""
+    if n > 1:
+        return dist.launch(_joined, worker, args, nproc=n)
+    context = multiprocessing.get_context("fork")  # a world of one in a process of its own: pytest's stays fit to fork
+    with context.Pool(1) as pool:
+        return pool.apply(_joined, (0, 1, worker, args))
+
+
+def _joined(rank, world_size, worker, args):
+    dist.init_process_group(rank, world_size)
+    result = worker(rank, world_size, *args)
+    dist.cleanup()
+    return result
+
+
+def script(code, *args, env=None, python_args=(), **kwargs):
+    """A program that imports distributed, in a process of its own."""
+    root = os.path.dirname(dist.__file__)
+    env = {**os.environ, "PYTHONPATH": root, **(env or {})}
+    command = [sys.executable, *python_args, *(["-c", code] if python_args == () else []), *args]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=env, **kwargs)
+
+
+# ------------------------------------------------------------------------------------------------------- collectives
+
+
+def _all_ops(rank, n):
+    mine = torch.tensor([rank, 10.0 * rank], dtype=torch.float64)
+    total = n * (n - 1) / 2
+    expected = {"sum": total, "mean": total / n, "min": 0.0, "max": n - 1.0, "product": 0.0}
+    for op, value in expected.items():
+        answer = dist.all_reduce(mine, op)
+        assert answer.tolist() == [value, 0.0 if op == "product" else 10 * value], op
+        assert answer.dtype == torch.float64
+    assert mine.tolist() == [rank, 10.0 * rank]  # untouched
+    assert dist.all_reduce(mine).tolist() == [total, 10 * total]  # a sum by default
+    assert dist.reduce(mine).tolist() == [total / n, 10 * total / n]  # a mean by default
+    assert dist.all_reduce(torch.tensor(2.0), "product").item() == 2.0**n
+
+
+@WORLDS
+def test_reduce_and_all_reduce_answer_on_every_rank(n):
+    run(_all_ops, n)
+
+
+def _dtypes(rank, n):
+    assert dist.all_reduce(torch.tensor([True, rank == 0])).tolist() == [n, 1]
+    assert dist.all_reduce(torch.tensor([True])).dtype == torch.int64
+    assert dist.all_reduce(torch.tensor(2**40 + rank)).item() == n * 2**40 + n * (n - 1) // 2  # exact in int64
+    mean = dist.reduce(torch.tensor(rank))
+    assert mean.item() == pytest.approx((n - 1) / 2) and mean.dtype == torch.get_default_dtype()
+    big = torch.tensor(60000.0, dtype=torch.float16)  # n of them overflow float16; their mean does not
+    assert dist.reduce(big).item() == 60000.0 and dist.reduce(big).dtype == torch.float16
+    assert dist.all_reduce(torch.tensor(1.0, dtype=torch.bfloat16)).item() == n
+    assert dist.all_reduce(torch.empty(0, 3)).shape == (0, 3)
+    transposed = torch.arange(6.0).view(2, 3).t()
+    assert torch.equal(dist.all_reduce(transposed), n * transposed)
+    weight = torch.ones(2, requires_grad=True)
+    assert not dist.all_reduce(weight).requires_grad
+    with pytest.raises(ValueError, match="choose from sum, mean"):
+        dist.all_reduce(weight, "median")
+
+
+@WORLDS
+def test_all_reduce_of_any_dtype_and_layout(n):
+    run(_dtypes, n)
+
+
+def _uneven(rank, n):
+    mine = torch.full((rank + 1, 2), rank)
+    rows = torch.cat(dist.gather(mine))
+    assert rows[:, 0].tolist() == [r for r in range(n) for _ in range(r + 1)]
+    assert [part.shape for part in dist.gather(torch.zeros(rank, 2 + rank))] == [(r, 2 + r) for r in range(n)]
+    assert torch.stack(dist.gather(torch.tensor(float(rank)))).tolist() == [float(r) for r in range(n)]
+    for dtype in (torch.bool, torch.uint8, torch.int64, torch.float16, torch.bfloat16, torch.float64, torch.complex64):
+        parts = dist.gather(torch.ones(rank + 1, dtype=dtype))
+        assert [len(part) for part in parts] == list(range(1, n + 1))
+        assert all(part.dtype == dtype and bool((part == 1).all()) for part in parts)
+    grid = torch.arange(6).view(2, 3).t() + rank
+    assert all(torch.equal(part, grid - rank + r) for r, part in enumerate(dist.gather(grid)))
+    assert [part.tolist() for part in dist.gather(torch.empty(0))] == [[]] * n
+
+
+@WORLDS
+def test_gather_of_uneven_shapes_in_rank_order_on_every_rank(n):
+    run(_uneven, n)
+
+
+def _mismatch(rank, n, case):
+    tensors = {
+        "shape": torch.zeros(3 + 2 * (rank == 1)),
+        "dtype": torch.zeros(3, dtype=torch.float64 if rank == 1 else torch.float32),
+        "op": torch.zeros(3),
+        "gather dtype": torch.zeros(3, dtype=torch.int64 if rank == 1 else torch.float32),
+        "gather dims": torch.zeros((3, 1) if rank == 1 else 3),
+        "other call": torch.zeros(3),
+        "params": torch.zeros(3 + rank),
+    }
+    calls = {
+        "op": lambda x: dist.all_reduce(x, "max" if rank == 1 else "sum"),
+        "gather dtype": dist.gather,
+        "gather dims": dist.gather,
+        "other call": dist.gather if rank == 1 else dist.reduce,
+        "params": lambda x: dist.sync_params([x]),
+    }
+    with pytest.raises(RuntimeError, match="all must call the same") as error:
+        calls.get(case, dist.all_reduce)(tensors[case])
+    lines = str(error.value).splitlines()
+    assert [line.split(":")[0].strip() for line in lines[1:]] == [f"rank {r}" for r in range(n)]
+    assert len({line.split(":")[1] for line in lines[1:]}) >= 2  # the table shows the difference
+    assert dist.all_reduce(torch.tensor(1)).item() == n  # and the group still works
+    return str(error.value)
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("case", ["shape", "dtype", "op", "gather dtype", "gather dims", "other call", "params"])
+def test_a_mismatch_is_one_error_on_all_ranks(n, case):
+    assert "rank 1: " in run(_mismatch, n, case)
+
+
+def _sync(rank, n):
+    a, b = torch.full((3,), float(rank)), torch.full((2, 2), rank).t()
+    dist.sync_params([a, b])
+    assert a.tolist() == [0.0] * 3 and b.tolist() == [[0, 0], [0, 0]]
+    weight = nn.Parameter(torch.full((2,), float(rank)))
+    dist.sync_params(p for p in [weight])
+    assert weight.tolist() == [0.0, 0.0] and weight.requires_grad
+    dist.barrier()
+    dist.wait_for_everyone()
+
+
+@WORLDS
+def test_sync_params_and_barrier(n):
+    run(_sync, n)
+
+
+def _not_joined(rank, n):
+    dist.all_reduce(torch.ones(1))
+
+
+def test_a_collective_before_init_process_group_is_an_error():
+    with pytest.raises(SystemExit, match="call init_process_group first"):
+        dist.launch(_not_joined, nproc=2)
+
+
+def test_without_launch_everything_works_with_one_process():
+    x = torch.ones(2)
+    assert (dist.get_rank(), dist.get_local_rank(), dist.get_world_size(), dist.is_primary()) == (0, 0, 1, True)
+    assert dist.reduce(x).tolist() == [1.0, 1.0] and dist.all_reduce(x) is not x
+    assert [part.tolist() for part in dist.gather(x)] == [[1.0, 1.0]]
+    model = nn.Linear(1, 1)
+    assert dist.prepare_ddp_model(model, device_ids=[0]) is model
+    assert dist.data_sampler([1, 2]) is None
+    dist.sync_params(model.parameters())
+    dist.barrier()
+    dist.cleanup()
+
+
+# ---------------------------------------------------------------------------------------------------------- samplers
+
+
+def _shares(rank, n, size):
+    dataset = range(size)
+    exact = dist.data_sampler(dataset, distributed=True, shuffle=False, pad=False)
+    mine = list(exact)
+    assert mine == list(range(rank, size, n)) and len(exact) == len(mine)
+    everyone = torch.cat(dist.gather(torch.tensor(mine, dtype=torch.int64)))
+    assert sorted(everyone.tolist()) == list(range(size))  # every example exactly once
+    if size:
+        padded = dist.data_sampler(dataset, True)
+        lengths = [len(part) for part in dist.gather(torch.tensor(list(padded)))]
+        assert lengths == [-(-size // n)] * n == [len(padded)] * n  # equal shares
+
+
+def _all_shares(rank, n):
+    for size in (0, 1, 5, 10, 1000):
+        _shares(rank, n, size)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 7])
+def test_every_example_once_or_equal_shares(n):
+    run(_all_shares, n)
+
+
+def _epochs(rank, n):
+    sampler = dist.data_sampler(range(50), True, shuffle=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        orders = []
+        for epoch in (0, 1, 0):
+            sampler.set_epoch(epoch)
+            orders.append(list(sampler))
+    assert orders[0] != orders[1] and orders[0] == orders[2]
+    with pytest.warns(UserWarning, match=r"sampler.set_epoch\(epoch\)"):
+        list(sampler)
+    unshuffled = dist.data_sampler(range(6), True, shuffle=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert list(unshuffled) == list(unshuffled)  # no order to forget
+    assert (dist.data_sampler(range(6)) is None) == (n == 1)
+    assert dist.data_sampler(range(6), False) is None
+
+
+@WORLDS
+def test_set_epoch_reshuffles_and_is_missed(n):
+    run(_epochs, n)
+
+
+# ------------------------------------------------------------------------------------------------------ DDP
+
+
+def _fit(rank, n, dtype):
+    """Ten steps on the same global batches, whatever the number of processes."""
+    torch.manual_seed(1)
+    x, y = torch.randn(120, 8, dtype=dtype), torch.randn(120, 3, dtype=dtype)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3)).to(dtype)
+    if rank:  # DDP gives everyone rank 0's weights
+        nn.init.zeros_(model[0].weight)
+    model = dist.prepare_ddp_model(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    sampler = dist.data_sampler(range(120), distributed=True)
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        for batch in torch.tensor(list(sampler)).split(24 // n):
+            F.mse_loss(model(x[batch]), y[batch]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    weights = torch.cat([p.detach().flatten() for p in model.parameters()])
+    assert all(torch.equal(weights, other) for other in dist.gather(weights))
+    return weights
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-12)])
+def test_n_processes_reach_the_weights_of_one(dtype, tolerance):
+    one = run(_fit, 1, dtype)
+    for n in (2, 3, 4):
+        assert (run(_fit, n, dtype) - one).abs().max() <= tolerance
+
+
+def _evaluate(rank, n):
+    """BatchNorm, an odd number of examples and small batches: ranks have different numbers of batches."""
+    torch.manual_seed(2)
+    x = torch.randn(10_000, 4)
+    y = x.argmax(1)
+    model = dist.prepare_ddp_model(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4)))
+    inner = getattr(model, "module", model)
+    model.train()
+    model(x[rank::n]).sum().backward()  # the running averages of the ranks differ now
+    inner[1].running_mean.fill_(rank)
+    model.eval()  # and are rank 0's again
+    assert inner[1].running_mean.tolist() == [0.0] * 8
+    inner[1].running_var.fill_(1.0)
+    sampler = dist.data_sampler(x, True, shuffle=False, pad=False)
+    sums = torch.zeros(2, dtype=torch.float64)
+    with torch.no_grad():
+        for batch in torch.tensor(list(sampler)).split(9):
+            sums += torch.tensor([(model(x[batch]).argmax(1) == y[batch]).sum(), len(batch)])
+    return dist.all_reduce(sums).tolist()
+
+
+def test_evaluation_is_exact_in_any_world_size():
+    correct, count = run(_evaluate, 1)
+    assert count == 10_000 and 0 < correct < count
+    for n in (2, 3, 7):
+        assert run(_evaluate, n) == [correct, count], n
+
+
+class _Partial(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.used, self.spare = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, x):
+        return self.used(x)
+
+
+def _unused(rank, n):
+    model = dist.prepare_ddp_model(_Partial())
+    with pytest.raises(RuntimeError, match=r"spare\.weight, spare\.bias.*find_unused_parameters=True"):
+        for _ in range(2):
+            model(torch.ones(1, 2)).sum().backward()
+    model = dist.prepare_ddp_model(_Partial(), find_unused_parameters=True)
+    for _ in range(2):
+        model(torch.ones(1, 2)).sum().backward()
+
+
+def test_unused_parameters_are_named():
+    run(_unused, 2)
+
+
+# ------------------------------------------------------------------------------------------------------------- launch
+
+
+def _who(local_rank, world_size, *args):
+    everyone = (dist.get_rank(), dist.get_local_rank(), dist.get_world_size(), local_rank, world_size)
+    dist.init_process_group(local_rank, world_size)
+    assert everyone == (dist.get_rank(), dist.get_local_rank(), dist.get_world_size(), local_rank, world_size)
+    assert dist.get_device() == torch.device("cpu") and dist.is_primary() == (local_rank == 0)
+    return [part.tolist() for part in dist.gather(torch.tensor(everyone))], args, torch.get_num_threads()
+
+
+@WORLDS
+def test_launch_tells_each_process_who_it_is_and_returns_the_primarys_result(n):
+    ranks, args, threads = dist.launch(_who, "a", 7, nproc=n)
+    assert ranks == [[r, r, n, r, n] for r in range(n)]
+    assert args == ("a", 7)
+    if n > 1:
+        assert threads == max(1, len(os.sched_getaffinity(0)) // n)
+
+
+@pytest.mark.timeout(60)
+def test_launch_spawns_where_it_must_not_fork():
+    done = threading.Event()
+    thread = threading.Thread(target=done.wait)
+    thread.start()
+    try:
+        assert not dist._fork_is_safe()
+        assert dist.launch(_who, nproc=2)[0] == [[0, 0, 2, 0, 2], [1, 1, 2, 1, 2]]
+        before = time.monotonic()
+        with pytest.raises(Exception, match="pickle"):  # before any process is started
+            dist.launch(lambda rank, n: None, nproc=2)
+        assert time.monotonic() - before < 1
+    finally:
+        done.set()
+        thread.join()
+
+
+POOL = """
+import sys, torch, distributed as dist
+def work(rank, n):
+    torch.set_num_threads(2)
+    (torch.ones(3000, 3000) + 1).sum()  # hangs in a process that was forked after this
+def main():
+    assert dist._fork_is_safe()
+    torch.set_num_threads(4)
+    (torch.ones(3000, 3000) + 1).sum()
+    assert not dist._fork_is_safe()
+    dist.launch(work, nproc=2)
+    print("done")
+if __name__ == "__main__":
+    main()
+"""
+
+
+def test_the_openmp_pool_is_noticed(tmp_path):
+    (tmp_path / "pool.py").write_text(POOL)
+    result = script("", tmp_path / "pool.py", python_args=["-W", "ignore"])
+    assert result.stdout == "done\n", result.stderr
+
+
+def test_functions_of_a_shell_or_notebook_work_after_torch_was_used():
+    result = script(
+        "import torch, distributed as dist; torch.set_num_threads(4); x = (torch.ones(3000, 3000) + 1).sum()\n"
+        "def work(rank, n):\n"
+        "    dist.init_process_group(rank, n); return dist.all_reduce((torch.ones(3000, 3000)).sum()).item()\n"
+        "print(dist.launch(work, nproc=2))"
+    )
+    assert result.stdout.splitlines()[-1] == "18000000.0", result.stderr
+
+
+def _torchs_own_init(rank, n):
+    torch.distributed.init_process_group("gloo")
+    assert dist.all_reduce(torch.tensor(rank)).item() == n * (n - 1) // 2
+    torch.distributed.destroy_process_group()
+
+
+def test_torchs_own_init_process_group_works_under_launch():
+    dist.launch(_torchs_own_init, nproc=3)
+
+
+def _twice(rank, n):
+    for _ in range(2):
+        dist.init_process_group(rank, n)
+        assert dist.all_reduce(torch.tensor(1)).item() == n
+        dist.cleanup()
+
+
+@WORLDS
+def test_a_group_can_be_joined_again(n):
+    dist.launch(_twice, nproc=n)
+
+
+def _threads(rank, n):
+    return torch.get_num_threads()
+
+
+def test_omp_num_threads_and_nproc_are_honoured(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert dist.launch(_threads, nproc=2) == torch.get_num_threads()
+    monkeypatch.setenv("NPROC", "2")
+    assert dist.launch(_who)[0] == [[0, 0, 2, 0, 2], [1, 1, 2, 1, 2]]
+
+
+def test_plan_refuses_what_cannot_run(monkeypatch):
+    for nproc in (0, -1, "x"):
+        with pytest.raises(ValueError, match="start at least 1"):
+            dist.plan(nproc)
+    with pytest.raises(ValueError, match="use gloo"):
+        dist.plan(1, "nccl")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert dist.plan() == 2
+    assert dist.plan(4, "gloo") == 4  # several processes may share a GPU
+    with pytest.raises(ValueError, match="3 processes, but 2 visible"):
+        dist.plan(3)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    for name, value in {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}.items():
+        monkeypatch.setenv(name, value)
+    assert dist.get_device() == torch.device("cuda", 1)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert dist.get_device() == torch.device("cuda", 0)  # a task that sees one GPU
+
+
+# ------------------------------------------------------------------------------------------------------------ failures
+
+
+def _fail(rank, n, how):
+    dist.init_process_group(rank, n)
+    if rank == 1:
+        if how == "raise":
+            raise KeyError("the cause")
+        elif how == "sys.exit":
+            sys.exit(3)
+        elif how == "os._exit":
+            os._exit(3)
+        elif how == "return":
+            os._exit(0)
+        else:
+            os.kill(os.getpid(), getattr(signal, how))
+    dist.all_reduce(torch.ones(1))  # waits for rank 1, and fails when it is gone
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ("raise", "KeyError: 'the cause'"),
+        ("sys.exit", r"sys.exit\(3\)"),
+        ("os._exit", r"os._exit\(3\)"),
+        ("return", r"os._exit\(0\)"),
+        ("SIGSEGV", "SIGSEGV"),
+        ("SIGKILL", "SIGKILL.*memory"),
+        ("SIGTERM", "SIGTERM"),
+    ],
+)
+def test_the_first_failure_is_the_one_reported(n, how, says):
+    before = time.monotonic()
+    with pytest.raises(SystemExit, match=f"rank 1 of {n} failed first: (?s:.*){says}") as failure:
+        dist.launch(_fail, how, nproc=n)
+    assert time.monotonic() - before < 5
+    assert str(failure.value).count("Traceback") == (how == "raise")
+    assert "_worker" not in str(failure.value)  # the user's frames only
+
+
+def _nested(rank, n):
+    dist.launch(_threads, nproc=2)
+
+
+def test_launch_inside_launch_is_refused():
+    with pytest.raises(SystemExit, match="RuntimeError: launch was called in a process that launch has started"):
+        dist.launch(_nested, nproc=2)
+
+
+def _clean_exit(rank, n):
+    sys.exit(0)
+
+
+def test_sys_exit_0_is_no_failure():
+    assert dist.launch(_clean_exit, nproc=2) is None
+
+
+def _finally(rank, n):
+    dist.init_process_group(rank, n)
+    try:
+        if rank == 1:
+            raise KeyError("the cause")
+        dist.all_reduce(torch.ones(1))
+    finally:
+        dist.cleanup()
+
+
+def test_cleanup_in_a_finally_neither_hangs_nor_hides_the_cause():
+    with pytest.raises(SystemExit, match="rank 1 of 2 failed first: (?s:.*)KeyError: 'the cause'"):
+        dist.launch(_finally, nproc=2)
+
+
+def _unpicklable(rank, n):
+    return lambda: None
+
+
+def test_a_result_that_cannot_be_sent_is_an_error():
+    with pytest.raises(SystemExit, match="rank 0 of 2 failed first(?s:.*)pickle"):
+        dist.launch(_unpicklable, nproc=2)
+
+
+# ---------------------------------------------------------------------------------------------------------- launchers
+
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+
+
+def test_under_torchrun_launch_calls_the_worker_here(monkeypatch):
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    calls = []
+    assert dist.launch(lambda *args: calls.append(args), "x") is None  # the result is rank 0's
+    assert calls == [(1, 4, "x")]
+
+
+@pytest.mark.parametrize("missing", TORCHRUN)
+def test_an_incomplete_set_of_variables_is_named(monkeypatch, missing):
+    for name, value in TORCHRUN.items():
+        if name != missing:
+            monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=f"{missing} is not set"):
+        dist.launch(print)
+
+
+@pytest.mark.parametrize("change", [{"RANK": "4"}, {"LOCAL_RANK": "2"}, {"LOCAL_WORLD_SIZE": "5"}, {"RANK": "0"}])
+def test_a_contradictory_set_of_variables_is_refused(monkeypatch, change):
+    for name, value in {**TORCHRUN, **change}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match="contradict each other.*" + next(iter(change))):
+        dist.launch(print)
+
+
+def test_print_primary_prints_once_and_at_once(tmp_path):
+    (tmp_path / "hello.py").write_text(
+        "import distributed as dist\n"
+        "def work(rank, n): dist.print_primary('hello', rank, sep='-')\n"
+        "if __name__ == '__main__': dist.launch(work, nproc=3)\n"
+    )
+    assert script("", tmp_path / "hello.py", python_args=["-W", "error"]).stdout == "hello-0\n"
