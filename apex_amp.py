@@ -10,6 +10,7 @@ it are 25.04 and 25.05.  And `pip install apex` installs another package of that
 
 import importlib.util
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -19,11 +20,14 @@ INSTALL = "git clone -b 25.04 https://github.com/NVIDIA/apex and pip install it 
 
 def check(error: Callable[[str], None]) -> None:
     """Call `error` with one line that says what is wrong and what to do, if apex.amp can't be used here."""
-    if importlib.util.find_spec("apex") is None:
+    spec = importlib.util.find_spec("apex")
+    if spec is None or spec.origin is None:  # without origin: a folder of that name, a clone that isn't installed
         error(f"Apex is not installed: {INSTALL}")
-    if importlib.util.find_spec("apex.multi_tensor_apply") is None:  # NVIDIA's has had it in every version
+    # Looked for on the disk: importing another apex, or an old one under a new torch, may fail.
+    parts = {path.name for folder in spec.submodule_search_locations or () for path in Path(folder).iterdir()}
+    if "multi_tensor_apply" not in parts:  # NVIDIA's has had it in every version
         error(f"the installed package apex is not NVIDIA's: pip uninstall apex, then {INSTALL}")
-    if importlib.util.find_spec("apex.amp") is None:
+    if "amp" not in parts:
         error(f"this Apex has no apex.amp, which NVIDIA removed after 25.05: {INSTALL}")
     if not torch.cuda.is_available():
         error("Apex needs a CUDA GPU, and none is visible: use --amp native")

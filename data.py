@@ -10,12 +10,12 @@ is one indexed gather, and it is normalised after it has reached the device.
 
 import contextlib
 import hashlib
+import http.client
 import io
 import math
 import os
 import shutil
 import socket
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -68,8 +68,11 @@ def load(name: str, data_dir: str, limit: int | None = None) -> tuple[Images, Im
         train, test = _digits(12_000, seed=1), _digits(2_000, seed=2)
         mean, std = (0.21,), (0.16,)
     else:
-        files = [datasets.MNIST(data_dir, train=train) for train in (True, False)]
-        train, test = [(file.data.unsqueeze(1), file.targets) for file in files]
+        files = [str(Path(data_dir, "MNIST", "raw", file)) for file in MNIST_MD5]
+        train, test = [
+            (datasets.mnist.read_image_file(images).unsqueeze(1), datasets.mnist.read_label_file(labels))
+            for images, labels in (files[:2], files[2:])
+        ]
         mean, std = (0.1307,), (0.3081,)
     return tuple(Images(images[:limit], labels[:limit], mean, std) for images, labels in (train, test))
 
@@ -134,13 +137,18 @@ def _download_mnist(raw: Path, missing: list[str]) -> None:
     """Into a folder beside, then renamed: a file that is there is whole, whenever this is killed."""
     before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(DOWNLOAD_TIMEOUT)  # urllib would wait for ever for a server that says nothing
+    tqdm.monitor_interval = 0  # no thread that watches torchvision's bars: a process with threads can't be forked
+    folder = raw / ".download"
+    shutil.rmtree(folder, ignore_errors=True)  # of one that was killed
     try:
-        with tempfile.TemporaryDirectory(dir=raw) as folder:
-            with contextlib.redirect_stdout(io.StringIO()):  # torchvision prints each mirror that failed
-                datasets.MNIST(folder, download=True)
-            for file in missing:
-                shutil.move(Path(folder, "MNIST", "raw", file), raw / file)
+        with contextlib.redirect_stdout(io.StringIO()):  # torchvision prints each mirror that failed
+            datasets.MNIST(folder, download=True)
+        for file in missing:
+            shutil.move(folder / "MNIST" / "raw" / file, raw / file)
+    except (OSError, http.client.HTTPException) as problem:  # a server that says nothing, or no HTTP
+        raise RuntimeError(f"{type(problem).__name__}: {problem}") from problem
     finally:
+        shutil.rmtree(folder, ignore_errors=True)
         socket.setdefaulttimeout(before)
 
 

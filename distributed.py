@@ -33,6 +33,7 @@ import re
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import sysconfig
 import tempfile
@@ -40,6 +41,7 @@ import threading
 import time
 import traceback
 import warnings
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from multiprocessing import connection
@@ -55,6 +57,7 @@ TIMEOUT = 600  # seconds for one collective; DIST_TIMEOUT overrides it
 GRACE = 3  # seconds between SIGTERM and SIGKILL when `launch` ends its processes; DIST_GRACE overrides it
 _NATIVE_THREADS = len(os.listdir("/proc/self/task")) if sys.platform == "linux" else 0  # see _fork_is_safe
 _SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1}
+_LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 _store = None  # rank 0 serves it to the others, so it must live as long as the process
 
 
@@ -72,16 +75,29 @@ class World(NamedTuple):
 
 
 # Each launcher's variables for the rank, the world size, the local rank and the local world size.  The first launcher
-# that is found wins: mpirun and torchrun may run inside a SLURM job, not the other way round.
+# that speaks wins: mpirun and torchrun run inside SLURM jobs, and torchrun inside mpirun, not the other way round.
 _LAUNCHERS = {
     "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    "mpirun (Open MPI)": tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
+    "mpirun (MPICH)": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
 }
 
 
 def _world() -> World:
     """The world that the environment describes; World() where no launcher speaks.  Half a description: ValueError."""
+    env = os.environ
     for starter, names in _LAUNCHERS.items():
-        given = {name: os.environ[name] for name in names if name in os.environ}
+        given = {name: env[name] for name in names if name in env}
+        if starter == "mpirun (MPICH)" and "SLURM_STEP_ID" in env and "MPI_LOCALRANKID" not in env:
+            continue  # srun --mpi=pmi2 sets PMI_RANK, too
+        if starter == "srun":
+            if env.get("SLURM_STEP_NUM_TASKS", "1") == "1":  # a batch script, an interactive shell: nobody else comes
+                continue
+            each = re.sub(r"(\d+)\(x(\d+)\)", lambda m: ",".join([m[1]] * int(m[2])), given.get(names[3], "")).split(
+                ","
+            )
+            given[names[3]] = each[int(env.get("SLURM_NODEID", 0)) % len(each)]  # of 2(x3),1: this node's tasks
         if not given:
             continue
         for name in names:
@@ -91,8 +107,30 @@ def _world() -> World:
         world = World(starter, *(int(given[name]) for name in names))
         if not (world.local_rank <= world.rank < world.world_size >= world.local_world_size > world.local_rank):
             raise ValueError(f"these contradict each other: {given}; start with {starter}, or unset them")
-        return world._replace(starter="launch") if "DIST_STORE" in os.environ else world
+        for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+            if starter == "torchrun" and int(env.get(name, 1)) > int(env.get("GROUP_WORLD_SIZE", sys.maxsize)):
+                wrong = f"{name} is {env[name]}: that many torchruns run side by side, each a world of its own"
+                raise ValueError(f"{wrong}: start one per node with --nnodes, or leave torchrun out: launch needs none")
+        return world._replace(starter="launch") if "DIST_STORE" in env else world
     return World()
+
+
+def _meeting_point(world: World) -> tuple[str, int]:
+    """Rank 0's address and port: from the environment, else what srun's and mpirun's variables imply."""
+    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    if not (address and port) and "run" not in world.starter.removeprefix("torchrun"):
+        raise ValueError("MASTER_ADDR and MASTER_PORT must say where rank 0 is: set them, or start with launch")
+    if not address and world.local_world_size == world.world_size:
+        address = "127.0.0.1"
+    elif not address and world.starter == "srun":
+        address = re.sub(r"\[(\w+).*", r"\1", os.environ["SLURM_STEP_NODELIST"]).split(",")[0]  # its first host
+    elif not address:
+        raise ValueError("MASTER_ADDR is not set: over several machines, mpirun needs -x MASTER_ADDR=HOST_OF_RANK_0")
+    step = f"{os.environ.get('SLURM_JOB_ID')}.{os.environ.get('SLURM_STEP_ID')}" if world.starter == "srun" else ""
+    run = (
+        step or os.environ.get("PMIX_NAMESPACE") or str(os.getppid())
+    )  # the same for all tasks, another for other runs
+    return address, int(port or 20000 + zlib.crc32(run.encode()) % 10000)  # below the ports that systems give out
 
 
 def get_rank() -> int:
@@ -132,13 +170,18 @@ def print_primary(*args: Any, **kwargs: Any) -> None:
 
 
 def init_process_group(
-    rank: int | None = None, world_size: int | None = None, backend: str | None = None, timeout: float | None = None
+    rank: int | None = None,
+    world_size: int | None = None,
+    backend: str | None = None,
+    timeout: float | None = None,
+    checked: bool = False,
 ) -> None:
     """Join the process group.  Every rank must call it; it returns when all have come.
 
     rank, world_size: as `launch` passes them to worker_fn (the local rank will do: the environment has the other).
     backend: "nccl" or "gloo"; None takes nccl for CUDA, else gloo.  Sets the CUDA device.
     timeout: seconds for all to come (INIT_TIMEOUT).  After 10 s rank 0 says who is missing; at the end TimeoutError.
+    checked: torch compares every collective of all ranks before it runs, and says who calls what: slower, for trials.
     """
     global _store
     world, device = _world(), get_device()
@@ -150,6 +193,8 @@ def init_process_group(
     backend = backend or ("nccl" if device.type == "cuda" else "gloo")
     if backend == "nccl" and device.type != "cuda":
         raise ValueError("backend nccl needs a CUDA GPU, and none is visible: use gloo")
+    if checked:
+        torch_dist.set_debug_level(torch_dist.DebugLevel.DETAIL)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     timeout = float(timeout or os.environ.get("DIST_INIT_TIMEOUT", INIT_TIMEOUT))
@@ -158,14 +203,15 @@ def init_process_group(
     elif world_size == 1 and not world.starter:
         _store = torch_dist.HashStore()
     elif not isinstance(_store, torch_dist.TCPStore):
-        if not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
-            raise ValueError("MASTER_ADDR and MASTER_PORT must say where rank 0 is: set them, or start with launch")
-        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        address, port = _meeting_point(world)
+        if world_size == world.local_world_size and address == "127.0.0.1":
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)  # the host's name may lead elsewhere, or nowhere
         serve = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # else torchrun serves it
         wait = timedelta(seconds=timeout)
         _store = torch_dist.TCPStore(address, port, world_size, serve, wait, wait_for_workers=False, multi_tenant=True)
     store = torch_dist.PrefixStore(f"group {_store.add(f'groups of {rank}', 1)}", _store)  # a second group, other keys
-    _roll_call(store, rank, world_size, timeout)
+    gpu = f"{socket.gethostname()}, GPU {torch.cuda.get_device_properties(device).uuid}" if backend == "nccl" else ""
+    _roll_call(store, rank, world_size, timeout, gpu)
     options = {"timeout": timedelta(seconds=float(os.environ.get("DIST_TIMEOUT", TIMEOUT)))}
     if backend == "nccl" and torch.__version__ >= (2, 7, 1):  # 2.6 and 2.7.0 hang with it (pytorch#153960)
         options["device_id"] = device  # connect at once, and to the right GPU
@@ -173,18 +219,23 @@ def init_process_group(
     print_primary(f"distributed: {world_size} process{'es' * (world_size > 1)}, {backend}, {device.type}")
 
 
-def _roll_call(store: torch_dist.Store, rank: int, world_size: int, timeout: float) -> None:
+def _roll_call(store: torch_dist.Store, rank: int, world_size: int, timeout: float, gpu: str) -> None:
     """Wait for all ranks, and say which are missing: torch's own start-up waits without a word."""
-    store.set(f"here {rank}", "")
+    keys = [f"rank {r}" for r in range(world_size)]
+    store.set(keys[rank], gpu)
     for patience in (min(10.0, timeout), max(0.01, timeout - 10)):
         try:
-            return store.wait([f"here {r}" for r in range(world_size)], timedelta(seconds=patience))
+            store.wait(keys, timedelta(seconds=patience))
+            break
         except torch_dist.DistStoreError:
-            missing = [str(r) for r in range(world_size) if not store.check([f"here {r}"])]
-            missing = f"rank{'s' * (len(missing) > 1)} {', '.join(missing)} of {world_size}"
+            missing = f"{', '.join(key for key in keys if not store.check([key]))} of {world_size}"
             if rank == 0 and patience == 10:
                 print(f"distributed: waiting for {missing}", file=sys.stderr, flush=True)
-    raise TimeoutError(f"init_process_group: {missing} did not come within {timeout:.0f} s")
+    else:
+        raise TimeoutError(f"init_process_group: {missing} did not come within {timeout:.0f} s")
+    same = [key for key in keys if gpu and store.get(key).decode() == gpu]
+    if len(same) > 1:  # NCCL can't, and would say so less clearly
+        raise RuntimeError(f"{' and '.join(same)} use the same GPU ({gpu}): one process per GPU, or backend gloo")
 
 
 def cleanup() -> None:
@@ -354,17 +405,32 @@ class _DDP(nn.parallel.DistributedDataParallel):
         return super().train(mode)
 
 
-def prepare_ddp_model(model: nn.Module, device_ids: list | None = None, **kwargs: Any) -> nn.Module:
+def prepare_ddp_model(
+    model: nn.Module, device_ids: list | None = None, sync_bn: bool = False, **kwargs: Any
+) -> nn.Module:
     """The model as DistributedDataParallel, on GPUs and on the CPU; the model itself with one process.
 
     Every rank must call it, with the model on `get_device()`; all start from rank 0's weights.  `eval()` is then a
     collective: every rank must call it.  device_ids is accepted for old callers: the model's device is what counts.
+    sync_bn: BatchNorm over the global batch, on CUDA only.  Without it each process normalises by its own share.
     kwargs go to DistributedDataParallel (find_unused_parameters=True, ...).
     """
     if not _wire():
         return model
     device = next(model.parameters()).device
+    if sync_bn and device.type != "cuda":
+        raise ValueError("sync_bn=True needs the model on CUDA: torch's SyncBatchNorm runs nowhere else")
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(model) if sync_bn else model
+    if torch_dist.get_debug_level() == torch_dist.DebugLevel.DETAIL and "process_group" not in kwargs:
+        torch_dist.set_debug_level(torch_dist.DebugLevel.OFF)  # DDP on a checked group crashes torch 2.15: a plain one
+        kwargs["process_group"] = torch_dist.new_group()
+        torch_dist.set_debug_level(torch_dist.DebugLevel.DETAIL)
     return _DDP(model, device_ids=[device] if device.type == "cuda" else None, **kwargs)
+
+
+def unwrap_model(model: nn.Module) -> nn.Module:
+    """The model inside DistributedDataParallel or DataParallel: its state dict's names have no "module." in front."""
+    return model.module if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)) else model
 
 
 # ------------------------------------------------------------------------------------------------- starting processes
@@ -379,7 +445,7 @@ def plan(nproc: int | None = None, backend: str | None = None, on_cpu: int = 1) 
     if nproc is None:
         nproc = os.environ.get("NPROC") or gpus or on_cpu
     if not str(nproc).isdigit() or int(nproc) < 1:
-        raise ValueError(f"{nproc} processes? start at least 1")
+        raise ValueError(f"nproc (or NPROC) is {nproc}: start at least 1 process")
     if backend == "nccl" and not gpus:
         raise ValueError("backend nccl needs a CUDA GPU, and none is visible: use gloo")
     if gpus and int(nproc) > gpus and backend != "gloo":
@@ -431,6 +497,8 @@ def launch(worker_fn: Callable, *args: Any, nproc: int | None = None) -> Any:
         from torch.distributed.elastic.multiprocessing.errors import record
 
         worker_fn = record(worker_fn)
+    if "TORCHELASTIC_RUN_ID" in os.environ or "mpirun" in world.starter:  # killed, they leave their processes behind
+        threading.Thread(target=_die_with, args=(os.getppid(),), daemon=True).start()
     try:
         result = worker_fn(world.local_rank, world.world_size, *args)
     except KeyboardInterrupt:
@@ -461,7 +529,8 @@ def _supervise(worker_fn: Callable, args: tuple, nproc: int) -> Any:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = None if "OMP_NUM_THREADS" in os.environ else max(1, cores // nproc)
     method = "fork" if _fork_is_safe() else "spawn"
-    if method == "spawn" and worker_fn.__module__ == "__main__" and not hasattr(sys.modules["__main__"], "__file__"):
+    main_file = getattr(sys.modules["__main__"], "__file__", None) or ""
+    if method == "spawn" and worker_fn.__module__ == "__main__" and not os.path.exists(main_file):
         if sys.platform != "linux" or torch.cuda.is_initialized():
             raise RuntimeError(
                 f"a new process can't find {worker_fn.__name__}, defined in a notebook or shell, and this one can't be "
@@ -474,10 +543,8 @@ def _supervise(worker_fn: Callable, args: tuple, nproc: int) -> Any:
         port = free.getsockname()[1]
     environment = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(nproc))
     environment |= {"DIST_STORE": f"{folder}/store", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    environment |= dict.fromkeys(
-        ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo0" if sys.platform == "darwin" else "lo"
-    )
-    processes, pipes, caught, handlers = [], [], [], {}
+    environment |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), _LOOPBACK)
+    processes, pipes, caught, handlers, guard = [], [], [], {}, None
     # Signals wait until all is ready for them; the processes inherit that, so none dies half-way into its start.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:
@@ -494,36 +561,57 @@ def _supervise(worker_fn: Callable, args: tuple, nproc: int) -> Any:
             processes[-1].start()
             send.close()
             pipes.append(receive)
+        if method == "spawn":  # it imports for seconds before it can look after itself; `read` ends with this process
+            kill = f"read _; kill -9 {' '.join(str(process.pid) for process in processes)}"
+            guard = subprocess.Popen(
+                ["sh", "-c", kill], stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
+            )
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         return _watch(processes, pipes, caught, folder)
     finally:
-        started = [process for process in processes if process.pid]
-        for process in started:
-            if process.exitcode is None:
-                os.kill(process.pid, signal.SIGTERM)
-        deadline = time.monotonic() + float(os.environ.get("DIST_GRACE", GRACE))
-        for process in started:
-            process.join(max(0.0, deadline - time.monotonic()))
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)  # with what it has started: data loader workers
-            process.kill()
-            process.join()
+        _end([process for process in processes if process.pid])
+        if guard:
+            guard.kill()
+            guard.wait()
         for signum, handler in handlers.items():
             signal.signal(signum, handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def _end(processes: list) -> None:
+    """SIGTERM to whoever handles it, to save a checkpoint, say; then SIGKILL to all, with what they have started."""
+
+    def busy(process: multiprocessing.Process) -> bool:
+        if process.exitcode is not None or sys.platform != "linux":
+            return process.exitcode is None
+        with open(f"/proc/{process.pid}/status") as status:
+            caught = re.search(r"SigCgt:\s*(\w+)", status.read())  # a mask of the signals that it handles
+        return bool(caught and int(caught[1], 16) >> (signal.SIGTERM - 1) & 1)
+
+    for process in filter(busy, processes):
+        os.kill(process.pid, signal.SIGTERM)
+    deadline = time.monotonic() + float(os.environ.get("DIST_GRACE", GRACE))
+    while time.monotonic() < deadline and any(map(busy, processes)):
+        time.sleep(0.01)
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)  # all at once, or its data loader workers would cry
+        process.kill()
+        process.join()
+
+
 def _watch(processes: list, pipes: list, caught: list[int], folder: str) -> Any:
     """Wait for all processes; returns rank 0's result, or raises what ended the run."""
     world_size, reports, settled = len(processes), {}, False
     while True:
-        connection.wait([p.sentinel for p in processes if p.exitcode is None] + [p for p in pipes if not p.closed], 0.1)
+        # Not for the sentinels: a process's data loader workers hold its sentinel open after its death.
+        connection.wait([pipe for pipe in pipes if not pipe.closed], timeout=0.02)
         for signum in caught:
             if signum != signal.SIGUSR1:
                 print(f"launch: {signal.Signals(signum).name}: ending {world_size} processes", file=sys.stderr)
                 raise SystemExit(128 + signum)
-            print(_where(processes, folder), file=sys.stderr, flush=True)
+            print(_where(processes, folder, reports), file=sys.stderr, flush=True)
         caught.clear()
         codes = [p.exitcode for p in processes]  # before the reports are read: who is gone has said what it had to say
         for rank, pipe in enumerate(pipes):
@@ -538,17 +626,23 @@ def _watch(processes: list, pipes: list, caught: list[int], folder: str) -> Any:
                 name = signal.Signals(-code).name if code < 0 else f"os._exit({code})"
                 hint = " (by hand, or by the kernel for want of memory: see dmesg)" if name == "SIGKILL" else ""
                 causes.append((0.0, rank, f"ended by {name}{hint}" + " after its work" * (rank in reports)))
+                with contextlib.suppress(OSError):
+                    os.killpg(processes[rank].pid, signal.SIGKILL)  # its data loader workers, likewise
         if causes and not settled:
             settled = not time.sleep(0.2)  # its peers can notice a death before the parent does
         elif causes:
             _, rank, error = min(causes)
-            where = _where(processes, folder) if re.search("tim(ed|e) ?out|SIGABRT", error, re.IGNORECASE) else ""
+            done = [f"rank {r}" for r, (_, failed, _) in sorted(reports.items()) if not failed]
+            if done and f"rank {rank}" not in done:
+                error = f"{error.rstrip()}\n({', '.join(done)} had finished)"
+            stuck = re.search("tim(ed|e) ?out|SIGABRT", error, re.IGNORECASE)
+            where = _where(processes, folder, reports) if stuck else ""
             raise SystemExit(f"rank {rank} of {world_size} failed first: {error.rstrip()}\n{where}".rstrip())
         if None not in codes:
             return reports[0][2]
 
 
-def _where(processes: list, folder: str) -> str:
+def _where(processes: list, folder: str, reports: dict) -> str:
     """A line for each rank that says where it stands: its main thread's innermost frame outside torch and this file."""
     stacks = [os.path.join(folder, f"stack{rank}") for rank in range(len(processes))]
     for process, stack in zip(processes, stacks, strict=True):
@@ -560,8 +654,9 @@ def _where(processes: list, folder: str) -> str:
     libraries = (__file__, os.path.dirname(torch.__file__), sysconfig.get_path("stdlib"))
     for rank, (process, stack) in enumerate(zip(processes, stacks, strict=True)):
         state = "gone" if process.exitcode is not None else f"no answer (if it was stopped: kill -CONT {process.pid})"
-        with open(stack) as file:  # the main thread comes last, innermost frame first
-            frames = re.findall(r'File "(.+)", line (\d+) in (.+)', file.read().rpartition("hread 0x")[2])
+        with open(stack) as file:  # the main thread comes last, innermost frame first; in a traceback it is the last
+            dump = file.read().rpartition("hread 0x")[2] if rank not in reports else reports[rank][1] or ""
+        frames = re.findall(r'File "(.+)", line (\d+),? in (.+)', dump)[:: -1 if rank in reports else 1]
         inner = ""
         for path, line, function in frames:
             if not path.startswith(libraries):
@@ -598,7 +693,8 @@ def _worker(worker_fn: Callable, args: tuple, environment: dict, threads: int | 
             error = "\n\n" + "".join(traceback.format_exception(problem))
         report = pickle.dumps((time.monotonic(), error, None))
     sys.stdout.flush()
-    pipe.send_bytes(report)
+    with contextlib.suppress(OSError):  # the parent is gone
+        pipe.send_bytes(report)
     while error:  # until the parent ends all: were this process gone, the others would fail for want of it
         time.sleep(1)
 

@@ -49,8 +49,12 @@ def main_worker(gpu, world_size, args):
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, usage=argparse.SUPPRESS, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--epochs", type=int, default=5, help="(default: %(default)s)")
     parser.add_argument("--batch-size", type=int, default=40, help="of all processes together (default: %(default)s)")
     args = dist.parse_args(parser)  # with --nproc and --backend
+    if args.epochs < 1:
+        parser.error("--epochs must be at least 1")
     dist.launch(main_worker, args, nproc=args.nproc)

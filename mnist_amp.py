@@ -59,7 +59,7 @@ def evaluate(model, loader, device):
 
 
 def main(local_rank, world_size, args):
-    dist.init_process_group(local_rank, world_size, args.backend)
+    dist.init_process_group(local_rank, world_size, args.backend, checked=args.dry_run)
     log, device = dist.print_primary, dist.get_device()
     torch.manual_seed(args.seed)  # the same initial weights in every process
 
@@ -118,8 +118,8 @@ def parse_args():
         "--opt-level", default="O2", choices=["O0", "O1", "O2", "O3"], help="Apex's (default: %(default)s)"
     )
     args = dist.parse_args(parser)  # with --nproc and --backend
-    if min(args.epochs, args.batch_size) < 1 or not args.lr > 0:
-        parser.error("--epochs and --batch-size must be at least 1, --lr greater than 0")
+    if min(args.epochs, args.batch_size) < 1 or not 0 < args.lr < float("inf"):
+        parser.error("--epochs and --batch-size must be at least 1, --lr greater than 0 and finite")
     if args.amp == "apex":
         apex_amp.check(parser.error)
     data.prepare(args.dataset, args.data_dir, error=parser.error)

@@ -56,7 +56,7 @@ def evaluate(model, loader, device):
 
 
 def main(local_rank, world_size, args):
-    dist.init_process_group(local_rank, world_size, args.backend)
+    dist.init_process_group(local_rank, world_size, args.backend, checked=args.dry_run)
     log, device = dist.print_primary, dist.get_device()
     torch.manual_seed(args.seed)  # the same initial weights in every process
 
@@ -103,8 +103,8 @@ def parse_args():
     parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
     parser.add_argument("--dry-run", action="store_true", help="one epoch of two batches, to see that all of it runs")
     args = dist.parse_args(parser)  # with --nproc and --backend
-    if min(args.epochs, args.batch_size) < 1 or not args.lr > 0:
-        parser.error("--epochs and --batch-size must be at least 1, --lr greater than 0")
+    if min(args.epochs, args.batch_size) < 1 or not 0 < args.lr < float("inf"):
+        parser.error("--epochs and --batch-size must be at least 1, --lr greater than 0 and finite")
     data.prepare(args.dataset, args.data_dir, error=parser.error)
     args.epochs = 1 if args.dry_run else args.epochs
     return args

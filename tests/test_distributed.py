@@ -14,19 +14,12 @@ import warnings
 
 import pytest
 import torch
-import torch._dynamo  # the first DDP model of a process imports it, which takes seconds: forked ones find it here
 import torch.nn.functional as F
 from torch import nn
 
 import distributed as dist
 
 WORLDS = pytest.mark.parametrize("n", [1, 2, 3])
-
-
-@pytest.fixture(autouse=True)
-def no_launcher(monkeypatch):
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NPROC", "OMP_NUM_THREADS"):
-        monkeypatch.delenv(name, raising=False)
 
 
 def run(worker, n, *args):

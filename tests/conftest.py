@@ -1,0 +1,14 @@
+"""pytest's own process must stay fit to be forked (distributed._fork_is_safe): spawned workers take seconds each."""
+
+import pytest
+import torch
+import torch._dynamo  # noqa: F401  the first DDP model of a process imports it, for seconds; forked ones find it here
+
+torch.set_num_threads(1)  # no OpenMP pool; `launch` gives each worker its own number of threads
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch):
+    """Whatever starts the tests: they start from a world without a launcher."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NPROC", "OMP_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)

@@ -1,0 +1,100 @@
+"""The progression stays what it is for: files that differ by one idea, in a handful of lines."""
+
+import ast
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+CHAIN = ["mnist_single.py", "mnist_dataparallel.py", "mnist_ddp.py", "mnist_amp.py"]
+GOALS = [  # lines added + removed, at most
+    ("mnist_single.py", "mnist_dataparallel.py", 5),
+    ("mnist_dataparallel.py", "mnist_ddp.py", 22),
+    ("mnist_single.py", "mnist_ddp.py", 20),
+    ("mnist_ddp.py", "mnist_amp.py", 30),
+]
+
+
+def source(script, name=None):
+    """The text of a script, or of one function or class in it."""
+    text = (ROOT / script).read_text(encoding="utf-8")
+    if name is None:
+        return text
+    node = next(node for node in ast.parse(text).body if getattr(node, "name", None) == name)
+    first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+    return "\n".join(text.splitlines()[first - 1 : node.end_lineno])
+
+
+def loop(script):
+    """The part of main that runs the epochs, as lines."""
+    before, found, after = source(script, "main").partition("    started = time.perf_counter()\n")
+    assert found
+    return after.splitlines()
+
+
+def test_no_script_is_excluded():
+    assert sorted(path.name for path in ROOT.glob("mnist_*.py")) == sorted(CHAIN)
+    assert {script for before, after, _ in GOALS for script in (before, after)} == set(CHAIN)
+
+
+@pytest.mark.parametrize(("before", "after", "goal"), GOALS)
+def test_a_step_is_small(before, after, goal):
+    command = ["git", "diff", "--no-index", "--numstat", before, after]
+    env = os.environ | {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}
+    printed = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, encoding="utf-8").stdout
+    added, removed = (int(number) for number in printed.split()[:2])
+    assert 0 < added + removed <= goal
+
+
+@pytest.mark.parametrize("script", CHAIN[1:])
+def test_what_scripts_share_is_the_same_text(script):
+    first = CHAIN[0]
+    shared = ["ConvNet", "evaluate"] if script == "mnist_amp.py" else ["ConvNet", "train", "evaluate"]
+    for name in shared:
+        assert source(script, name) == source(first, name), f"{name} differs between {first} and {script}"
+
+
+@pytest.mark.parametrize("script", CHAIN)
+def test_the_skeleton_is_the_same(script):
+    body = ast.parse(source(script)).body
+    names = [node.name for node in body if isinstance(node, (ast.ClassDef, ast.FunctionDef))]
+    assert names == ["ConvNet", "train", "evaluate", "main", "parse_args"]
+    assert source(script).splitlines()[1:4] == source(CHAIN[0]).splitlines()[1:4]  # the docstring but its first line
+
+
+def test_the_loop_over_epochs_grows_by_the_idea_alone():
+    single, parallel, ddp, amp = (loop(script) for script in CHAIN)
+    assert parallel == single
+    added = [line for line in ddp if line not in single]
+    assert [line for line in ddp if line in single] == single
+    assert all("dist." in line or "set_epoch" in line for line in added) and len(added) <= 3
+    assert [line.replace(", autocast, scaler)", ")") for line in amp] == ddp
+
+
+def test_mixed_precision_has_no_if_in_the_training_loop():
+    assert not [node for node in ast.walk(ast.parse(source("mnist_amp.py", "train"))) if isinstance(node, ast.If)]
+
+
+def test_flags_are_the_same_in_the_same_order():
+    """Flag by flag, with default and help; a later script only adds flags."""
+
+    def flags(script):
+        calls = [node for node in ast.walk(ast.parse(source(script, "parse_args"))) if isinstance(node, ast.Call)]
+        calls = [call for call in calls if getattr(call.func, "attr", None) == "add_argument"]
+        return [ast.unparse(call) for call in sorted(calls, key=lambda call: call.lineno)]
+
+    single, parallel, ddp, amp = (flags(script) for script in CHAIN)
+    assert len(single) >= 7
+    assert single == parallel == ddp
+    assert amp[: len(ddp)] == ddp
+
+
+@pytest.mark.parametrize("script", CHAIN)
+def test_flags_are_checked_in_the_same_way(script):
+    """From the first check to the end parse_args is the same, but for lines that are added."""
+    kept = source(CHAIN[0], "parse_args").partition("parser.parse_args()\n")[2].splitlines()
+    here = source(script, "parse_args").splitlines()
+    assert len(kept) >= 5
+    assert [line for line in here if line in kept] == kept
