@@ -53,12 +53,14 @@ from torch import nn
 from torch.utils.data import Dataset, DistributedSampler
 
 INIT_TIMEOUT = 120  # seconds for all ranks to come together; the environment's DIST_INIT_TIMEOUT overrides it
+PATIENCE = 10  # seconds of these before rank 0 says for whom it waits
 TIMEOUT = 600  # seconds for one collective; DIST_TIMEOUT overrides it
 GRACE = 3  # seconds between SIGTERM and SIGKILL when `launch` ends its processes; DIST_GRACE overrides it
 _NATIVE_THREADS = len(os.listdir("/proc/self/task")) if sys.platform == "linux" else 0  # see _fork_is_safe
 _SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1}
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 _store = None  # rank 0 serves it to the others, so it must live as long as the process
+_places: list[str] = []  # each rank's machine, as the roll-call has it
 
 
 # ---------------------------------------------------------------------------------------------- who am I, and where?
@@ -183,7 +185,7 @@ def init_process_group(
     timeout: seconds for all to come (INIT_TIMEOUT).  After 10 s rank 0 says who is missing; at the end TimeoutError.
     checked: torch compares every collective of all ranks before it runs, and says who calls what: slower, for trials.
     """
-    global _store
+    global _store, _places
     world, device = _world(), get_device()
     if not world.starter:  # no launcher: the caller says who this is
         world = world._replace(rank=rank or 0, world_size=world_size or 1)
@@ -210,32 +212,52 @@ def init_process_group(
         wait = timedelta(seconds=timeout)
         _store = torch_dist.TCPStore(address, port, world_size, serve, wait, wait_for_workers=False, multi_tenant=True)
     store = torch_dist.PrefixStore(f"group {_store.add(f'groups of {rank}', 1)}", _store)  # a second group, other keys
+    place = f"machine {os.environ.get('GROUP_RANK') or os.environ.get('SLURM_NODEID') or socket.gethostname()}"
     gpu = f"{socket.gethostname()}, GPU {torch.cuda.get_device_properties(device).uuid}" if backend == "nccl" else ""
-    _roll_call(store, rank, world_size, timeout, gpu)
+    _places = _roll_call(store, rank, world_size, timeout, place, gpu)
     options = {"timeout": timedelta(seconds=float(os.environ.get("DIST_TIMEOUT", TIMEOUT)))}
     if backend == "nccl" and torch.__version__ >= (2, 7, 1):  # 2.6 and 2.7.0 hang with it (pytorch#153960)
         options["device_id"] = device  # connect at once, and to the right GPU
     torch_dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, **options)
+    store.set(f"joined {rank}", "")  # nobody goes on, and perhaps leaves, while another is still connecting to it
+    store.wait([f"joined {r}" for r in range(world_size)], timedelta(seconds=timeout))
     print_primary(f"distributed: {world_size} process{'es' * (world_size > 1)}, {backend}, {device.type}")
 
 
-def _roll_call(store: torch_dist.Store, rank: int, world_size: int, timeout: float, gpu: str) -> None:
-    """Wait for all ranks, and say which are missing: torch's own start-up waits without a word."""
+def _roll_call(store: torch_dist.Store, rank: int, world_size: int, timeout: float, place: str, gpu: str) -> list[str]:
+    """Wait for all ranks, and say which are missing: torch's own start-up waits without a word.  Returns the places."""
     keys = [f"rank {r}" for r in range(world_size)]
-    store.set(keys[rank], gpu)
-    for patience in (min(10.0, timeout), max(0.01, timeout - 10)):
+    store.set(keys[rank], f"{place}\n{gpu}")
+    for patience in (min(PATIENCE, timeout), max(0.01, timeout - PATIENCE)):
         try:
             store.wait(keys, timedelta(seconds=patience))
             break
-        except torch_dist.DistStoreError:
+        except RuntimeError:  # DistStoreError, or plain from a FileStore
             missing = f"{', '.join(key for key in keys if not store.check([key]))} of {world_size}"
-            if rank == 0 and patience == 10:
+            if rank == 0 and patience == PATIENCE:
                 print(f"distributed: waiting for {missing}", file=sys.stderr, flush=True)
     else:
         raise TimeoutError(f"init_process_group: {missing} did not come within {timeout:.0f} s")
-    same = [key for key in keys if gpu and store.get(key).decode() == gpu]
+    places, gpus = zip(*(store.get(key).decode().split("\n") for key in keys), strict=True)
+    same = [key for key, other in zip(keys, gpus, strict=True) if gpu and other == gpu]
     if len(same) > 1:  # NCCL can't, and would say so less clearly
         raise RuntimeError(f"{' and '.join(same)} use the same GPU ({gpu}): one process per GPU, or backend gloo")
+    return list(places)
+
+
+def _lost(world: World) -> list[int]:
+    """The ranks that can't be reached from here any more, after a collective has failed."""
+    lost, store = list(range(world.world_size)), None
+    deadline = time.monotonic() + 5
+    try:  # over a new connection: on one that was cut, every call hangs
+        store = torch_dist.TCPStore(*_meeting_point(world), is_master=False, timeout=timedelta(seconds=5))
+        store.set(f"still here {world.rank}", "")
+        while lost and time.monotonic() < deadline:
+            lost = [rank for rank in lost if not store.check([f"still here {rank}"])]
+            time.sleep(0.1)
+        return lost
+    except RuntimeError:  # rank 0's machine is out of reach, and so are the others
+        return [rank for rank in lost if _places[rank] != _places[world.rank]] or [0]
 
 
 def cleanup() -> None:
@@ -493,16 +515,26 @@ def launch(worker_fn: Callable, *args: Any, nproc: int | None = None) -> Any:
     nproc = 1 if world.starter else plan(nproc)
     if nproc > 1:
         return _supervise(worker_fn, args, nproc)
+    if "TORCHELASTIC_RUN_ID" in os.environ or "mpirun" in world.starter:  # killed, they leave their processes behind
+        threading.Thread(target=_die_with, args=(os.getppid(),), daemon=True).start()
+
+    def call() -> Any:
+        try:
+            return worker_fn(world.local_rank, world.world_size, *args)
+        except KeyboardInterrupt:
+            raise SystemExit(128 + signal.SIGINT) from None
+        except RuntimeError as problem:
+            several = world.local_world_size < world.world_size
+            if not (several and re.search("gloo|NCCL|onnection|imed out", str(problem)) and (lost := _lost(world))):
+                raise
+            names = ", ".join(f"rank {rank} ({_places[rank]})" for rank in lost)
+            raise RuntimeError(f"rank {world.rank} ({_places[world.rank]}) has lost {names}") from problem
+
     if "TORCHELASTIC_ERROR_FILE" in os.environ:  # torchrun's own report then shows this error
         from torch.distributed.elastic.multiprocessing.errors import record
 
-        worker_fn = record(worker_fn)
-    if "TORCHELASTIC_RUN_ID" in os.environ or "mpirun" in world.starter:  # killed, they leave their processes behind
-        threading.Thread(target=_die_with, args=(os.getppid(),), daemon=True).start()
-    try:
-        result = worker_fn(world.local_rank, world.world_size, *args)
-    except KeyboardInterrupt:
-        raise SystemExit(128 + signal.SIGINT) from None
+        call = record(call)
+    result = call()
     cleanup()
     return result if world.rank == 0 else None
 

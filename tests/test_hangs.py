@@ -1,0 +1,188 @@
+"""A run that waits says for whom; a run that disagrees says about what.  Real processes, real hangs."""
+
+import os
+import re
+import signal
+import sys
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import distributed as dist
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def _late(rank, n, missing, seconds):
+    if rank in missing:
+        time.sleep(seconds)
+    dist.init_process_group(rank, n)
+    return dist.all_reduce(torch.tensor(1)).item()
+
+
+@pytest.mark.parametrize(("n", "missing", "names"), [(2, [1], "rank 1 of 2"), (4, [1, 3], "rank 1, rank 3 of 4")])
+def test_the_roll_call_names_the_missing_and_goes_on_when_they_come(n, missing, names, monkeypatch, capfd):
+    monkeypatch.setattr(dist, "PATIENCE", 0.5)
+    assert dist.launch(_late, missing, 1.5, nproc=n) == n
+    assert capfd.readouterr().err == f"distributed: waiting for {names}\n"
+
+
+@pytest.mark.parametrize(("n", "missing", "names"), [(2, [1], "rank 1 of 2"), (4, [0, 2], "rank 0, rank 2 of 4")])
+def test_whoever_does_not_come_in_time_is_named_and_found(n, missing, names, monkeypatch):
+    monkeypatch.setenv("DIST_INIT_TIMEOUT", "1")
+    with pytest.raises(SystemExit) as failure:
+        dist.launch(_late, missing, 30, nproc=n)
+    text = str(failure.value)
+    assert f"TimeoutError: init_process_group: {names} did not come within 1 s" in text
+    for rank in missing:
+        assert re.search(rf"rank {rank}: {re.escape(__file__)}:\d+, _late$", text, re.MULTILINE), text
+
+
+def _busy_elsewhere():
+    time.sleep(30)
+
+
+def _stuck(rank, n):
+    dist.init_process_group(rank, n)
+    if rank == n - 1:
+        _busy_elsewhere()
+    dist.barrier()
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_a_collective_that_times_out_ends_with_where_each_rank_stands(n, monkeypatch):
+    monkeypatch.setenv("DIST_TIMEOUT", "1")
+    before = time.monotonic()
+    with pytest.raises(SystemExit) as failure:
+        dist.launch(_stuck, nproc=n)
+    assert time.monotonic() - before < 6
+    text = str(failure.value)
+    assert re.match(rf"rank \d of {n} failed first:", text) and text.count("Traceback") == 1
+    table = text.partition("where each rank stands:\n")[2].splitlines()
+    assert [line.split(":")[0].strip() for line in table] == [f"rank {rank}" for rank in range(n)]
+    assert all(re.search(rf"{re.escape(__file__)}:\d+, _stuck, in barrier$", line) for line in table[:-1]), text
+    assert re.search(rf"{re.escape(__file__)}:\d+, _busy_elsewhere$", table[-1]), text
+
+
+def _asks(rank, n, stop):
+    """Rank 1 is stopped, or waits in a collective for rank 0, which asks for the table; then all go on."""
+    dist.init_process_group(rank, n)
+    pids = torch.cat(dist.gather(torch.tensor([os.getpid()]))).tolist()
+    if rank == 0:
+        time.sleep(0.3)
+        os.kill(os.getppid(), signal.SIGUSR1)
+        time.sleep(1)
+        os.kill(pids[1], signal.SIGCONT)
+    elif stop and rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return dist.all_reduce(torch.tensor(rank)).item()
+
+
+@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("stop", [False, True])
+def test_sigusr1_to_the_parent_prints_where_each_rank_stands_and_goes_on(n, stop, capfd):
+    assert dist.launch(_asks, stop, nproc=n) == n * (n - 1) // 2
+    lines = capfd.readouterr().err.splitlines()
+    assert lines[0] == "where each rank stands:" and len(lines) == 1 + n
+    assert re.fullmatch(rf"  rank 0: {re.escape(__file__)}:\d+, _asks", lines[1])
+    if stop:
+        assert re.fullmatch(r"  rank 1: no answer \(if it was stopped: kill -CONT \d+\)", lines[2])
+    else:
+        assert re.fullmatch(rf"  rank 1: {re.escape(__file__)}:\d+, _asks, in all_reduce", lines[2])
+
+
+# ---------------------------------------------------------------------------------------------------------- mismatches
+
+
+def _disagrees(rank, n, case):
+    dist.init_process_group(rank, n, checked=True)
+    c10d = torch.distributed
+    odd = rank == n - 1
+    if case == "shape":
+        c10d.all_reduce(torch.ones(3 + 2 * odd))
+    elif case == "dtype":
+        c10d.all_reduce(torch.ones(3, dtype=torch.float64 if odd else torch.float32))
+    elif case == "collective":
+        c10d.broadcast(torch.ones(3), 0) if odd else c10d.all_reduce(torch.ones(3))
+    elif not odd:
+        c10d.all_reduce(torch.ones(3))
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize(
+    ("case", "says"),
+    [
+        ("shape", r"TensorShape=\[[35]\].*TensorShape=\[[35]\].*3\s*vs\s*5|5\s*vs\s*3"),
+        ("dtype", "TensorDtypes=(Float,.*TensorDtypes=Double|Double,.*TensorDtypes=Float)"),
+        ("collective", "OpType=(ALLREDUCE.*OpType=BROADCAST|BROADCAST.*OpType=ALLREDUCE)"),
+    ],
+)
+def test_a_checked_run_says_what_each_rank_called(n, case, says):
+    with pytest.raises(SystemExit, match=f"Detected mismatch between collectives on ranks(?s:.*){says}") as failure:
+        dist.launch(_disagrees, case, nproc=n)
+    assert str(failure.value).count("Traceback") == 1
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_a_rank_that_has_finished_early_is_named(n):
+    with pytest.raises(SystemExit, match=rf"rank \d of {n} failed first(?s:.*)\(rank {n - 1} had finished\)$"):
+        dist.launch(_disagrees, "one call more", nproc=n)
+
+
+def _checked_training(rank, n):
+    dist.init_process_group(rank, n, checked=True)
+    model = dist.prepare_ddp_model(nn.Linear(2, 1))
+    model(torch.full((1, 2), float(rank))).sum().backward()
+    return dist.unwrap_model(model).weight.grad.tolist()
+
+
+def test_ddp_trains_in_a_checked_run():
+    assert dist.launch(_checked_training, nproc=3) == [[1.0, 1.0]]  # the mean of 0, 1 and 2
+
+
+# ------------------------------------------------------------------------------------------------------- model, GPUs
+
+
+def _wrapped(rank, n):
+    dist.init_process_group(rank, n)
+    model = nn.Linear(2, 1)
+    wrapped = dist.prepare_ddp_model(model)
+    assert wrapped is not model and dist.unwrap_model(wrapped) is model and dist.unwrap_model(model) is model
+    assert list(dist.unwrap_model(wrapped).state_dict()) == ["weight", "bias"]
+    with pytest.raises(ValueError, match="sync_bn=True needs the model on CUDA"):
+        dist.prepare_ddp_model(model, sync_bn=True)
+
+
+def test_unwrap_model_and_sync_bn():
+    dist.launch(_wrapped, nproc=2)
+    assert dist.unwrap_model(nn.DataParallel(model := nn.Linear(1, 1))) is model
+
+
+def test_two_ranks_on_one_gpu_are_named():
+    store = torch.distributed.HashStore()
+    for rank, gpu in [(0, "host, GPU a"), (1, "host, GPU b"), (2, "host, GPU a")]:
+        store.set(f"rank {rank}", f"machine 0\n{gpu}")
+    with pytest.raises(RuntimeError, match=r"rank 0 and rank 2 use the same GPU \(host, GPU a\)"):
+        dist._roll_call(store, 2, 3, 5.0, "machine 0", "host, GPU a")
+    assert dist._roll_call(store, 1, 3, 5.0, "machine 0", "host, GPU b") == ["machine 0"] * 3
+    for rank in range(3):  # gloo: no GPU is named, and the CPU may be shared
+        store.set(f"rank {rank}", "machine 0\n")
+    assert dist._roll_call(store, 0, 3, 5.0, "machine 0", "") == ["machine 0"] * 3
+
+
+if __name__ == "__main__":  # the texts, to look at:  python tests/test_hangs.py
+    for worker, args, n, env in [
+        (_late, ([1], 30), 2, {"DIST_INIT_TIMEOUT": "12"}),
+        (_stuck, (), 4, {"DIST_TIMEOUT": "2"}),
+        (_asks, (True,), 4, {}),
+        (_disagrees, ("shape",), 2, {}),
+    ]:
+        os.environ |= env
+        try:
+            dist.launch(worker, *args, nproc=n)
+        except SystemExit as failure:
+            print(failure, file=sys.stderr)
+        for name in env:
+            del os.environ[name]
