@@ -25,6 +25,7 @@ backend and sampler mean what they mean in torch.distributed.  Collectives must 
 import argparse
 import contextlib
 import faulthandler
+import inspect
 import math
 import multiprocessing
 import os
@@ -99,7 +100,10 @@ def _world() -> World:
             each = re.sub(r"(\d+)\(x(\d+)\)", lambda m: ",".join([m[1]] * int(m[2])), given.get(names[3], "")).split(
                 ","
             )
-            given[names[3]] = each[int(env.get("SLURM_NODEID", 0)) % len(each)]  # of 2(x3),1: this node's tasks
+            node = env.get("SLURM_NODEID", "not set")
+            if not node.isdigit() or int(node) >= len(each):
+                raise ValueError(f"SLURM_NODEID is {node}, but SLURM_STEP_TASKS_PER_NODE lists {len(each)} node(s)")
+            given[names[3]] = each[int(node)]  # of 2(x3),1: this node's tasks
         if not given:
             continue
         for name in names:
@@ -109,6 +113,9 @@ def _world() -> World:
         world = World(starter, *(int(given[name]) for name in names))
         if not (world.local_rank <= world.rank < world.world_size >= world.local_world_size > world.local_rank):
             raise ValueError(f"these contradict each other: {given}; start with {starter}, or unset them")
+        tasks, nodes = (env.get(f"SLURM_STEP_NUM_{what}", "1") for what in ("TASKS", "NODES"))
+        if "mpirun" in starter and int(tasks) > int(nodes):  # one task per node is how mpirun itself comes there
+            raise ValueError(f"SLURM_STEP_NUM_TASKS is {tasks}: that many mpiruns run side by side; leave srun out")
         for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
             if starter == "torchrun" and int(env.get(name, 1)) > int(env.get("GROUP_WORLD_SIZE", sys.maxsize)):
                 wrong = f"{name} is {env[name]}: that many torchruns run side by side, each a world of its own"
@@ -125,9 +132,11 @@ def _meeting_point(world: World) -> tuple[str, int]:
     if not address and world.local_world_size == world.world_size:
         address = "127.0.0.1"
     elif not address and world.starter == "srun":
-        address = re.sub(r"\[(\w+).*", r"\1", os.environ["SLURM_STEP_NODELIST"]).split(",")[0]  # its first host
+        address = re.sub(r"\[(\w+)[^]]*]", r"\1", os.environ["SLURM_STEP_NODELIST"]).split(",")[0]  # its first host
     elif not address:
         raise ValueError("MASTER_ADDR is not set: over several machines, mpirun needs -x MASTER_ADDR=HOST_OF_RANK_0")
+    if not port and world.starter == "mpirun (MPICH)" and world.local_world_size < world.world_size:
+        raise ValueError("MASTER_PORT is not set: over several machines, MPICH's mpirun needs -genv MASTER_PORT 29500")
     step = f"{os.environ.get('SLURM_JOB_ID')}.{os.environ.get('SLURM_STEP_ID')}" if world.starter == "srun" else ""
     run = (
         step or os.environ.get("PMIX_NAMESPACE") or str(os.getppid())
@@ -183,7 +192,7 @@ def init_process_group(
     rank, world_size: as `launch` passes them to worker_fn (the local rank will do: the environment has the other).
     backend: "nccl" or "gloo"; None takes nccl for CUDA, else gloo.  Sets the CUDA device.
     timeout: seconds for all to come (INIT_TIMEOUT).  After 10 s rank 0 says who is missing; at the end TimeoutError.
-    checked: torch compares every collective of all ranks before it runs, and says who calls what: slower, for trials.
+    checked: torch compares every collective but DDP's own before it runs, and says who calls what: slower, for trials.
     """
     global _store, _places
     world, device = _world(), get_device()
@@ -264,8 +273,10 @@ def cleanup() -> None:
     """Leave the process group, if there is one.  Does nothing while an exception is on its way: the other ranks may be
     inside a collective, and leaving would wait for them for ever (pytorch/torchtitan#1342)."""
     if torch_dist.is_initialized() and sys.exc_info()[0] is None:
+        # Gloo's threads let go of their last tensors, for which they need Python: when they are joined (torch 2.4) that
+        # is a deadlock, when Python ends it aborts the process (pytorch#179291).
+        time.sleep(0.1)
         torch_dist.destroy_process_group()
-        time.sleep(0.1)  # gloo's threads drop their last tensors: at Python's exit that would abort (pytorch#179291)
 
 
 # -------------------------------------------------------------------------------------------------------- collectives
@@ -406,7 +417,7 @@ class _DDP(nn.parallel.DistributedDataParallel):
 
     torch's broadcasts the buffers (BatchNorm's running averages) in every forward, in evaluation too, so ranks with
     different numbers of batches wait for ever.  Here `eval()` brings all ranks' buffers to rank 0's, once, and forward
-    in eval mode calls no collective.  The result is the same: rank 0's averages are always those of rank 0's batches.
+    broadcasts none.  The result is the same: rank 0's averages are always those of rank 0's batches.
     """
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -447,6 +458,9 @@ def prepare_ddp_model(
         torch_dist.set_debug_level(torch_dist.DebugLevel.OFF)  # DDP on a checked group crashes torch 2.15: a plain one
         kwargs["process_group"] = torch_dist.new_group()
         torch_dist.set_debug_level(torch_dist.DebugLevel.DETAIL)
+    known = inspect.signature(nn.parallel.DistributedDataParallel).parameters  # torch 2.15 has renamed it
+    name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+    kwargs = {name: False, **kwargs} if "broadcast_buffers" not in kwargs else kwargs  # see _DDP
     return _DDP(model, device_ids=[device] if device.type == "cuda" else None, **kwargs)
 
 
@@ -512,7 +526,7 @@ def launch(worker_fn: Callable, *args: Any, nproc: int | None = None) -> Any:
     world = _world()
     if world.starter == "launch":
         raise RuntimeError("launch was called in a process that launch has started: call it once, in the main program")
-    nproc = 1 if world.starter else plan(nproc)
+    nproc = 1 if world.starter else plan(nproc, "gloo" if nproc else None)  # who asks for more may share GPUs
     if nproc > 1:
         return _supervise(worker_fn, args, nproc)
     if "TORCHELASTIC_RUN_ID" in os.environ or "mpirun" in world.starter:  # killed, they leave their processes behind
@@ -551,8 +565,9 @@ def _fork_is_safe() -> bool:
     with open("/proc/self/maps") as maps:
         if "/libcuda.so" in maps.read():
             return False
-    blas = os.environ.get("OPENBLAS_NUM_THREADS") or os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0))
-    expected = int(blas) if "numpy" in sys.modules and str(blas).isdigit() else 1
+    asked = [os.environ.get(name, "") for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS")]
+    blas = next((int(number) for number in asked if number.isdigit()), len(os.sched_getaffinity(0)))
+    expected = blas if "numpy" in sys.modules else 1
     return len(os.listdir("/proc/self/task")) <= min(_NATIVE_THREADS, expected)
 
 

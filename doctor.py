@@ -1,62 +1,72 @@
 """What is wrong here: with this machine, or with a script?
 
-    python doctor.py                         # what there is, and a self-test on two processes: paste it in a bug report
-    python doctor.py run SCRIPT [ARGS ...]   # the script, with every collective of every rank compared before it runs
-    kill -USR1 PID                           # where each rank of a running `launch` stands; PID is the parent's
+    python doctor.py                           # what there is, and a self-test: paste all of it into a bug report
+    python doctor.py run SCRIPT [ARGS ...]     # the script, with every collective of every rank compared before it runs
+    torchrun ... doctor.py run SCRIPT [...]    # the same under a launcher
+    kill -USR1 PID                             # where each rank of a run stands; PID is that of the process you started
 
 Each line is ok, or WRONG and what to do.  Exit code 1 if anything is wrong.
 """
 
+import contextlib
+import importlib
+import io
+import multiprocessing
 import os
 import platform
+import re
+import shlex
 import shutil
+import signal
 import socket
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from types import FrameType
 
 Finding = tuple[bool, str, str]  # ok?, what was looked at, what was found (and what to do)
+_NUMBER = r"\d+(\.\d+)?"
+
+# ----------------------------------------------------------------------------------------------------- what there is
 
 
 def look() -> Iterator[Finding]:
     """What there is, without starting anything."""
-    yield sys.version_info >= (3, 10), "python", f"{platform.python_version()} on {platform.platform(terse=True)}"
     import torch
 
     import distributed as dist
 
-    yield torch.__version__ >= (2, 4), "torch", f"{torch.__version__} (2.4 or newer is needed)"
-    try:
-        import torchvision
-
-        yield True, "torchvision", torchvision.__version__
-    except Exception as problem:  # it doesn't fit this torch, or is missing: only data.py needs it
-        yield False, "torchvision", f"{problem}: pip install --upgrade torch torchvision"
+    yield True, "command", shlex.join(["python", *sys.argv])
+    version = f"{platform.python_version()} on {platform.platform(terse=True)}, {platform.machine()}"
+    yield _judge(sys.version_info >= (3, 10), "python", version, "3.10 or newer is needed")
+    built = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {torch.version.hip}"
+    built = built if torch.version.cuda or torch.version.hip else "the CPU only"
+    yield _judge(
+        torch.__version__ >= (2, 4), "torch", f"{torch.__version__}, built for {built}", "2.4 or newer is needed"
+    )
+    yield _torchvision()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     threads = os.environ.get("OMP_NUM_THREADS")
     fits = threads is None or threads.isdigit() and 1 <= int(threads) <= cores
-    yield (
-        fits,
-        "CPU",
-        f"{cores} cores, OMP_NUM_THREADS {threads or 'not set'}"
-        + ("" if fits else f": unset it, or take 1 to {cores}"),
-    )
-    yield _gpus(torch)
+    found = f"{cores} cores, OMP_NUM_THREADS {threads or 'not set'}"
+    yield _judge(fits, "CPU", found, f"unset it, or take 1 to {cores}")
+    yield _gpus(torch, dist)
     backends = [name for name in ("gloo", "nccl") if getattr(torch.distributed, f"is_{name}_available")()]
     needed = "nccl" if torch.cuda.device_count() else "gloo"
-    yield needed in backends, "backends", f"{', '.join(backends) or 'none'}; {needed} is the one for this machine"
+    nccl = f" {'.'.join(map(str, torch.cuda.nccl.version()))}" if "nccl" in backends else ""
+    found = ", ".join(name + nccl * (name == "nccl") for name in backends) or "none"
+    yield _judge(needed in backends, "backends", found, f"this machine needs {needed}: install a torch that has it")
     try:
         world = dist._world()
-        yield True, "launcher", f"{world}" if world.starter else "none: launch will start the processes"
+        found = f"{world.starter}: rank {world.rank} of {world.world_size}, {world.local_world_size} on this machine"
+        if not world.starter:
+            found = f"none: launch will start the processes ({dist.plan()} by default; NPROC, nproc= or --nproc)"
+        yield True, "launcher", found
     except ValueError as problem:
         yield False, "launcher", str(problem)
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            free = shutil.disk_usage(folder).free
-        yield free > 1 << 20, "temporary folder", f"{tempfile.gettempdir()}, {free / 2**30:.1f} GiB free"
-    except OSError as problem:
-        yield False, "temporary folder", f"{problem}: set TMPDIR to a folder that can be written"
+    yield _limits()
+    yield _temporary_folder()
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             socket.create_connection(server.getsockname(), timeout=2).close()
@@ -66,30 +76,85 @@ def look() -> Iterator[Finding]:
     name = socket.gethostname()
     try:
         address = socket.gethostbyname(name)
-        several = " (not reachable from other machines: there, set GLOO_SOCKET_IFNAME)" * address.startswith("127.")
-        yield True, "host name", f"{name} is {address}{several}"
+        several = " (with several machines, set GLOO_SOCKET_IFNAME and MASTER_ADDR)"
+        yield True, "host name", f"{name} is {address}" + several * address.startswith("127.")
     except OSError:
         advice = "add it to /etc/hosts, or set GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME) to an interface's name"
-        yield False, "host name", f"{name} has no address: under torchrun gloo needs it; {advice}"
+        yield False, "host name", f"{name} has no address, which torchrun and gloo need: {advice}"
 
 
-def _gpus(torch: object) -> Finding:
+def _judge(ok: bool, what: str, found: str, advice: str) -> Finding:
+    return ok, what, found if ok else f"{found}: {advice}"
+
+
+def _torchvision() -> Finding:
+    try:
+        return True, "torchvision", importlib.import_module("torchvision").__version__
+    except Exception as problem:  # a build for another torch raises RuntimeError, for instance
+        reason = str(problem).splitlines()[0] if str(problem) else type(problem).__name__
+        return False, "torchvision", f"{reason}: pip install --upgrade torch torchvision (data.py needs it)"
+
+
+def _gpus(torch: object, dist: object) -> Finding:
     chosen, count = os.environ.get("CUDA_VISIBLE_DEVICES"), torch.cuda.device_count()
-    names = ", ".join(torch.cuda.get_device_name(i) for i in range(count))
-    visible = f"CUDA_VISIBLE_DEVICES {chosen if chosen is not None else 'not set'}"
+    visible = f"CUDA_VISIBLE_DEVICES {'not set' if chosen is None else chosen or 'empty'}"
     if chosen and chosen != "-1" and count < len(chosen.split(",")):
-        return False, "GPUs", f"{count} of those in {visible} can be used: correct it, or unset it"
+        return False, "GPUs", f"{visible}, but only {count} of those can be used: correct it, or unset it"
     if not count and chosen is None and os.path.exists("/dev/nvidia0"):
-        return False, "GPUs", f"there is one, but this torch can't use it (built for CUDA {torch.version.cuda})"
-    return True, "GPUs", f"{count} ({names}), {visible}" if count else f"none ({visible}): everything runs on the CPU"
+        built = f"it is built for CUDA {torch.version.cuda}" if torch.version.cuda else "it is built for the CPU only"
+        return False, "GPUs", f"there is one, but torch can't use it ({built}): compare nvidia-smi's CUDA version"
+    if not count:
+        return True, "GPUs", f"none ({visible}): everything runs on the CPU"
+    # in a process of its own: this one must not load CUDA, or none could be forked from it any more
+    method = "fork" if dist._fork_is_safe() else "spawn"
+    with multiprocessing.get_context(method).Pool(1) as pool:
+        names = pool.apply(_describe_gpus, (count,))
+    return True, "GPUs", "\n".join([f"{count} ({visible})", *names])
+
+
+def _describe_gpus(count: int) -> list[str]:
+    import torch
+
+    every = [torch.cuda.get_device_properties(i) for i in range(count)]
+    return [f"{i}: {p.name}, {p.major}.{p.minor}, {p.total_memory / 2**30:.0f} GiB" for i, p in enumerate(every)]
+
+
+def _limits() -> Finding:
+    names = ("DIST_INIT_TIMEOUT", "DIST_TIMEOUT", "DIST_GRACE")
+    given = {name: os.environ[name] for name in names if name in os.environ}
+    wrong = [name for name, value in given.items() if not re.fullmatch(_NUMBER, value)]
+    found = ", ".join(f"{name} {value}" for name, value in given.items()) or f"{', '.join(names)} not set"
+    return _judge(not wrong, "limits", found, f"{' and '.join(wrong)} must be a number of seconds; or unset it")
+
+
+def _temporary_folder() -> Finding:
+    chosen = os.environ.get("TMPDIR")
+    try:
+        used = tempfile.gettempdir()  # passes over a TMPDIR that it can't write, without a word
+        if chosen and os.path.realpath(chosen) != os.path.realpath(used):
+            return False, "temporary folder", f"TMPDIR is {chosen}, which can't be written: correct it, or unset it"
+        free = shutil.disk_usage(used).free
+        return _judge(free > 1 << 20, "temporary folder", f"{used}, {free / 2**30:.1f} GiB free", "make room")
+    except OSError as problem:
+        return False, "temporary folder", f"{problem}: set TMPDIR to a folder that can be written"
 
 
 # -------------------------------------------------------------------------------------------------------- self-test
 
 
-def _expect(answer: object, expected: object) -> None:
+def _join(rank: int, n: int, backend: str) -> "torch.device":  # noqa: F821
+    import torch
+
+    import distributed as dist
+
+    with contextlib.redirect_stdout(None):  # without its line on what it has joined: the table has it
+        dist.init_process_group(rank, n, backend)
+    return dist.get_device() if backend == "nccl" else torch.device("cpu")
+
+
+def _expect(what: str, answer: object, expected: object) -> None:
     if answer != expected:
-        raise AssertionError(f"got {answer}, expected {expected}")
+        raise AssertionError(f"{what} gave {answer}, and {expected} is right")
 
 
 def check_collectives(rank: int, n: int, backend: str) -> None:
@@ -98,16 +163,16 @@ def check_collectives(rank: int, n: int, backend: str) -> None:
 
     import distributed as dist
 
-    dist.init_process_group(rank, n, backend)
-    mine = torch.tensor([float(rank)], device=dist.get_device() if backend == "nccl" else "cpu")
-    _expect(dist.all_reduce(mine).item(), n * (n - 1) / 2)
-    _expect(dist.reduce(mine).item(), (n - 1) / 2)
-    _expect(torch.cat(dist.gather(mine.repeat(rank + 1))).tolist(), [float(r) for r in range(n) for _ in range(r + 1)])
+    mine = torch.tensor([float(rank)], device=_join(rank, n, backend))
+    _expect("all_reduce", dist.all_reduce(mine).item(), n * (n - 1) / 2)
+    _expect("reduce", dist.reduce(mine).item(), (n - 1) / 2)
+    gathered = torch.cat(dist.gather(mine.repeat(rank + 1))).tolist()
+    _expect("gather", gathered, [float(r) for r in range(n) for _ in range(r + 1)])
     dist.sync_params([mine])
-    _expect(mine.item(), 0.0)
+    _expect("sync_params", mine.item(), 0.0)
     dist.barrier()
     share = list(dist.data_sampler(range(7), True, shuffle=False, pad=False))
-    _expect(sorted(torch.cat(dist.gather(torch.tensor(share))).tolist()), list(range(7)))
+    _expect("data_sampler", sorted(torch.cat(dist.gather(torch.tensor(share))).tolist()), list(range(7)))
 
 
 def check_training(rank: int, n: int, backend: str) -> None:
@@ -116,9 +181,8 @@ def check_training(rank: int, n: int, backend: str) -> None:
 
     import distributed as dist
 
-    dist.init_process_group(rank, n, backend)
+    device = _join(rank, n, backend)
     torch.manual_seed(0)
-    device = dist.get_device() if backend == "nccl" else torch.device("cpu")
     batch = torch.randn(4 * n, 3, device=device)
     single = torch.nn.Linear(3, 1).to(device)
     model = torch.nn.Linear(3, 1).to(device)
@@ -127,37 +191,103 @@ def check_training(rank: int, n: int, backend: str) -> None:
     single(batch).square().mean().backward()
     model(batch[rank::n]).square().mean().backward()
     error = (dist.unwrap_model(model).weight.grad - single.weight.grad).abs().max().item()
-    if not error < 1e-5:
-        raise AssertionError(f"the gradient differs by {error} from that of one process")
+    _expect("DDP's gradient", "right" if error < 1e-5 else f"one that is wrong by {error:.2g}", "right")
 
 
 def self_test() -> Iterator[Finding]:
-    """Run both checks for real: on two processes with gloo, and on all GPUs with nccl if there are any."""
+    """Run both checks for real: on two processes with gloo on the CPU, and on all GPUs with nccl if there are any."""
     import torch
 
     import distributed as dist
 
-    for name in (*sum(dist._LAUNCHERS.values(), ()), "NPROC"):
-        os.environ.pop(name, None)  # they have been looked at
-    os.environ |= {"DIST_INIT_TIMEOUT": "10", "DIST_TIMEOUT": "10"}
-    runs = [("gloo", 2)] + [("nccl", torch.cuda.device_count())] * bool(torch.cuda.device_count())
-    for backend, n in runs:
+    looked_at = [*sum(dist._LAUNCHERS.values(), ()), "NPROC"]
+    looked_at += [
+        name for name in ("OMP_NUM_THREADS", "DIST_GRACE") if not re.fullmatch(_NUMBER, os.environ.get(name, ""))
+    ]
+    for name in looked_at:
+        os.environ.pop(name, None)  # what is wrong with them has been said
+    limit = 0.0
+    for name, seconds in (("DIST_INIT_TIMEOUT", 10.0), ("DIST_TIMEOUT", 5.0)):  # the environment can lower them
+        with contextlib.suppress(ValueError):
+            seconds = min(seconds, float(os.environ[name])) if name in os.environ else seconds
+        os.environ[name] = str(seconds)
+        limit += seconds
+    chosen, gpus = os.environ.get("CUDA_VISIBLE_DEVICES"), torch.cuda.device_count()
+    for backend, n in [("gloo", 2)] + [("nccl", gpus)] * bool(gpus):
+        os.environ["CUDA_VISIBLE_DEVICES"] = "" if backend == "gloo" else chosen or ""
+        if backend == "nccl" and chosen is None:
+            del os.environ["CUDA_VISIBLE_DEVICES"]
         for check in (check_collectives, check_training):
-            what = f"{check.__name__.removeprefix('check_')}, {backend}"
             started = time.perf_counter()
-            try:
-                dist.launch(check, backend, nproc=n)
-                yield True, what, f"{n} processes, right answers in {time.perf_counter() - started:.1f} s"
-            except (SystemExit, Exception) as problem:
-                lines = [line for line in str(problem).splitlines() if line.strip()]
-                yield False, what, f"{lines[0]} ... {lines[-1]}" if len(lines) > 1 else str(problem)
+            problem = _trouble(check, backend, n, limit + 5)
+            found = problem or f"{n} process{'es' * (n > 1)}, right answers in {time.perf_counter() - started:.1f} s"
+            yield not problem, f"{check.__name__.removeprefix('check_')}, {backend}", found
+
+
+def _trouble(check: Callable, backend: str, n: int, limit: float) -> str:
+    """Run the check on n processes; what went wrong, and what to do.  It ends, even if the check never would."""
+    import distributed as dist
+
+    said, rings = io.StringIO(), []
+
+    def ring(signum: int, frame: FrameType | None) -> None:
+        rings.append(os.kill(os.getpid(), signal.SIGUSR1))  # `launch` says where each rank stands
+        if len(rings) > 1:
+            raise SystemExit(f"TimeoutError: no end after {limit:.0f} s\n{said.getvalue()}")
+
+    handlers = {signal.SIGALRM: signal.signal(signal.SIGALRM, ring)}
+    handlers[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # launch handles it while it supervises
+    signal.setitimer(signal.ITIMER_REAL, limit, 1)
+    try:
+        with contextlib.redirect_stderr(said):
+            dist.launch(check, backend, nproc=n)
+        return ""
+    except (SystemExit, Exception) as problem:
+        if isinstance(problem, SystemExit) and not isinstance(problem.code, str):
+            raise  # Ctrl-C
+        text = str(problem)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        for signum, handler in handlers.items():
+            signal.signal(signum, handler)
+    head, _, stand = text.partition("where each rank stands:\n")
+    errors = re.findall(r"^[\w.]*(?:Error|Exception)\b.*", head, re.MULTILINE)  # not the whole traceback
+    first = re.match(r"rank \d+ of \d+ failed first: ?", head)
+    cause = (
+        f"{first[0].strip() if first else ''} {errors[-1] if errors else head[first.end() if first else 0 :].strip()}"
+    )
+    if "AssertionError" in cause:
+        advice = "don't train with this torch: reinstall it, and report this if it stays so"
+    elif re.search("tim(ed|e) ?out", cause, re.IGNORECASE):
+        advice = "is a firewall or a security tool in the way, or has the machine no time? Else report this"
+    else:
+        advice = "report this"
+    advice += ", with what NCCL_DEBUG=INFO python doctor.py says" * (backend == "nccl")
+    return "\n".join([f"{cause.strip()}: {advice}", *re.findall(r"^  rank .*", stand, re.MULTILINE)])
+
+
+# ------------------------------------------------------------------------------------------------------- the command
 
 
 def main(sections: tuple[Callable[[], Iterator[Finding]], ...] = (look, self_test)) -> int:
+    """Print the table; 1 if anything is wrong, else 0."""
+
+    def show(ok: bool, what: str, found: str) -> None:
+        print(f"{'ok' if ok else 'WRONG':5}  {what:17}  " + found.replace("\n", "\n" + 26 * " "), flush=True)
+
+    for needed in ("torch", "distributed"):
+        try:
+            importlib.import_module(needed)
+        except Exception as problem:
+            advice = "pip install torch" if needed == "torch" else "put distributed.py beside this file"
+            show(False, needed, f"{problem}: {advice}")
+            return 1
+    if os.environ.get("LOCAL_RANK", "0") != "0":  # under a launcher: one table per machine
+        return 0
     wrong = 0
     for section in sections:
         for ok, what, found in section():
-            print(f"{'ok   ' if ok else 'WRONG'}  {what:18}  {found}", flush=True)
+            show(ok, what, found)
             wrong += not ok
     print("all is well" if not wrong else f"{wrong} to put right")
     return min(wrong, 1)
@@ -167,4 +297,12 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["run"] and len(sys.argv) > 2:
         # torch reads this when it is imported, so in a fresh Python; exec keeps the process, its signals and exit code
         os.execve(sys.executable, [sys.executable, *sys.argv[2:]], os.environ | {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})
-    sys.exit(main() if not sys.argv[1:] else __doc__)
+    if sys.argv[1:] in (["-h"], ["--help"]):
+        sys.exit(print(__doc__))
+    if sys.argv[1:]:
+        print(__doc__, file=sys.stderr)
+        sys.exit(2)
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)

@@ -5,6 +5,7 @@ The worker functions run in real processes (gloo on the CPU); an assertion that 
 
 import multiprocessing
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -416,6 +417,18 @@ def test_omp_num_threads_and_nproc_are_honoured(monkeypatch):
     assert dist.launch(_who)[0] == [[0, 0, 2, 0, 2], [1, 1, 2, 1, 2]]
 
 
+def test_processes_that_are_asked_for_may_share_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert dist.launch(_local_ranks, nproc=2) == [0, 1]
+
+
+def _local_ranks(rank, n):
+    assert dist.get_device() == torch.device("cuda", 0)
+    torch.cuda.device_count = lambda: 0  # there is none, in truth
+    dist.init_process_group(rank, n, "gloo")
+    return torch.cat(dist.gather(torch.tensor([rank]))).tolist()
+
+
 def test_plan_refuses_what_cannot_run(monkeypatch):
     for nproc in (0, -1, "x"):
         with pytest.raises(ValueError, match="start at least 1"):
@@ -474,6 +487,41 @@ def test_the_first_failure_is_the_one_reported(n, how, says):
     assert time.monotonic() - before < 5
     assert str(failure.value).count("Traceback") == (how == "raise")
     assert "_worker" not in str(failure.value)  # the user's frames only
+
+
+def _abort_of_the_bereaved(rank, n):
+    """As NCCL's watchdog does: who loses a peer dies of it, without a report."""
+    dist.init_process_group(rank, n)
+    if rank == 1:
+        raise KeyError("the cause")
+    try:
+        dist.all_reduce(torch.ones(1))
+    except RuntimeError:
+        os.abort()
+
+
+def test_a_failed_rank_stays_until_the_others_are_ended():
+    for _ in range(3):
+        with pytest.raises(SystemExit, match="rank 1 of 2 failed first: (?s:.*)KeyError: 'the cause'"):
+            dist.launch(_abort_of_the_bereaved, nproc=2)
+
+
+class _SlowToDie:
+    """A process whose end shows a moment after its peers have noticed it."""
+
+    def __init__(self, *exitcodes):
+        self.exitcodes, self.pid = list(exitcodes), 2**22 + 1  # a pid that no process has
+
+    @property
+    def exitcode(self):
+        return self.exitcodes.pop(0) if len(self.exitcodes) > 1 else self.exitcodes[0]
+
+
+def test_a_death_that_shows_after_its_consequence_is_still_the_cause(tmp_path):
+    pipes = [multiprocessing.Pipe(duplex=False) for _ in range(2)]
+    pipes[0][1].send_bytes(pickle.dumps((time.monotonic(), "\n\nRuntimeError: Connection closed by peer", None)))
+    with pytest.raises(SystemExit, match="rank 1 of 2 failed first: ended by SIGKILL"):
+        dist._watch([_SlowToDie(None), _SlowToDie(None, -9)], [pipe[0] for pipe in pipes], [], tmp_path)
 
 
 def _nested(rank, n):

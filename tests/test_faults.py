@@ -43,6 +43,7 @@ def worker(rank, world_size, phase, folder):
             DataLoader(torch.ones(10**9 // 8).expand(8, -1).t(), batch_size=4, num_workers=1)
         )  # a child, too
         next(batches)
+        subprocess.Popen(["sleep", "60"])  # and one that would stay
         ready()
         while True:
             dist.all_reduce(next(batches).sum())
@@ -146,7 +147,8 @@ def case(method, phase, target, signame, folder, seen):
     else:
         os.kill(workers[1] if target == "worker" else parent, signum)
     sent, code = time.monotonic(), None
-    patience = ENDS_WITHIN if method != "torchrun" else 20  # torchrun itself takes its time, after its workers
+    patience = 2 if importing else ENDS_WITHIN  # nobody waits for an import
+    patience = 20 if method == "torchrun" else patience  # torchrun itself takes its time, after its workers
     while time.monotonic() - sent < patience:
         yield
         if code is None:
@@ -187,6 +189,7 @@ CASES = [
     *itertools.product(["fork"], PHASES, ["parent", "worker", "terminal", "background"], SIGNALS),
     *itertools.product(["spawn"], ["start", "collective"], ["parent", "background"], ["SIGINT", "SIGTERM", "SIGKILL"]),
     *itertools.product(["spawn"], ["collective"], ["worker", "terminal"], ["SIGINT", "SIGKILL"]),
+    ("spawn", "start", "terminal", "SIGINT"),
     *itertools.product(["torchrun"], ["collective"], ["parent", "worker"], ["SIGTERM", "SIGKILL"]),
 ]
 
@@ -216,3 +219,17 @@ def test_no_process_outlives_a_run(tmp_path):
     print("\n".join(rows[number] for number in sorted(rows)))
     print(f"{len(CASES)} cases, {len(failures)} wrong")
     assert not failures, "\n".join(failures)
+
+
+def test_nohup_is_honoured():
+    code = (
+        "import os, signal, time, distributed as dist\n"
+        "def work(rank, n):\n"
+        "    dist.init_process_group(rank, n); rank or os.kill(os.getppid(), signal.SIGHUP); time.sleep(0.5)\n"
+        "    return 'survived'\n"
+        "signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
+        "print(dist.launch(work, nproc=2))"
+    )
+    env = {**os.environ, "PYTHONPATH": os.path.dirname(dist.__file__)}
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=env)
+    assert result.stdout.endswith("survived\n"), result.stderr

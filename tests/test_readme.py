@@ -14,9 +14,12 @@ import os
 import re
 import runpy
 import shlex
+import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
+import time
 from pathlib import Path
 from unittest import mock
 
@@ -26,7 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 SCRIPTS = sorted(path.name for path in ROOT.glob("m*.py"))
 STEPS = ["mnist_single.py", "mnist_dataparallel.py", "mnist_ddp.py", "mnist_amp.py"]
-BLOCK = re.compile(r"<!-- (diff|lines|output|reference|snippet): (.+?) -->(.*?)<!-- end -->", re.DOTALL)
+BLOCK = re.compile(r"<!-- (diff|lines|output|reference|report|snippet|wrong): (.+?) -->(.*?)<!-- end -->", re.DOTALL)
 REWRITE = "README.md is out of date: run  python tests/test_readme.py"
 
 
@@ -58,21 +61,73 @@ def lines(before, after):
     return f"+{added} -{removed}"
 
 
+def environment():
+    """That of a shell, on a machine without GPUs."""
+    ours = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NPROC", "OMP_NUM_THREADS", "PYTHONWARNINGS")
+    env = {name: value for name, value in os.environ.items() if name not in ours} | {"CUDA_VISIBLE_DEVICES": ""}
+    return env | {"OMP_WAIT_POLICY": "PASSIVE"}  # or OpenMP's threads spin: ten times as long on a busy machine
+
+
 @functools.cache
 def run(command):
     """What `python` prints with these arguments: two processes on a CPU, whatever this machine has."""
-    ours = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NPROC", "OMP_NUM_THREADS", "PYTHONWARNINGS")
-    env = {name: value for name, value in os.environ.items() if name not in ours} | {"CUDA_VISIBLE_DEVICES": ""}
-    env["OMP_WAIT_POLICY"] = "PASSIVE"  # or OpenMP's threads, spinning, take ten times as long on a busy machine
-    done = subprocess.run(
-        [sys.executable, *shlex.split(command)], cwd=ROOT, env=env, capture_output=True, encoding="utf-8", timeout=280
-    )
+    command = [sys.executable, *shlex.split(command)]
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, encoding="utf-8", timeout=280)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 def output(command):
     return f"\n```console\n$ python {command}\n{run(command)}```\n"
+
+
+PROGRAMS = {
+    "hang.py": """import time
+
+import torch
+
+import distributed as dist
+
+
+def worker(rank, world_size):
+    dist.init_process_group(rank, world_size)
+    if rank == 1:
+        time.sleep(3600)  # a data loader that never comes back, say
+    dist.reduce(torch.tensor(0.5))
+
+
+if __name__ == "__main__":
+    dist.launch(worker)
+"""
+}
+
+
+@functools.cache
+def report(name):
+    """The program, and what it says when it is asked where its ranks stand."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, name).write_text(PROGRAMS[name], encoding="utf-8")
+        env = environment() | {"NPROC": "2", "PYTHONPATH": str(ROOT)}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "encoding": "utf-8"}
+        with subprocess.Popen([sys.executable, name], cwd=folder, env=env, **pipes) as process:
+            process.stdout.readline()  # "distributed: 2 processes ...": all have come
+            time.sleep(2)
+            process.send_signal(signal.SIGUSR1)
+            table = "".join(process.stderr.readline() for _ in range(3)).replace(os.path.realpath(folder), "/home/you")
+            process.terminate()
+            end = process.stderr.read()
+    shell = f"$ NPROC=2 python {name} &\n$ kill -USR1 $!\n{table}$ kill $!\n{end}"
+    return f"\n```python\n{PROGRAMS[name]}```\n\n```console\n{shell}```\n"
+
+
+@functools.cache
+def wrong(command):
+    """The lines of doctor.py's table that are not ok."""
+    *variables, _, script = shlex.split(command)
+    env = environment() | dict(variable.split("=") for variable in variables)
+    done = subprocess.run([sys.executable, script], cwd=ROOT, env=env, capture_output=True, encoding="utf-8")
+    lines = "".join(line for line in done.stdout.splitlines(keepends=True) if line.startswith("WRONG"))
+    return f"\n```console\n$ {command} | grep WRONG\n{lines}```\n"
 
 
 def definitions(file):
@@ -115,7 +170,7 @@ def snippet(file):
 
 
 def generate(kind, what):
-    return globals()[kind](*([what] if kind == "output" else what.split()))
+    return globals()[kind](*([what] if kind in ("output", "wrong") else what.split()))
 
 
 def masked(printed):
@@ -136,7 +191,7 @@ def blocks(*kinds):
     return [pytest.param(m[1], m[2], m[3], id=f"{m[1]}: {m[2]}") for m in BLOCK.finditer(text()) if m[1] in kinds]
 
 
-@pytest.mark.parametrize(("kind", "what", "shown"), blocks("diff", "lines", "reference", "snippet"))
+@pytest.mark.parametrize(("kind", "what", "shown"), blocks("diff", "lines", "reference", "report", "snippet", "wrong"))
 def test_what_is_taken_from_the_files_equals_them(kind, what, shown):
     assert shown == generate(kind, what), REWRITE
 
@@ -193,7 +248,7 @@ def test_the_snippet_runs(tmp_path):
 def commands():
     """Every command line in README.md: in ```sh blocks, in inline code, and after $ in what programs print."""
     found = [line for block in re.findall(r"```sh\n(.*?)```", text(), re.DOTALL) for line in block.splitlines()]
-    found += re.findall(r"`((?:\w+=\S* )*(?:python|torchrun) [^`]+)`", text())
+    found += re.findall(r"`((?:\w+=\S* )*(?:python|torchrun|srun|mpirun) [^`]+)`", text())
     found += re.findall(r"^\$ (.+)$", text(), re.MULTILINE)
     found = [part.strip() for line in found for part in re.sub(r"(^|\s)#.*", "", line).split("&&")]
     return sorted({command for command in found if command})
@@ -225,8 +280,12 @@ def test_a_command_names_files_and_flags_that_exist(command):
 
         parsed = get_args_parser().parse_args(args)
         program, args = "python", [parsed.training_script, *parsed.training_script_args]
+    if program in ("srun", "mpirun"):
+        program, args = "python", args[args.index("python") + 1 :]
+    if args[:2] == ["doctor.py", "run"]:
+        args = args[2:]
     if program == "python" and args[0].endswith(".py"):
-        if args[0] == "train.py":  # the reader's own
+        if args[0] in ("train.py", *PROGRAMS):  # the reader's own
             return
         assert (ROOT / args[0]).is_file(), f"{args[0]} doesn't exist"
         assert args[0] not in SCRIPTS or not refused(args[0], args[1:])

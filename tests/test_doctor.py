@@ -1,0 +1,328 @@
+"""doctor.py as a user meets it: healthy, with real faults planted one at a time, and `run` on scripts that disagree."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+import doctor
+
+ROOT = Path(__file__).resolve().parent.parent
+ROWS = [
+    *("command", "python", "torch", "torchvision", "CPU", "GPUs", "backends", "launcher", "limits", "temporary folder"),
+    *("loopback", "host name", "collectives, gloo", "training, gloo"),
+]
+FAST = {"DIST_INIT_TIMEOUT": "3", "DIST_TIMEOUT": "1", "DIST_GRACE": "0.5"}
+
+
+def _host_has_an_address():
+    try:
+        return bool(socket.gethostbyname(socket.gethostname()))
+    except OSError:
+        return False
+
+
+whole_table = pytest.mark.skipif(not _host_has_an_address(), reason="this machine's own host name has no address")
+
+
+def python(*args, **environment):
+    """Python as a shell starts it, on a machine without GPUs."""
+    unset = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NPROC", "OMP_NUM_THREADS", "TMPDIR", "TORCH_DISTRIBUTED_DEBUG")
+    env = {k: v for k, v in os.environ.items() if k not in unset and not k.startswith("DIST_")}
+    env |= {"CUDA_VISIBLE_DEVICES": "", "OMP_WAIT_POLICY": "PASSIVE", "PYTHONPATH": str(ROOT)} | environment
+    command = [sys.executable, *map(str, args)]
+    return subprocess.run(command, env=env, capture_output=True, encoding="utf-8", timeout=100)
+
+
+def examined(done):
+    """The table as {what: (verdict, found)}; every line of the output has its place in it."""
+    assert "Traceback" not in done.stdout + done.stderr, done.stdout + done.stderr
+    *lines, last = done.stdout.splitlines()
+    table = {}
+    for line in lines:
+        if row := re.fullmatch(r"(ok   |WRONG)  (.{17})  (\S.*)", line):
+            what = row[2].rstrip()
+            table[what] = row[1].strip(), row[3]
+        else:
+            assert line.startswith(" " * 26), line
+            table[what] = table[what][0], f"{table[what][1]}\n{line.strip()}"
+    wrong = {what: found for what, (verdict, found) in table.items() if verdict == "WRONG"}
+    assert last == (f"{len(wrong)} to put right" if wrong else "all is well")
+    assert done.returncode == (1 if wrong else 0)
+    return table, wrong
+
+
+# ----------------------------------------------------------------------------------------------------------- healthy
+
+
+@whole_table
+def test_a_healthy_machine():
+    started = time.monotonic()
+    done = python(ROOT / "doctor.py")
+    seconds = time.monotonic() - started
+    table, wrong = examined(done)
+    assert not wrong and list(table) == ROWS and done.stderr == ""
+    found = {what: text for what, (_, text) in table.items()}
+    assert found["command"] == f"python {ROOT / 'doctor.py'}" and torch.__version__ in found["torch"]
+    assert re.match(rf"{len(os.sched_getaffinity(0))} cores, OMP_NUM_THREADS not set", found["CPU"])
+    assert found["GPUs"] == "none (CUDA_VISIBLE_DEVICES empty): everything runs on the CPU"
+    assert all(re.fullmatch(r"2 processes, right answers in \d+\.\d s", found[what]) for what in ROWS[-2:])
+    assert seconds < 15
+
+
+# ---------------------------------------------------------------------------------------- faults, planted one at a time
+
+PLANTED = [  # environment, the line that is wrong, what it says
+    ({"RANK": "0"}, "launcher", "WORLD_SIZE is not set, but torchrun sets all of .*: .*or unset RANK"),
+    ({"NPROC": "0"}, "launcher", r"nproc \(or NPROC\) is 0: start at least 1 process"),
+    ({"OMP_NUM_THREADS": "banana"}, "CPU", r"\d+ cores, OMP_NUM_THREADS banana: unset it, or take 1 to \d+"),
+    (
+        {"CUDA_VISIBLE_DEVICES": "97,98"},
+        "GPUs",
+        "CUDA_VISIBLE_DEVICES 97,98, but only 0 of those can be used: correct it, or unset it",
+    ),
+    (
+        {"TMPDIR": "/proc"},  # no one can write there, not even root
+        "temporary folder",
+        "TMPDIR is /proc, which can't be written: correct it, or unset it",
+    ),
+    (
+        {"DIST_TIMEOUT": "soon"},
+        "limits",
+        "DIST_TIMEOUT soon: DIST_TIMEOUT must be a number of seconds; or unset it",
+    ),
+]
+
+
+@whole_table
+@pytest.mark.parametrize(("environment", "what", "says"), PLANTED, ids=[next(iter(case[0])) for case in PLANTED])
+def test_a_wrong_environment_is_one_wrong_line(environment, what, says):
+    table, wrong = examined(python(ROOT / "doctor.py", **environment))
+    assert list(table) == ROWS and list(wrong) == [what], table
+    assert re.fullmatch(says, wrong[what]), wrong
+
+
+@whole_table
+def test_a_torchvision_that_does_not_fit(tmp_path):
+    (tmp_path / "torchvision.py").write_text("raise RuntimeError('operator torchvision::nms does not exist\\nmore')")
+    table, wrong = examined(python(ROOT / "doctor.py", PYTHONPATH=str(tmp_path)))
+    assert list(table) == ROWS
+    advice = "pip install --upgrade torch torchvision (data.py needs it)"
+    assert wrong == {"torchvision": f"operator torchvision::nms does not exist: {advice}"}
+
+
+def test_without_torch_it_says_so_and_stops(tmp_path):
+    (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so.12: cannot open shared object file')")
+    done = python(ROOT / "doctor.py", PYTHONPATH=str(tmp_path))
+    assert (done.returncode, done.stderr) == (1, "")
+    assert (
+        done.stdout == "WRONG  torch              libcudart.so.12: cannot open shared object file: pip install torch\n"
+    )
+
+
+FAULTS = {
+    "wrong answer": """
+right = distributed.all_reduce
+distributed.all_reduce = lambda tensor, op="sum": right(tensor, op) + 1
+""",
+    "wrong gradient": """
+distributed.prepare_ddp_model = lambda model: model
+distributed.unwrap_model = lambda model: model
+""",
+    "a rank hangs": """
+right = distributed.barrier
+def barrier():
+    if distributed.get_rank() == 1:
+        time.sleep(60)
+    right()
+distributed.barrier = barrier
+""",
+    "all ranks hang": """
+def sync_params(params):
+    time.sleep(60)
+distributed.sync_params = sync_params
+""",
+    "a rank dies": """
+def gather(tensor):
+    os.kill(os.getpid(), 11 if distributed.get_rank() == 1 else 0)
+    time.sleep(60)
+distributed.gather = gather
+""",
+}
+
+
+def planted(fault, tmp_path):
+    """`python doctor.py` with a fault in distributed.py."""
+    path = tmp_path / "planted.py"
+    start = (
+        f"import runpy\nsys.argv = ['doctor.py']\nrunpy.run_path({str(ROOT / 'doctor.py')!r}, run_name='__main__')\n"
+    )
+    path.write_text(f"import os, sys, time\nimport distributed\n{FAULTS[fault]}{start}")
+    started = time.monotonic()
+    table, wrong = examined(python(path, **FAST))
+    assert list(table) == ROWS
+    assert time.monotonic() - started < 25
+    return path, wrong
+
+
+@whole_table
+@pytest.mark.parametrize(
+    ("fault", "what", "says"),
+    [
+        ("wrong answer", "collectives, gloo", r"AssertionError: all_reduce gave 2\.0, and 1\.0 is right: don't train"),
+        ("wrong gradient", "training, gloo", "AssertionError: DDP's gradient gave one that is wrong by .* don't train"),
+    ],
+)
+def test_wrong_answers(fault, what, says, tmp_path):
+    _, wrong = planted(fault, tmp_path)
+    assert list(wrong) == [what]
+    assert re.match(rf"rank \d of 2 failed first: {says}", wrong[what])
+
+
+@whole_table
+def test_a_rank_that_hangs(tmp_path):
+    path, wrong = planted("a rank hangs", tmp_path)
+    assert list(wrong) == ["collectives, gloo"]
+    first, zero, one = wrong["collectives, gloo"].splitlines()
+    assert re.match("rank 0 of 2 failed first: .*[Tt]imed out.*: is a firewall or a security tool in the way", first)
+    assert re.match(rf"rank 0: {re.escape(str(path))}:\d+, barrier", zero)
+    assert re.match(rf"rank 1: {re.escape(str(path))}:\d+, barrier", one)
+
+
+@whole_table
+def test_ranks_that_all_hang(tmp_path):
+    """No collective can time out here: the doctor's own limit does."""
+    path, wrong = planted("all ranks hang", tmp_path)
+    assert list(wrong) == ["collectives, gloo"]
+    first, *stand = wrong["collectives, gloo"].splitlines()
+    assert first.startswith("TimeoutError: no end after 9 s: is a firewall")
+    assert len(stand) == 2
+    assert all(
+        re.fullmatch(rf"rank {r}: {re.escape(str(path))}:\d+, sync_params", line) for r, line in enumerate(stand)
+    )
+
+
+@whole_table
+def test_a_rank_that_dies(tmp_path):
+    _, wrong = planted("a rank dies", tmp_path)
+    assert wrong == {"collectives, gloo": "rank 1 of 2 failed first: ended by SIGSEGV: report this"}
+
+
+# -------------------------------------------------------------------------------------------- what a CPU can't show
+
+
+def test_gpus_are_described():
+    gpu = mock.Mock(major=9, minor=0, total_memory=139 * 2**30)
+    gpu.name = "NVIDIA H200"
+    with mock.patch.object(torch.cuda, "get_device_properties", return_value=gpu):
+        assert doctor._describe_gpus(2) == ["0: NVIDIA H200, 9.0, 139 GiB", "1: NVIDIA H200, 9.0, 139 GiB"]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "count", "ok"), [("0,1", 1, False), ("0", 0, False), ("-1", 0, True), ("", 0, True), (None, 0, True)]
+)
+def test_gpus_that_are_asked_for_and_not_there(chosen, count, ok, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if chosen is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(os.path, "exists", lambda path: False)
+    assert doctor._gpus(torch, None)[0] == ok
+
+
+def test_a_torch_that_can_not_use_the_gpu(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(os.path, "exists", lambda path: path == "/dev/nvidia0")
+    ok, _, found = doctor._gpus(torch, None)
+    assert not ok and "torch can't use it" in found
+
+
+# --------------------------------------------------------------------------------------------------------- the command
+
+
+@pytest.mark.parametrize("args", [["run"], ["nonsense"], ["--fast"]])
+def test_unknown_usage(args):
+    done = python(ROOT / "doctor.py", *args)
+    assert (done.returncode, done.stdout) == (2, "") and "python doctor.py run SCRIPT" in done.stderr
+
+
+def test_help():
+    done = python(ROOT / "doctor.py", "--help")
+    assert (done.returncode, done.stderr) == (0, "") and "python doctor.py run SCRIPT" in done.stdout
+
+
+def test_under_a_launcher_there_is_one_table_per_machine():
+    done = python(ROOT / "doctor.py", RANK="1", WORLD_SIZE="2", LOCAL_RANK="1", LOCAL_WORLD_SIZE="2")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+# --------------------------------------------------------------------------------------------------- doctor.py run ...
+
+DISAGREES = """
+import sys
+import torch
+import distributed as dist
+
+def worker(rank, n, case):
+    dist.init_process_group(rank, n)
+    c10d, odd = torch.distributed, rank == 1
+    if case == "shape":
+        c10d.all_reduce(torch.ones(3 + 2 * odd))
+    elif case == "dtype":
+        c10d.all_reduce(torch.ones(3, dtype=torch.float64 if odd else torch.float32))
+    elif case == "collective":
+        c10d.broadcast(torch.ones(3), 0) if odd else c10d.all_reduce(torch.ones(3))
+    elif case == "count":
+        c10d.all_reduce(torch.ones(3))
+        if not odd:
+            c10d.all_reduce(torch.ones(3))
+
+dist.launch(worker, sys.argv[1], nproc=2)
+"""
+
+
+@pytest.mark.parametrize(
+    ("case", "calls"),
+    [
+        ("shape", ["OpType=ALLREDUCE, TensorShape=[3]", "OpType=ALLREDUCE, TensorShape=[5]"]),
+        ("dtype", ["TensorDtypes=Float", "TensorDtypes=Double"]),
+        ("collective", ["OpType=ALLREDUCE", "OpType=BROADCAST"]),
+        ("count", ["line 18, in worker", "c10d.all_reduce(torch.ones(3))", "(rank 1 had finished)"]),
+    ],
+)
+def test_a_script_whose_ranks_disagree(case, calls, tmp_path):
+    (tmp_path / "disagrees.py").write_text(DISAGREES)
+    done = python(ROOT / "doctor.py", "run", tmp_path / "disagrees.py", case)
+    assert done.returncode == 1
+    assert done.stderr.count("Traceback") == 1 and len(re.findall("failed first:", done.stderr)) == 1
+    for call in calls:
+        assert call in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("script", "args", "says"),
+    [
+        ("mnist_ddp.py", ["--dataset", "synthetic", "--dry-run"], r"^epoch 1/1  loss .*\ndone in"),
+        ("min_DDP.py", ["--epochs", "1"], "^epoch 0  loss .* in the last batch"),
+    ],
+)
+def test_a_healthy_script_runs_to_its_end(script, args, says):
+    done = python(ROOT / "doctor.py", "run", ROOT / script, *args)
+    assert done.returncode == 0, done.stderr
+    assert re.search(says, done.stdout, re.MULTILINE) and "Traceback" not in done.stderr
+
+
+def test_run_passes_on_the_arguments_and_the_exit_code(tmp_path):
+    (tmp_path / "script.py").write_text(
+        "import os, sys; print(sys.argv[1:], os.environ['TORCH_DISTRIBUTED_DEBUG']); sys.exit(7)"
+    )
+    done = python(ROOT / "doctor.py", "run", tmp_path / "script.py", "--help", "-x", "a b")
+    assert (done.returncode, done.stdout) == (7, "['--help', '-x', 'a b'] DETAIL\n")
