@@ -31,6 +31,7 @@ import multiprocessing
 import os
 import pickle
 import re
+import shlex
 import shutil
 import signal
 import socket
@@ -45,7 +46,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
-from multiprocessing import connection
+from multiprocessing import connection, resource_tracker
 from typing import Any, NamedTuple
 
 import torch
@@ -222,7 +223,9 @@ def init_process_group(
         _store = torch_dist.TCPStore(address, port, world_size, serve, wait, wait_for_workers=False, multi_tenant=True)
     store = torch_dist.PrefixStore(f"group {_store.add(f'groups of {rank}', 1)}", _store)  # a second group, other keys
     place = f"machine {os.environ.get('GROUP_RANK') or os.environ.get('SLURM_NODEID') or socket.gethostname()}"
-    gpu = f"{socket.gethostname()}, GPU {torch.cuda.get_device_properties(device).uuid}" if backend == "nccl" else ""
+    gpu = f"of {place}, {rank}"
+    if backend == "nccl":  # torch 2.4 doesn't tell a GPU's uuid
+        gpu = f"{socket.gethostname()}, GPU {getattr(torch.cuda.get_device_properties(device), 'uuid', gpu)}"
     _places = _roll_call(store, rank, world_size, timeout, place, gpu)
     options = {"timeout": timedelta(seconds=float(os.environ.get("DIST_TIMEOUT", TIMEOUT)))}
     if backend == "nccl" and torch.__version__ >= (2, 7, 1):  # 2.6 and 2.7.0 hang with it (pytorch#153960)
@@ -585,6 +588,8 @@ def _supervise(worker_fn: Callable, args: tuple, nproc: int) -> Any:
             )
         method, threads = "fork", 1  # a process with one thread never uses the pool
     context = multiprocessing.get_context(method)
+    if method == "spawn":
+        resource_tracker.ensure_running()  # Python starts it anyway, and that would unblock the signals blocked below
     folder = tempfile.mkdtemp(prefix="dist-")
     with socket.create_server(("127.0.0.1", 0)) as free:  # for a worker_fn that calls torch's own init_process_group
         port = free.getsockname()[1]
@@ -609,7 +614,8 @@ def _supervise(worker_fn: Callable, args: tuple, nproc: int) -> Any:
             send.close()
             pipes.append(receive)
         if method == "spawn":  # it imports for seconds before it can look after itself; `read` ends with this process
-            kill = f"read _; kill -9 {' '.join(str(process.pid) for process in processes)}"
+            pids = " ".join(str(process.pid) for process in processes)
+            kill = f"read _; kill -9 {pids}; rm -r {shlex.quote(folder)}"
             guard = subprocess.Popen(
                 ["sh", "-c", kill], stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
             )
