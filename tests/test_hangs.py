@@ -172,7 +172,7 @@ def test_two_ranks_on_one_gpu_are_named():
     assert dist._roll_call(store, 0, 3, 5.0, "machine 0", "") == ["machine 0"] * 3
 
 
-if __name__ == "__main__":  # the texts, to look at:  python tests/test_hangs.py
+if __name__ == "__main__":  # the texts, to look at:  PYTHONPATH=. python tests/test_hangs.py
     for worker, args, n, env in [
         (_late, ([1], 30), 2, {"DIST_INIT_TIMEOUT": "12"}),
         (_stuck, (), 4, {"DIST_TIMEOUT": "2"}),
