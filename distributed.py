@@ -259,7 +259,7 @@ def _roll_call(store: torch_dist.Store, rank: int, world_size: int, timeout: flo
 
 def _lost(world: World) -> list[int]:
     """The ranks that can't be reached from here any more, after a collective has failed."""
-    lost, store = list(range(world.world_size)), None
+    lost = list(range(world.world_size))
     deadline = time.monotonic() + 5
     try:  # over a new connection: on one that was cut, every call hangs
         store = torch_dist.TCPStore(*_meeting_point(world), is_master=False, timeout=timedelta(seconds=5))
