@@ -1,4 +1,4 @@
-"""MNIST and synthetic digits as whole tensors, and a DataLoader that never touches a single image.
+"""MNIST, CIFAR-10 and synthetic digits as whole tensors, and a DataLoader that never touches a single image.
 
 The usual loader decodes, transforms and stacks image by image, in Python.  Here a data set is one uint8 tensor, a batch
 is one indexed gather, and it is normalised after it has reached the device.
@@ -6,6 +6,9 @@ is one indexed gather, and it is normalised after it has reached the device.
     train_set, test_set = load("mnist", "data")                       # or "synthetic": no file, no network
     train_loader = loader(train_set, 128, RandomSampler(train_set))   # any sampler; DistributedSampler too
     for images, labels in batches(train_loader, device): ...          # float images, normalised, on the device
+
+    train_set = Augmented(train_set, seed=0)                          # and cropped and flipped at random, there
+    train_set.set_epoch(epoch)                                        # before each epoch
 """
 
 import contextlib
@@ -20,12 +23,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from filelock import FileLock, Timeout
 from torch.utils.data import DataLoader, Dataset, Sampler
 from torchvision import datasets
 from tqdm import tqdm
 
 DATASETS = ("mnist", "synthetic")
+COLOUR_DATASETS = ("cifar10", "synthetic")
 LOCK_TIMEOUT = 600  # seconds to wait for another process that downloads
 DOWNLOAD_TIMEOUT = 30  # seconds without a byte from the server
 MNIST_MD5 = {  # of the unpacked files; those of the packed ones are checked by torchvision
@@ -59,14 +64,62 @@ class Images(Dataset):
         return self.images[index], self.labels[index]
 
 
-def load(name: str, data_dir: str, limit: int | None = None) -> tuple[Images, Images]:
+class Augmented(Images):
+    """Images that `batches` crops at random (out of the image with PAD black pixels on each side) and flips at random.
+
+    How, is a function of (seed, epoch, example) alone: the number of processes, the batch size and a restart in the
+    middle of an epoch change nothing.  Call `set_epoch` before each epoch.
+    """
+
+    PAD = 4
+
+    def __init__(self, images: Images, seed: int = 0) -> None:
+        super().__init__(images.images, images.labels, images.mean, images.std)
+        self.seed = seed
+        self.set_epoch(0)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Draw anew: the row and the column that the crop starts at, and whether to flip; uint8, [N, 3]."""
+        generator = torch.Generator().manual_seed(self.seed + epoch)
+        highs = (2 * self.PAD + 1, 2 * self.PAD + 1, 2)
+        draws = [torch.randint(high, (len(self),), generator=generator, dtype=torch.uint8) for high in highs]
+        self.draws = torch.stack(draws, dim=1)
+
+    def __getitems__(self, indices: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        index = torch.tensor(indices)
+        return self.images[index], self.labels[index], self.draws[index]
+
+
+def augment(images: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
+    """Crop and flip a whole batch at once, on its device: images [N, channels, H, W], draws as in `Augmented`."""
+    row, column, flip = draws.long().unbind(1)
+    height, width = images.shape[2:]
+    padded = F.pad(images, [Augmented.PAD] * 4)
+    windows = padded.unfold(2, height, 1).unfold(3, width, 1)  # a view: every possible crop of every image
+    crops = windows[torch.arange(len(images), device=images.device), :, row, column]
+    return torch.where(flip.bool().view(-1, 1, 1, 1), crops.flip(-1), crops)
+
+
+def load(name: str, data_dir: str, limit: int | None = None, colour: bool = False) -> tuple[Images, Images]:
     """The train and the test set, as `Images`; at most `limit` examples of each.
 
-    `name` is one of DATASETS.  MNIST is read from data_dir/MNIST/raw (`prepare` puts it there).
+    `name` is one of DATASETS or COLOUR_DATASETS.  MNIST is read from data_dir/MNIST/raw, CIFAR-10 from
+    data_dir/cifar-10-batches-py (`prepare` puts them there).  `colour` gives the synthetic digits CIFAR-10's shape,
+    [N, 3, 32, 32].
     """
     if name == "synthetic":
         train, test = _digits(12_000, seed=1), _digits(2_000, seed=2)
         mean, std = (0.21,), (0.16,)
+        if colour:
+            train, test = ((F.pad(images, [2] * 4).repeat(1, 3, 1, 1), labels) for images, labels in (train, test))
+            mean, std = 3 * mean, 3 * std
+    elif name == "cifar10":
+        parts = [datasets.CIFAR10(data_dir, train) for train in (True, False)]
+        images = [torch.from_numpy(part.data).permute(0, 3, 1, 2) for part in parts]
+        # with the channels last in memory, as will be the batches: the faster layout for convolutions
+        images = [part.contiguous(memory_format=torch.channels_last) for part in images]
+        train, test = ((part, torch.tensor(source.targets)) for part, source in zip(images, parts, strict=True))
+        mean, std = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
     else:
         files = [str(Path(data_dir, "MNIST", "raw", file)) for file in MNIST_MD5]
         train, test = [
@@ -77,17 +130,25 @@ def load(name: str, data_dir: str, limit: int | None = None) -> tuple[Images, Im
     return tuple(Images(images[:limit], labels[:limit], mean, std) for images, labels in (train, test))
 
 
-def loader(dataset: Images, batch_size: int, sampler: Sampler) -> DataLoader:
-    """A DataLoader over `dataset` in the order of `sampler`; batch_size is this process's."""
-    return DataLoader(dataset, batch_size, sampler=sampler, collate_fn=_as_it_is, pin_memory=torch.cuda.is_available())
+def loader(dataset: Images, batch_size: int, sampler: Sampler, drop_last: bool = False) -> DataLoader:
+    """A DataLoader over `dataset` in the order of `sampler`; batch_size is this process's.
+
+    drop_last leaves out a last batch that is not whole.
+    """
+    options = {"collate_fn": _as_it_is, "pin_memory": torch.cuda.is_available(), "drop_last": drop_last}
+    return DataLoader(dataset, batch_size, sampler=sampler, **options)
 
 
 def batches(loader: DataLoader, device: torch.device) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The batches on `device`: images float32, normalised; labels int64.  On a terminal rank 0 shows a progress bar."""
+    """The batches on `device`: images float32, normalised (and augmented, if `Augmented`); labels int64.
+
+    On a terminal rank 0 shows a progress bar.
+    """
     mean, std = (255 * torch.tensor(x, device=device).view(-1, 1, 1) for x in (loader.dataset.mean, loader.dataset.std))
     quiet = True if int(os.environ.get("RANK", 0)) else None  # None: tqdm shows the bar on a terminal only
-    for images, labels in tqdm(loader, leave=False, disable=quiet):
-        images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
+    for batch in tqdm(loader, leave=False, disable=quiet):
+        images, labels, *draws = [part.to(device, non_blocking=True) for part in batch]
+        images = augment(images, *draws) if draws else images
         yield images.float().sub_(mean).div_(std), labels
 
 
@@ -98,57 +159,63 @@ def prepare(name: str, data_dir: str, error: Callable[[str], None] | None = None
     What fails is a DataError, or a call of `error` with its message (argparse's `parser.error`, say).
     """
     try:
-        if name not in DATASETS:
-            raise DataError(f"unknown data set {name!r}: choose from {', '.join(DATASETS)}")
+        if name not in DATASETS + COLOUR_DATASETS:
+            names = dict.fromkeys(DATASETS + COLOUR_DATASETS)
+            raise DataError(f"unknown data set {name!r}: choose from {', '.join(names)}")
         if name == "mnist":
-            _prepare_mnist(Path(data_dir))
+            folder, files = Path(data_dir, "MNIST", "raw"), "MNIST's four unpacked files (train-images-idx3-ubyte, ...)"
+            _prepare("MNIST", folder, MNIST_MD5, files, data_dir, datasets.MNIST)
+        elif name == "cifar10":
+            source, files = datasets.CIFAR10, "the files of cifar-10-python.tar.gz (data_batch_1, ..., batches.meta)"
+            md5s = dict([*source.train_list, *source.test_list, (source.meta["filename"], source.meta["md5"])])
+            _prepare("CIFAR-10", Path(data_dir, source.base_folder), md5s, files, data_dir, source)
     except DataError as problem:
         if error is None:
             raise
         error(str(problem))
 
 
-def _prepare_mnist(data_dir: Path) -> None:
-    raw = data_dir / "MNIST" / "raw"
-    ways_out = f"copy MNIST's four unpacked files (train-images-idx3-ubyte, ...) to {raw}, or use --dataset synthetic"
+def _prepare(title: str, folder: Path, md5s: dict, files: str, data_dir: str, source: type) -> None:
+    """Download into `folder` those of the files that are missing, by torchvision's class `source`; then check all."""
+    ways_out = f"copy {files} to {folder}, or use --dataset synthetic"
     try:
-        if not all((raw / file).exists() for file in MNIST_MD5):
-            raw.mkdir(parents=True, exist_ok=True)
-            with FileLock(raw / ".lock", timeout=LOCK_TIMEOUT):
-                missing = [file for file in MNIST_MD5 if not (raw / file).exists()]  # again: another may have been here
+        if not all((folder / file).exists() for file in md5s):
+            folder.mkdir(parents=True, exist_ok=True)
+            with FileLock(folder / ".lock", timeout=LOCK_TIMEOUT):
+                missing = [file for file in md5s if not (folder / file).exists()]  # again: another may have been here
                 if missing:
-                    _download_mnist(raw, missing)
-        for file, md5 in MNIST_MD5.items():
-            if hashlib.md5((raw / file).read_bytes(), usedforsecurity=False).hexdigest() != md5:
-                raise DataError(f"{raw / file} is corrupt: delete it to download it again, or {ways_out}")
+                    _download(source, folder, missing)
+        for file, md5 in md5s.items():
+            if md5 and hashlib.md5((folder / file).read_bytes(), usedforsecurity=False).hexdigest() != md5:
+                raise DataError(f"{folder / file} is corrupt: delete it to download it again, or {ways_out}")
     except Timeout:
         raise DataError(
-            f"another process has held {raw / '.lock'} for {LOCK_TIMEOUT} s: end it, or {ways_out}"
+            f"another process has held {folder / '.lock'} for {LOCK_TIMEOUT} s: end it, or {ways_out}"
         ) from None
     except OSError as problem:
-        reason = f"{problem.strerror or problem}: {problem.filename or raw}"
+        reason = f"{problem.strerror or problem}: {problem.filename or folder}"
         raise DataError(f"can't use --data-dir {data_dir} ({reason}); make it readable and writable") from None
     except RuntimeError as problem:  # torchvision: every mirror failed
         reason = " ".join(str(problem).split())
-        raise DataError(f"MNIST is not in {raw} and can't be downloaded ({reason}): {ways_out}") from None
+        raise DataError(f"{title} is not in {folder} and can't be downloaded ({reason}): {ways_out}") from None
 
 
-def _download_mnist(raw: Path, missing: list[str]) -> None:
+def _download(source: type, folder: Path, missing: list[str]) -> None:
     """Into a folder beside, then renamed: a file that is there is whole, whenever this is killed."""
     before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(DOWNLOAD_TIMEOUT)  # urllib would wait for ever for a server that says nothing
     tqdm.monitor_interval = 0  # no thread that watches torchvision's bars: a process with threads can't be forked
-    folder = raw / ".download"
-    shutil.rmtree(folder, ignore_errors=True)  # of one that was killed
+    fresh = folder / ".download"
+    shutil.rmtree(fresh, ignore_errors=True)  # of one that was killed
     try:
         with contextlib.redirect_stdout(io.StringIO()):  # torchvision prints each mirror that failed
-            datasets.MNIST(folder, download=True)
+            source(fresh, download=True)
         for file in missing:
-            shutil.move(folder / "MNIST" / "raw" / file, raw / file)
+            shutil.move(next(fresh.rglob(file)), folder / file)
     except (OSError, http.client.HTTPException) as problem:  # a server that says nothing, or no HTTP
         raise RuntimeError(f"{type(problem).__name__}: {problem}") from problem
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(fresh, ignore_errors=True)
         socket.setdefaulttimeout(before)
 
 

@@ -26,6 +26,7 @@ import argparse
 import contextlib
 import faulthandler
 import inspect
+import itertools
 import math
 import multiprocessing
 import os
@@ -57,7 +58,8 @@ from torch.utils.data import Dataset, DistributedSampler
 INIT_TIMEOUT = 120  # seconds for all ranks to come together; the environment's DIST_INIT_TIMEOUT overrides it
 PATIENCE = 10  # seconds of these before rank 0 says for whom it waits
 TIMEOUT = 600  # seconds for one collective; DIST_TIMEOUT overrides it
-GRACE = 3  # seconds between SIGTERM and SIGKILL when `launch` ends its processes; DIST_GRACE overrides it
+GRACE = 3  # seconds between SIGTERM and SIGKILL when `launch` ends the others after a failure, and
+STOP_GRACE = 30  # seconds when it was told to stop itself: time to save a checkpoint; DIST_GRACE overrides both
 _NATIVE_THREADS = len(os.listdir("/proc/self/task")) if sys.platform == "linux" else 0  # see _fork_is_safe
 _SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1}
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
@@ -380,16 +382,19 @@ wait_for_everyone = barrier
 class _Sampler(DistributedSampler):
     """torch's sampler, without its padding where `pad` is false, and with a warning for a forgotten set_epoch."""
 
-    def __init__(self, dataset: Dataset, shuffle: bool, pad: bool) -> None:
-        super().__init__(dataset, get_world_size(), get_rank(), shuffle=shuffle)
-        self.passes = 0
+    def __init__(self, dataset: Dataset, shuffle: bool, pad: bool, seed: int) -> None:
+        super().__init__(dataset, get_world_size(), get_rank(), shuffle=shuffle, seed=seed)
+        self.passes = self.skip = 0
         if not pad:  # len(self), and what is left of total_size: torch pads the indices up to it
             self.total_size = len(dataset)
             self.num_samples = len(range(self.rank, len(dataset), self.num_replicas))
 
-    def set_epoch(self, epoch: int) -> None:
+    def set_epoch(self, epoch: int, skip: int = 0) -> None:
         super().set_epoch(epoch)
-        self.passes = 0
+        self.passes, self.skip = 0, skip
+
+    def __len__(self) -> int:
+        return max(0, self.num_samples - self.skip)
 
     def __iter__(self) -> Iterator[int]:
         self.passes += 1
@@ -397,22 +402,23 @@ class _Sampler(DistributedSampler):
             warnings.warn(
                 "this epoch has the order of the last: call sampler.set_epoch(epoch) before each", stacklevel=2
             )
-        return super().__iter__()
+        return itertools.islice(super().__iter__(), self.skip, None)
 
 
 def data_sampler(
-    dataset: Dataset, distributed: bool | None = None, shuffle: bool = True, pad: bool = True
+    dataset: Dataset, distributed: bool | None = None, shuffle: bool = True, pad: bool = True, seed: int = 0
 ) -> DistributedSampler | None:
     """This rank's share of the data set, as a sampler for DataLoader.  None (use none) if not distributed.
 
     distributed: None means: if there is more than one process.  True gives a sampler for a world of one, too.
-    shuffle: a new order each epoch, if `sampler.set_epoch(epoch)` is called before each; the same on every rank.
+    shuffle: a new order each epoch, if `sampler.set_epoch(epoch)` is called before each; the same on every rank, a
+        function of (seed, epoch). `set_epoch(epoch, skip=n)` leaves out the first n of this rank: to go on in an epoch.
     pad: for training. All ranks get equally many examples, a few of them twice where the number doesn't divide: a rank
         with one batch less would leave the others waiting. False is for evaluation: every example exactly once.
     """
     if distributed is None:
         distributed = get_world_size() > 1
-    return _Sampler(dataset, shuffle, pad) if distributed else None
+    return _Sampler(dataset, shuffle, pad, seed) if distributed else None
 
 
 class _DDP(nn.parallel.DistributedDataParallel):
@@ -622,7 +628,7 @@ def _supervise(worker_fn: Callable, args: tuple, nproc: int) -> Any:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         return _watch(processes, pipes, caught, folder)
     finally:
-        _end([process for process in processes if process.pid])
+        _end([process for process in processes if process.pid], caught)
         if guard:
             guard.kill()
             guard.wait()
@@ -632,8 +638,11 @@ def _supervise(worker_fn: Callable, args: tuple, nproc: int) -> Any:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _end(processes: list) -> None:
-    """SIGTERM to whoever handles it, to save a checkpoint, say; then SIGKILL to all, with what they have started."""
+def _end(processes: list, caught: list[int]) -> None:
+    """SIGTERM to whoever handles it, to save a checkpoint, say; then SIGKILL to all, with what they have started.
+
+    `caught` has the signal that is the reason, if one is; another one (a second Ctrl-C) ends the waiting.
+    """
 
     def busy(process: multiprocessing.Process) -> bool:
         if process.exitcode is not None or sys.platform != "linux":
@@ -644,8 +653,8 @@ def _end(processes: list) -> None:
 
     for process in filter(busy, processes):
         os.kill(process.pid, signal.SIGTERM)
-    deadline = time.monotonic() + float(os.environ.get("DIST_GRACE", GRACE))
-    while time.monotonic() < deadline and any(map(busy, processes)):
+    deadline = time.monotonic() + float(os.environ.get("DIST_GRACE", STOP_GRACE if caught else GRACE))
+    while time.monotonic() < deadline and any(map(busy, processes)) and len(caught) < 2:
         time.sleep(0.01)
     for process in processes:
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -740,7 +749,8 @@ def _worker(worker_fn: Callable, args: tuple, environment: dict, threads: int | 
         report = pickle.dumps((0.0, None, result if world.rank == 0 else None))
     except BaseException as problem:
         if isinstance(problem, SystemExit):
-            error = f"it called sys.exit({problem.code!r})" if problem.code else None
+            text = problem.code if isinstance(problem.code, str) else f"it called sys.exit({problem.code!r})"
+            error = text if problem.code else None
         else:
             problem = problem.with_traceback(problem.__traceback__.tb_next)  # without this function
             error = "\n\n" + "".join(traceback.format_exception(problem))
@@ -748,6 +758,7 @@ def _worker(worker_fn: Callable, args: tuple, environment: dict, threads: int | 
     sys.stdout.flush()
     with contextlib.suppress(OSError):  # the parent is gone
         pipe.send_bytes(report)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # nothing is left to save: `_end` needn't wait
     while error:  # until the parent ends all: were this process gone, the others would fail for want of it
         time.sleep(1)
 

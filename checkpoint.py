@@ -1,0 +1,274 @@
+"""Checkpoints that are whole or not there, on every rank: copy this file and distributed.py into your project.
+
+    stop = checkpoint.Preemption()                                    # SIGTERM to any process
+    keeper = checkpoint.Keeper(Path("runs/1"), model=model, optimizer=optimizer, scheduler=scheduler)
+    state = keeper.restore(path)                                      # of newest(folder), say; None: from the start
+    for step in range(state.get("step", 0) + 1, last_step + 1):
+        ...                                                           # one step of the training
+        stopping = stop.agreed()
+        if stopping or step % 100 == 0:
+            keeper.save(step, loss=loss)                              # last.pt; restore returns step and loss
+        if stopping:
+            sys.exit(143)
+
+A checkpoint is a file that torch.load reads with weights_only=True: a dictionary with "step", "config", what `save` was
+given by name, "parts" (each part's state dict, the model's without "module.") and "random" (each rank's state of
+torch's random numbers; Python's and numpy's are not in it).  Rank 0 alone reads and writes: no shared disk is needed.
+"""
+
+import contextlib
+import io
+import os
+import re
+import signal
+import zipfile
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock, Timeout
+from torch import distributed as torch_dist
+
+import distributed as dist
+
+LOCK_TIMEOUT = 10  # seconds to wait for the processes of a killed run to be gone
+_KEYS = {"step", "config", "parts", "random"}
+
+
+class CheckpointError(Exception):
+    """Can't be saved, or read, or doesn't fit; the message is one line that says what is wrong, and what is good."""
+
+
+# ------------------------------------------------------------------------------------------------------------- files
+
+
+def write(path: Path, content: bytes, previous: Path | None = None) -> None:
+    """Put `content` into the file at once: whoever reads it, whenever this is killed, finds all of it, or the old.
+
+    `previous` gets the file that was there.  A full disk and the like: CheckpointError, with everything as it was.
+    """
+    temporary = path.with_name(f".{path.name}.tmp")  # in the same folder: a rename doesn't cross file systems
+    try:
+        with open(temporary, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())  # or the rename may reach the disk before the bytes
+        if previous and path.exists():
+            os.replace(path, previous)
+        os.replace(temporary, path)
+        with contextlib.suppress(OSError):  # some file systems can't sync a folder
+            folder = os.open(path.parent, os.O_RDONLY)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
+    except OSError as problem:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        kept = f"; {path} is as it was" if path.exists() else ""
+        raise CheckpointError(f"can't write {path} ({problem.strerror}){kept}") from None
+
+
+def read(path: Path) -> dict:
+    """The checkpoint in this file, on the CPU.  CheckpointError if it is missing, corrupt, or something else."""
+    try:
+        with zipfile.ZipFile(path) as archive:  # torch's format; torch.load itself doesn't compare the checksums
+            damaged = archive.testzip()
+        if damaged:
+            raise ValueError(f"wrong checksum of {damaged}")
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError as problem:
+        raise CheckpointError(f"can't read {path} ({problem.strerror})") from None
+    except Exception as problem:  # whatever a damaged file leads to
+        reason = str(problem).strip().partition("\n")[0][:100] or type(problem).__name__
+        raise CheckpointError(f"{path} is corrupt, or no checkpoint ({reason})") from None
+    if not isinstance(state, dict) or not state.keys() >= _KEYS:
+        raise CheckpointError(f"{path} is no checkpoint of this program, which has {', '.join(sorted(_KEYS))}")
+    return state
+
+
+def newest(folder: Path) -> tuple[Path, list[str]]:
+    """The newest good checkpoint in a run's folder, and a line for each that is not good, where last.pt is not.
+
+    CheckpointError, with these lines, if none is good.
+    """
+    last, good, problems = folder / "last.pt", {}, []
+    for path in [last, *sorted(set(folder.glob("*.pt")) - {last})]:
+        if last in good or (path == last and not path.exists()):  # missing: killed between `write`'s two renames
+            continue
+        try:
+            good[path] = read(path)["step"]
+        except CheckpointError as problem:
+            problems.append(str(problem))
+    if not good:
+        raise CheckpointError("; ".join(problems) or f"there is no checkpoint in {folder}")
+    return max(good, key=good.get), problems
+
+
+# ------------------------------------------------------------------------------------------------------------ a run
+
+
+class Keeper:
+    """Saves the state of `parts` (whatever has state_dict and load_state_dict), and brings it back, on every rank.
+
+    In `folder` rank 0 keeps last.pt, previous.pt (the one before) and the best `keep`; other ranks never look at it.
+    One process at a time can have a folder: CheckpointError, on rank 0, while another one has it.
+    config: what must be known to go on: numbers, strings, lists and dictionaries.
+    """
+
+    def __init__(self, folder: Path, config: dict | None = None, keep: int = 2, **parts: Any) -> None:
+        self.folder, self.config, self.keep = Path(folder), config or {}, keep
+        self.parts = {name: dist.unwrap_model(part) for name, part in parts.items()}
+        if dist.is_primary():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.lock = FileLock(self.folder / ".lock")  # the system opens it when this process ends, however it ends
+            try:
+                self.lock.acquire(timeout=LOCK_TIMEOUT)
+            except Timeout:
+                raise CheckpointError(f"another process is writing to {self.folder}: end it first") from None
+            for temporary in self.folder.glob(".*.tmp"):  # of one that was killed
+                temporary.unlink()
+
+    def restore(self, path: Path | None) -> dict:
+        """Load all parts and the random state from this file; returns the checkpoint, or {}, doing nothing, for None.
+
+        Every rank must call it; rank 0's path counts.  With another number of processes than the checkpoint's the
+        random states stay as they are.  CheckpointError, on all ranks, if it can't be read or doesn't fit.
+        """
+        state, problem = {}, None
+        if path and dist.is_primary():
+            try:
+                state = read(path)
+            except CheckpointError as error:
+                problem = str(error)
+        path, state, problem = _from_primary((path, state, problem))
+        if problem:
+            raise CheckpointError(problem)
+        if not state:
+            return {}
+        for name, part in self.parts.items():
+            try:
+                part.load_state_dict(state["parts"][name])
+            except (KeyError, ValueError, RuntimeError) as error:
+                reason = " ".join(str(error).split())[:200]
+                raise CheckpointError(f"{path} doesn't fit this {name} ({reason})") from None
+        if len(state["random"]) == dist.get_world_size():
+            random = state["random"][dist.get_rank()]
+            torch.set_rng_state(random["cpu"])
+            if "cuda" in random and torch.cuda.is_available():
+                torch.cuda.set_rng_state(random["cuda"])
+        last = self.folder / "last.pt"
+        if dist.is_primary() and path.parent == self.folder and path != last and last.exists():
+            os.replace(last, last.with_suffix(".pt.corrupt"))  # or the next `save` would put it in previous.pt's place
+        return state
+
+    def save(self, step: int, score: float | None = None, **extra: Any) -> None:
+        """Write last.pt, and best-SCORE-step-STEP.pt if the score is among the best `keep` (the higher the better).
+
+        Every rank must call it, after `step` steps.  extra: more to have back; numbers, strings, tensors, lists and
+        dictionaries.  If a file can't be written: CheckpointError on rank 0, with all that was saved before untouched.
+        """
+        random = [{"cpu": state} for state in dist.gather(torch.get_rng_state())]
+        if dist.get_device().type == "cuda":
+            for mine, state in zip(random, dist.gather(torch.cuda.get_rng_state()), strict=True):
+                mine["cuda"] = state
+        if not dist.is_primary():
+            return
+        parts = {name: part.state_dict() for name, part in self.parts.items()}
+        buffer = io.BytesIO()
+        torch.save({**extra, "step": step, "config": self.config, "parts": parts, "random": random}, buffer)
+        content = buffer.getvalue()
+        if score is not None:
+            best = self.folder / f"best-{score:.4f}-step-{step}.pt"
+            ranked = sorted({best, *self.folder.glob("best-*.pt")}, key=_rank_of, reverse=True)
+            if best in ranked[: self.keep]:
+                write(best, content)
+            for worse in ranked[self.keep :]:
+                worse.unlink(missing_ok=True)
+        write(self.folder / "last.pt", content, previous=self.folder / "previous.pt")
+
+
+def _rank_of(best: Path) -> tuple[float, int]:
+    """Of best-0.9412-step-970.pt: its score; among equal ones the earlier is the better."""
+    _, score, _, step = best.stem.split("-")
+    return float(score), -int(step)
+
+
+def _from_primary(value: Any) -> Any:
+    """Rank 0's value, on every rank."""
+    box = [value]
+    if dist.get_world_size() > 1:
+        torch_dist.broadcast_object_list(box, 0)
+    return box[0]
+
+
+# ------------------------------------------------------------------------------------------- stopped, and restarted
+
+
+class Preemption:
+    """SIGTERM, as clusters send it to a job that must go: all ranks learn of it at the same step, and can save.
+
+    Make one on every rank, in the main thread, after init_process_group.  It replaces the process's SIGTERM handler.
+    """
+
+    def __init__(self) -> None:
+        self.asked, self.group = False, None
+        signal.signal(signal.SIGTERM, self._ask)
+        if dist.get_world_size() > 1:  # on the CPU, so that no GPU waits for it; with torch's own time-out for a start
+            timeout = timedelta(seconds=float(os.environ.get("DIST_TIMEOUT", dist.TIMEOUT)))
+            self.group = torch_dist.new_group(backend="gloo", timeout=timeout)
+
+    def _ask(self, number: int, frame: Any) -> None:
+        self.asked = True
+
+    def __bool__(self) -> bool:
+        """Whether this very process was told to stop."""
+        return self.asked
+
+    def agreed(self) -> bool:
+        """Whether any rank was told to stop.  Every rank must call it, and gets the same answer."""
+        if self.group is None:
+            return self.asked
+        flag = torch.tensor([int(self.asked)])
+        torch_dist.all_reduce(flag, torch_dist.ReduceOp.MAX, group=self.group)
+        return bool(flag)
+
+
+def _note(output_dir: Path) -> tuple[Path, bool] | None:
+    """The file that says, to a run that its launcher may restart, where it was; and whether it was restarted."""
+    env = os.environ
+    if "TORCHELASTIC_RUN_ID" in env:  # "none" if torchrun was given no --rdzv-id: then its port tells runs apart
+        run, restarts = env["TORCHELASTIC_RUN_ID"], env.get("TORCHELASTIC_RESTART_COUNT", "0")
+        run += f"-{env.get('MASTER_PORT')}" if run == "none" else ""
+    elif "SLURM_STEP_ID" in env:
+        run, restarts = f"{env.get('SLURM_JOB_ID')}.{env['SLURM_STEP_ID']}", env.get("SLURM_RESTART_COUNT", "0")
+    else:
+        return None
+    name = re.sub(r"[^\w.-]", "_", f".run-{run}")
+    return output_dir / name, restarts != "0"
+
+
+def interrupted(output_dir: Path) -> Path | None:
+    """The run's folder, if this is a run that torchrun (--max-restarts) or SLURM (--requeue) has started once more.
+
+    None for any other start, which forgets what an earlier run of the same name has noted.  Call it on rank 0.
+    """
+    file, restarted = _note(output_dir) or (None, False)
+    if file and not restarted:
+        file.unlink(missing_ok=True)
+    if not (restarted and file.exists()):
+        return None
+    return output_dir / file.read_text(encoding="utf-8")
+
+
+def note_run(folder: Path, done: bool = False) -> None:
+    """Note, for `interrupted`, the folder of this run, which must be in its output_dir; or forget it, once it is done.
+
+    Call it on rank 0.
+    """
+    file, _ = _note(folder.parent) or (None, False)
+    if file and done:
+        file.unlink(missing_ok=True)
+    elif file:
+        write(file, folder.name.encode())
