@@ -1,15 +1,31 @@
 """Checkpoints that are whole or not there, on every rank: copy this file and distributed.py into your project.
 
-    stop = checkpoint.Preemption()                                    # SIGTERM to any process
-    keeper = checkpoint.Keeper(Path("runs/1"), model=model, optimizer=optimizer, scheduler=scheduler)
-    state = keeper.restore(path)                                      # of newest(folder), say; None: from the start
-    for step in range(state.get("step", 0) + 1, last_step + 1):
-        ...                                                           # one step of the training
-        stopping = stop.agreed()
-        if stopping or step % 100 == 0:
-            keeper.save(step, loss=loss)                              # last.pt; restore returns step and loss
-        if stopping:
-            sys.exit(143)
+    import sys
+    from pathlib import Path
+
+    import checkpoint
+    import distributed as dist
+
+    def main_worker(gpu, world_size, last_step):
+        dist.init_process_group(gpu, world_size)
+        stop = checkpoint.Preemption()                # SIGTERM to any of the processes
+        model = dist.prepare_ddp_model(Net())
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        keeper = checkpoint.Keeper(Path("run"), model=model, optimizer=optimizer)
+        last = Path("run/last.pt")
+        state = keeper.restore(last if last.exists() else None)
+        for step in range(state.get("step", 0) + 1, last_step + 1):
+            ...                                       # one step of the training
+            stopping = stop.agreed()
+            if stopping or step % 100 == 0 or step == last_step:
+                keeper.save(step)                     # on every rank; rank 0 writes
+            if stopping:
+                dist.cleanup()
+                sys.exit(143)
+        dist.cleanup()
+
+    if __name__ == "__main__":
+        dist.launch(main_worker, 1000)
 
 A checkpoint is a file that torch.load reads with weights_only=True: a dictionary with "step", "config", what `save` was
 given by name, "parts" (each part's state dict, the model's without "module.") and "random" (each rank's state of

@@ -49,18 +49,23 @@ class Residual(nn.Sequential):
         return x + super().forward(x)
 
 
+class Scaled(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) / 8  # small logits at first: the learning rate can be high from the start
+
+
 def resnet9(width: int) -> nn.Module:
     """The small residual net of David Page's "How to train your ResNet": [N, 3, 32, 32] -> [N, 10]."""
     w = width
     return nn.Sequential(
         *(conv(3, w), conv(w, 2 * w, nn.MaxPool2d(2)), Residual(conv(2 * w, 2 * w), conv(2 * w, 2 * w))),
         *(conv(2 * w, 4 * w, nn.MaxPool2d(2)), conv(4 * w, 8 * w, nn.MaxPool2d(2))),
-        *(Residual(conv(8 * w, 8 * w), conv(8 * w, 8 * w)), nn.MaxPool2d(4), nn.Flatten(), nn.Linear(8 * w, 10)),
+        *(Residual(conv(8 * w, 8 * w), conv(8 * w, 8 * w)), nn.MaxPool2d(4), nn.Flatten(), Scaled(8 * w, 10)),
     )
 
 
 def build(name: str, width: int | None) -> nn.Module:
-    """The model of this name, with 10 classes.  ValueError, in one line, if there is none, or it can't take 32 x 32."""
+    """The model of this name, with 10 classes: [N, 3, 32, 32] -> [N, 10].  width: resnet9's.  ValueError: unknown."""
     known = ["resnet9", *torchvision.models.list_models(module=torchvision.models)]
     if name not in known:
         near = difflib.get_close_matches(name, known, n=3, cutoff=0.4) or ["resnet9", "resnet18"]
@@ -68,18 +73,22 @@ def build(name: str, width: int | None) -> nn.Module:
     if name == "resnet9":
         return resnet9(width)
     options = {"image_size": 32} if name.startswith("vit_") else {"aux_logits": False} if name == "googlenet" else {}
+    model = torchvision.models.get_model(name, weights=None, num_classes=10, **options)
+    if name == "resnet18":  # the usual first layer for small pictures: its own and the pooling would quarter them
+        model.conv1, model.maxpool = nn.Conv2d(3, 64, 3, padding=1, bias=False), nn.Identity()
+    return model
+
+
+def check_model(name: str, width: int | None) -> None:
+    """ValueError, in one line, if there is no such model, or it can't take pictures of 32 x 32."""
     try:
-        model = torchvision.models.get_model(name, weights=None, num_classes=10, **options)
-        if name == "resnet18":  # the usual stem for small pictures: its own would halve them twice
-            model.conv1, model.maxpool = nn.Conv2d(3, 64, 3, padding=1, bias=False), nn.Identity()
-        if next(model.parameters()).is_meta:  # parse_args tries it out, without memory or time
-            model.eval()(torch.empty(1, 3, 32, 32, device="meta"))
-    except NotImplementedError:  # some can't be tried out so
+        with torch.device("meta"):  # shapes alone: no memory, no time
+            build(name, width).eval()(torch.empty(1, 3, 32, 32))
+    except NotImplementedError:  # some can't be built so; none of these minds the size
         pass
-    except (RuntimeError, ValueError, AssertionError) as problem:
+    except (RuntimeError, AssertionError) as problem:
         reason = str(problem).partition("\n")[0][:120]
         raise ValueError(f"--model {name} can't take pictures of 32 x 32 ({reason}): try resnet18") from None
-    return model
 
 
 # --------------------------------------------------------------------------------------------- training and evaluation
@@ -156,7 +165,11 @@ class Report:
         if clearml:
             from clearml import Task
 
-            self.task = Task.init("cifar10_ddp", folder.name, reuse_last_task_id=False)
+            try:
+                self.task = Task.init("cifar10_ddp", folder.name, reuse_last_task_id=False)
+            except Exception as problem:  # no server, no credentials
+                reason = str(problem).strip().partition("\n")[0]
+                sys.exit(f"--clearml: {reason} (CLEARML_OFFLINE_MODE=1 needs no server)")
             self.task.connect(dict(config))
         checkpoint.write(folder / "config.json", (json.dumps(config, indent=2) + "\n").encode())
         # What another attempt has written of the epochs to come doesn't count.
@@ -243,6 +256,8 @@ def run(local_rank, world_size, args):
     batch_size = args.batch_size // world_size  # this process's share of the global batch
     train_loader = data.loader(augmented_set, batch_size, train_sampler, drop_last=True)
     steps = len(train_loader)  # of one epoch
+    if not steps:
+        sys.exit(f"--batch-size {args.batch_size} is too large for the {len(train_set)} examples of {args.dataset}")
     exact = {"distributed": True, "shuffle": False, "pad": False}
     validation_loaders = [data.loader(part, 512, dist.data_sampler(part, **exact)) for part in (train_set, test_set)]
 
@@ -355,7 +370,7 @@ def parse_args():
     add("--dry-run", action="store_true", help="one epoch of two batches, to see that all of it runs")
     add("--amp", action="store_true", help="mixed precision: bfloat16, or float16 on GPUs before Ampere")
     add("--model", default="resnet9", help=f"resnet9, or a classification model of torchvision {default}")
-    add("--width", type=int, help="channels of resnet9's first layer (default: 64; without a GPU, 16)")
+    add("--width", type=int, help="channels of resnet9's first layer (default: 64; without a GPU, 24)")
     add("--weight-decay", type=float, default=5e-4, help=default)
     add("--warmup", type=float, default=0.2, help=f"part of the training in which the learning rate rises {default}")
     add("--label-smoothing", type=float, default=0.1, help=default)
@@ -376,10 +391,9 @@ def parse_args():
     if args.clearml and not importlib.util.find_spec("clearml"):
         parser.error("--clearml needs the package of that name: pip install clearml")
     if args.model == "resnet9" and args.width is None:
-        args.width = 64 if torch.cuda.device_count() else 16
+        args.width = 64 if torch.cuda.device_count() else 24
     try:
-        with torch.device("meta"):
-            build(args.model, args.width)
+        check_model(args.model, args.width)
     except ValueError as problem:
         parser.error(str(problem))
     data.prepare(args.dataset, args.data_dir, error=parser.error)
