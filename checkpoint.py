@@ -3,6 +3,8 @@
     import sys
     from pathlib import Path
 
+    import torch
+
     import checkpoint
     import distributed as dist
 
@@ -35,6 +37,7 @@ torch's random numbers; Python's and numpy's are not in it).  Rank 0 alone reads
 import contextlib
 import io
 import os
+import pickle
 import re
 import signal
 import zipfile
@@ -96,6 +99,8 @@ def read(path: Path) -> dict:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except OSError as problem:
         raise CheckpointError(f"can't read {path} ({problem.strerror})") from None
+    except pickle.UnpicklingError:  # weights_only refuses it
+        raise CheckpointError(f"{path} is no checkpoint of this program: it holds more than tensors and data") from None
     except Exception as problem:  # whatever a damaged file leads to
         reason = str(problem).strip().partition("\n")[0][:100] or type(problem).__name__
         raise CheckpointError(f"{path} is corrupt, or no checkpoint ({reason})") from None
@@ -195,6 +200,11 @@ class Keeper:
         buffer = io.BytesIO()
         torch.save({**extra, "step": step, "config": self.config, "parts": parts, "random": random}, buffer)
         content = buffer.getvalue()
+        try:
+            torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError as problem:
+            kind = re.search(r"GLOBAL ([\w.]+)", str(problem)) or ["something unknown"] * 2
+            raise TypeError(f"{kind[1]} can't be read back from a checkpoint: make it a number, a string...") from None
         if score is not None:
             best = self.folder / f"best-{score:.4f}-step-{step}.pt"
             ranked = sorted({best, *self.folder.glob("best-*.pt")}, key=_rank_of, reverse=True)

@@ -278,7 +278,10 @@ def run(local_rank, world_size, args):
 
     # From the checkpoint, if there is one: all of the state, and where to go on.
     folder = args.folder or (new_folder(args, world_size) if dist.is_primary() else Path())
-    config = {name: getattr(args, name) for name in MUST_MATCH} | {"processes": world_size, "torch": torch.__version__}
+    config = {name: getattr(args, name) for name in MUST_MATCH} | {
+        "processes": world_size,
+        "torch": str(torch.__version__),
+    }
     parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
     keeper = checkpoint.Keeper(folder, config, **parts)
     state = keeper.restore(args.start)
@@ -433,8 +436,10 @@ def find_start(args, processes):
         raise checkpoint.CheckpointError(f"{args.start} is a checkpoint of another program")
     different = [name for name in MUST_MATCH if config[name] != getattr(args, name)]
     if different == ["global_batch"]:
-        was = f"{config['global_batch']}, which {processes} processes can't share equally"
-        raise checkpoint.CheckpointError(f"{args.start} was trained with a global batch of {was}: start another number")
+        raise checkpoint.CheckpointError(
+            f"{args.start} was trained with a global batch of {config['global_batch']}, "
+            f"which {processes} processes can't share equally: start another number"
+        )
     if different:
         flags = " ".join(flag(name, config[name]) for name in different if name != "global_batch")
         raise checkpoint.CheckpointError(f"{args.start} was trained with other flags: resume it with {flags}")

@@ -58,8 +58,8 @@ from torch.utils.data import Dataset, DistributedSampler
 INIT_TIMEOUT = 120  # seconds for all ranks to come together; the environment's DIST_INIT_TIMEOUT overrides it
 PATIENCE = 10  # seconds of these before rank 0 says for whom it waits
 TIMEOUT = 600  # seconds for one collective; DIST_TIMEOUT overrides it
-GRACE = 3  # seconds between SIGTERM and SIGKILL when `launch` ends the others after a failure, and
-STOP_GRACE = 30  # seconds when it was told to stop itself: time to save a checkpoint; DIST_GRACE overrides both
+GRACE = 3  # seconds between SIGTERM and SIGKILL when `launch` ends the others after a failure; DIST_GRACE overrides it
+STOP_GRACE = 30  # the same when `launch` was told to stop, for a checkpoint to be saved; DIST_GRACE overrides it, too
 _NATIVE_THREADS = len(os.listdir("/proc/self/task")) if sys.platform == "linux" else 0  # see _fork_is_safe
 _SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1}
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"

@@ -240,14 +240,30 @@ def test_reference_is_complete():
     assert used <= described
 
 
-def test_the_snippet_runs(tmp_path):
+def run_snippet(file, folder):
     prelude = "import torch\nNet, dataset, loss = lambda: torch.nn.Linear(2, 1), range(10), torch.tensor(0.25)\n"
-    program = re.search(r"```python\n(.*?)```", snippet("distributed.py"), re.DOTALL)[1]
-    (tmp_path / "train.py").write_text(prelude + program, encoding="utf-8")
+    program = re.search(r"```python\n(.*?)```", snippet(file), re.DOTALL)[1]
+    (folder / "train.py").write_text(prelude + program, encoding="utf-8")
     env = os.environ | {"NPROC": "2", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, env=env, capture_output=True, encoding="utf-8")
+    done = subprocess.run([sys.executable, "train.py"], cwd=folder, env=env, capture_output=True, encoding="utf-8")
     assert done.returncode == 0, done.stderr
-    assert "2 processes" in done.stdout and "0.25" in done.stdout
+    assert "2 processes" in done.stdout
+    return done.stdout
+
+
+def test_the_snippet_runs(tmp_path):
+    assert "0.25" in run_snippet("distributed.py", tmp_path)
+
+
+def test_the_snippet_of_checkpoints_runs_and_goes_on(tmp_path):
+    import checkpoint
+
+    run_snippet("checkpoint.py", tmp_path)
+    last = tmp_path / "run" / "last.pt"
+    assert checkpoint.read(last)["step"] == 1000 and checkpoint.read(last.with_name("previous.pt"))["step"] == 900
+    os.replace(last.with_name("previous.pt"), last)
+    run_snippet("checkpoint.py", tmp_path)
+    assert checkpoint.read(last)["step"] == 1000 and checkpoint.read(last.with_name("previous.pt"))["step"] == 900
 
 
 def commands():
