@@ -232,6 +232,30 @@ def test_set_epoch_reshuffles_and_is_missed(n):
     run(_epochs, n)
 
 
+def _order_goes_on(rank, n):
+    """60 examples, global batches of 12: whatever n is, the k-th has the same examples, also from the middle on."""
+
+    def batches(seed, epoch, skip=0):
+        sampler = dist.data_sampler(range(60), True, seed=seed)
+        sampler.set_epoch(epoch, skip=skip * 12 // n)
+        mine = torch.tensor(list(sampler), dtype=torch.int64)
+        assert len(mine) == len(sampler) == (5 - skip) * 12 // n
+        parts = [torch.stack(dist.gather(part), dim=1).flatten().tolist() for part in mine.split(12 // n)]
+        return parts if skip < 5 else []
+
+    generator = torch.Generator()
+    order = torch.randperm(60, generator=generator.manual_seed(3 + 2)).tolist()  # torch's: by seed + epoch
+    assert batches(3, 2) == [order[start : start + 12] for start in range(0, 60, 12)]
+    for skip in range(6):
+        assert batches(3, 2, skip) == batches(3, 2)[skip:]
+    assert batches(4, 2) != batches(3, 2)
+
+
+@WORLDS
+def test_the_order_is_the_same_for_any_number_of_processes_and_goes_on_in_an_epoch(n):
+    run(_order_goes_on, n)
+
+
 # ------------------------------------------------------------------------------------------------------ DDP
 
 
@@ -458,6 +482,8 @@ def _fail(rank, n, how):
             raise KeyError("the cause")
         elif how == "sys.exit":
             sys.exit(3)
+        elif how == "one line":
+            sys.exit("what is wrong, in one line")
         elif how == "os._exit":
             os._exit(3)
         elif how == "return":
@@ -473,6 +499,7 @@ def _fail(rank, n, how):
     [
         ("raise", "KeyError: 'the cause'"),
         ("sys.exit", r"sys.exit\(3\)"),
+        ("one line", "what is wrong, in one line$"),
         ("os._exit", r"os._exit\(3\)"),
         ("return", r"os._exit\(0\)"),
         ("SIGSEGV", "SIGSEGV"),
@@ -504,6 +531,42 @@ def test_a_failed_rank_stays_until_the_others_are_ended():
     for _ in range(3):
         with pytest.raises(SystemExit, match="rank 1 of 2 failed first: (?s:.*)KeyError: 'the cause'"):
             dist.launch(_abort_of_the_bereaved, nproc=2)
+
+
+STOPPED = """
+import os, signal, sys, time
+import distributed as dist
+
+def save(number, frame):
+    time.sleep(float(sys.argv[1]))
+    print("saved", flush=True)
+    sys.exit(143)
+
+def worker(rank, n):
+    if rank == 1:
+        signal.signal(signal.SIGTERM, save)
+    print("ready", flush=True)
+    time.sleep(60)
+
+dist.launch(worker, nproc=2)
+"""
+
+
+@pytest.mark.parametrize(("seconds", "signals", "saved"), [(4, 1, True), (50, 2, False)])
+def test_a_run_that_is_told_to_stop_has_time_to_save(seconds, signals, saved):
+    """More than after a failure (3 s), not waited for once it is saved; a second signal ends it."""
+    command = [sys.executable, "-c", STOPPED, str(seconds)]
+    env = os.environ | {"PYTHONPATH": os.path.dirname(dist.__file__)}
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert [process.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
+        before = time.monotonic()
+        for _ in range(signals):
+            process.terminate()
+            time.sleep(0.5)
+        out, _ = process.communicate(timeout=30)
+    assert process.returncode == 143
+    assert out == ("saved\n" if saved else "")
+    assert time.monotonic() - before < (seconds + 3 if saved else 3)
 
 
 class _SlowToDie:
