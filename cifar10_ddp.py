@@ -301,7 +301,10 @@ def run(local_rank, world_size, args):
 
     def save(score=None):  # a collective
         position = {"epoch": epoch, "batch": batch, "sums": torch.stack(dist.gather(sums)), "history": history}
-        keeper.save(epoch * steps + batch, score, **position)
+        try:
+            keeper.save(epoch * steps + batch, score, **position)
+        except checkpoint.CheckpointError as problem:
+            raise checkpoint.CheckpointError(f"{problem}: make room, then go on with --resume {folder}") from None
 
     def stop_if_told():  # a collective
         if stop.agreed():
@@ -407,8 +410,10 @@ def parse_args():
     if dist.is_primary():  # the one that reads and writes
         try:
             find_start(args, processes)
-        except (checkpoint.CheckpointError, OSError) as problem:
-            parser.error(" ".join(str(problem).split()))
+        except checkpoint.CheckpointError as problem:
+            parser.error(str(problem))
+        except OSError as problem:
+            parser.error(f"can't write to --output-dir {args.output_dir} ({problem.strerror}): choose another")
     return args
 
 

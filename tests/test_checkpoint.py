@@ -1,0 +1,676 @@
+"""checkpoint.py: what was saved comes back on every rank, whatever was killed, full, flipped or forged in between.
+
+What is about files runs in pytest's own process, a world of one; what is about ranks in 1, 2 and 3 forked processes.
+"""
+
+import io
+import multiprocessing
+import os
+import resource
+import signal
+import time
+import zipfile
+
+import pytest
+import torch
+from test_distributed import WORLDS, run
+from torch import nn
+
+import checkpoint
+import distributed as dist
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def linear(value=0.0, outputs=2):
+    model = nn.Linear(2, outputs, bias=False)
+    nn.init.constant_(model.weight, value)
+    return model
+
+
+def saved(folder, *steps, **options):
+    """A folder with a checkpoint of each step; the weights are the step.  Its lock is free again."""
+    model = linear()
+    keeper = checkpoint.Keeper(folder, {"why": "a test"}, model=model, **options)
+    for step in steps:
+        nn.init.constant_(model.weight, step)
+        keeper.save(step)
+    keeper.lock.release()
+    return folder
+
+
+def names(folder, pattern="*"):
+    return sorted(path.name for path in folder.glob(pattern))
+
+
+def message(call, *args):
+    """What it says; it must be one line without control characters."""
+    with pytest.raises(checkpoint.CheckpointError) as raised:
+        call(*args)
+    assert str(raised.value).isprintable()
+    return str(raised.value)
+
+
+# --------------------------------------------------------------------------------------------------- there and back
+
+
+def trained(seed):
+    """Parts whose every kind of state matters for the next step: momentum, running averages, a schedule, dropout."""
+    torch.manual_seed(seed)
+    net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 1))
+    model = dist.prepare_ddp_model(net)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    return {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+
+
+def steps(parts, count):
+    """Training; returns all that it ends in: tensors by name, and the next random numbers."""
+    for _ in range(count):
+        parts["model"](torch.rand(6, 4)).square().mean().backward()
+        parts["optimizer"].step()
+        parts["optimizer"].zero_grad()
+        parts["scheduler"].step()
+    state = dict(dist.unwrap_model(parts["model"]).state_dict())
+    momenta = parts["optimizer"].state_dict()["state"]
+    state |= {f"momentum {i}": momentum["momentum_buffer"] for i, momentum in momenta.items()}
+    lr = parts["optimizer"].param_groups[0]["lr"]
+    state |= {"lr": torch.tensor([lr, parts["scheduler"].last_epoch]), "random": torch.rand(5)}
+    return {name: tensor.clone() for name, tensor in state.items()}
+
+
+def differing(one, other):
+    assert one.keys() == other.keys()
+    return {name for name in one if not torch.equal(one[name], other[name])}
+
+
+def _there_and_back(rank, n, folder):
+    folder = folder if rank == 0 else folder / f"rank {rank} has no business here"
+    parts = trained(seed=1)
+    torch.manual_seed(10 + rank)
+    keeper = checkpoint.Keeper(folder, {"lr": 0.1, "names": ["a"]}, **parts)
+    assert keeper.restore(None) == {}
+    at_3 = steps(parts, 3)
+    assert at_3["lr"].tolist() == pytest.approx([0.1 * 0.5, 3])
+    keeper.save(3, note="x", mean=1.5, values=[torch.tensor([2.0])])
+    at_5 = steps(parts, 2)
+    draws = {tuple(row.tolist()) for row in dist.gather(at_5["random"])}
+    assert len(draws) == n  # each rank has numbers of its own
+
+    if rank == 0:
+        keeper.lock.release()
+    parts = trained(seed=2)  # another start, other random numbers
+    assert differing(steps(parts, 2), at_5) >= {"0.weight", "1.running_mean", "momentum 0", "random"}
+    keeper = checkpoint.Keeper(folder, **parts)
+    state = keeper.restore(folder / "last.pt" if rank == 0 else None)  # rank 0's path counts
+    assert (state["step"], state["note"], state["mean"]) == (3, "x", 1.5)
+    assert state["values"][0].item() == 2.0 and state["config"] == {"lr": 0.1, "names": ["a"]}
+    # Rank 0's running averages are those that count, and all get them: the others' own are not kept.
+    allowed = {"1.running_mean", "1.running_var"} if rank else set()
+    assert differing(steps(parts, 2), at_5) <= allowed
+    return {name: value for name, value in at_3.items() if "." in name}
+
+
+@WORLDS
+def test_there_and_back(tmp_path, n):
+    expected = run(_there_and_back, n, tmp_path)
+    assert names(tmp_path) == [".lock", "last.pt"]
+    state = torch.load(tmp_path / "last.pt", weights_only=True)  # as anybody's program would read it
+    assert state.keys() == {"step", "config", "parts", "random", "note", "mean", "values"}
+    assert state["parts"].keys() == {"model", "optimizer", "scheduler"}
+    assert len(state["random"]) == n
+    assert differing(state["parts"]["model"], expected) == set()  # the names are those without DDP: no "module."
+
+
+def _other_number(rank, n, folder):
+    parts = trained(seed=3)
+    torch.manual_seed(20 + rank)
+    before = torch.get_rng_state()
+    state = checkpoint.Keeper(folder, **parts).restore(folder / "last.pt")
+    assert state["step"] == 3 and len(state["random"]) == 2
+    assert torch.equal(torch.get_rng_state(), before)
+    return dict(dist.unwrap_model(parts["model"]).state_dict())
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_another_number_of_processes(tmp_path, n):
+    expected = run(_there_and_back, 2, tmp_path)
+    got = run(_other_number, n, tmp_path)
+    assert differing(got, {name: expected[name] for name in got}) == set()
+
+
+# ------------------------------------------------------------------------------------- last, previous and the best
+
+
+def test_last_and_previous(tmp_path):
+    saved(tmp_path, 10)
+    assert names(tmp_path, "*.pt") == ["last.pt"]
+    saved(tmp_path, 20, 30)
+    assert names(tmp_path) == [".lock", "last.pt", "previous.pt"]
+    for name, step in ("last.pt", 30), ("previous.pt", 20):
+        state = checkpoint.read(tmp_path / name)
+        assert state["step"] == step and state["parts"]["model"]["weight"].unique().tolist() == [step]
+
+
+@pytest.mark.parametrize(
+    ("keep", "saves", "expected"),
+    [
+        (2, [(0.5, 1)], ["0.5000-step-1"]),
+        (2, [(0.1, 1), (0.2, 2), (0.3, 3)], ["0.2000-step-2", "0.3000-step-3"]),
+        (2, [(0.3, 1), (0.2, 2), (0.1, 3)], ["0.2000-step-2", "0.3000-step-1"]),
+        (2, [(0.3, 1), (0.1, 2), (0.2, 3)], ["0.2000-step-3", "0.3000-step-1"]),
+        (2, [(0.5, 1), (0.5, 2), (0.5, 3)], ["0.5000-step-1", "0.5000-step-2"]),  # equal: the earlier is the better
+        (2, [(0.5, 9), (0.5, 10), (0.5, 11)], ["0.5000-step-10", "0.5000-step-9"]),  # 9 < 10: as numbers
+        (2, [(0.1, 1), (0.2, 2), (0.2, 2)], ["0.1000-step-1", "0.2000-step-2"]),  # the same step again: no third one
+        (1, [(0.9, 1), (1.0, 2)], ["1.0000-step-2"]),
+        (1, [(9.5, 1), (10.5, 2)], ["10.5000-step-2"]),
+        (0, [(0.9, 1)], []),
+        (3, [(None, 1), (0.2, 2), (None, 3)], ["0.2000-step-2"]),
+        (2, [(-2.5, 1), (-0.5, 2), (-1.5, 3)], ["-0.5000-step-2", "-1.5000-step-3"]),  # a loss with its sign turned
+    ],
+)
+def test_best(tmp_path, keep, saves, expected):
+    model = linear()
+    keeper = checkpoint.Keeper(tmp_path, keep=keep, model=model)
+    for score, step in saves:
+        nn.init.constant_(model.weight, step)
+        keeper.save(step, score)
+    assert names(tmp_path, "best-*") == [f"best-{name}.pt" for name in expected]
+    for name in expected:
+        state = checkpoint.read(tmp_path / f"best-{name}.pt")
+        step = int(name.rpartition("-")[2])
+        assert state["step"] == step and state["parts"]["model"]["weight"].unique().tolist() == [step]
+    assert checkpoint.read(tmp_path / "last.pt")["step"] == saves[-1][1]
+
+
+def test_a_file_that_only_looks_like_a_best_one_is_left_alone(tmp_path):
+    (tmp_path / "best-so-far.pt").write_text("mine")
+    keeper = checkpoint.Keeper(tmp_path, keep=1, model=linear())
+    for step in 1, 2:
+        keeper.save(step, step / 10)
+    assert names(tmp_path, "best-*") == ["best-0.2000-step-2.pt", "best-so-far.pt"]
+    assert (tmp_path / "best-so-far.pt").read_text() == "mine"
+
+
+def test_what_could_not_be_read_is_not_written(tmp_path):
+    # A path, torch's version (a class of its own), numpy's numbers: read with weights_only=True they are all refused.
+    saved(tmp_path, 1)
+    keeper = checkpoint.Keeper(tmp_path, model=linear())
+    with pytest.raises(TypeError, match=r"^torch\.torch_version\.TorchVersion can't be read back"):
+        keeper.save(2, score=0.5, version=torch.__version__)
+    assert names(tmp_path) == [".lock", "last.pt"]
+    assert checkpoint.newest(tmp_path)[0] == tmp_path / "last.pt" and checkpoint.read(tmp_path / "last.pt")["step"] == 1
+
+
+# ------------------------------------------------------------------------------------------------ write: all or nothing
+
+
+def in_child(function, *args):
+    """The exit status of function(*args) in a forked process: 0, or the number of the signal below 0."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            function(*args)
+            code = 0
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def test_write(tmp_path):
+    path, previous = tmp_path / "a.csv", tmp_path / "b.csv"
+    checkpoint.write(path, b"one", previous)
+    assert names(tmp_path) == ["a.csv"]
+    checkpoint.write(path, b"two", previous)
+    assert (path.read_bytes(), previous.read_bytes()) == (b"two", b"one")
+    checkpoint.write(path, b"three")
+    assert (path.read_bytes(), previous.read_bytes()) == (b"three", b"one")
+    assert names(tmp_path) == ["a.csv", "b.csv"]
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no /dev/full")
+@pytest.mark.parametrize("size", [10, 10_000_000], ids=["at the flush", "at the write"])
+def test_full_disk(tmp_path, size):
+    path, previous = tmp_path / "last.pt", tmp_path / "previous.pt"
+    path.write_bytes(b"good")
+    previous.write_bytes(b"older")
+    (tmp_path / ".last.pt.tmp").symlink_to("/dev/full")
+    text = message(checkpoint.write, path, bytes(size), previous)
+    assert text == f"can't write {path} (No space left on device); {path} is as it was"
+    assert (path.read_bytes(), previous.read_bytes()) == (b"good", b"older")
+    assert names(tmp_path) == ["last.pt", "previous.pt"]
+
+    other = tmp_path / "other.pt"  # which isn't there yet
+    (tmp_path / ".other.pt.tmp").symlink_to("/dev/full")
+    assert message(checkpoint.write, other, bytes(size)) == f"can't write {other} (No space left on device)"
+    assert names(tmp_path) == ["last.pt", "previous.pt"]
+
+
+def _too_large(folder):
+    keeper = checkpoint.Keeper(folder, model=linear(2.0))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+    text = message(lambda: keeper.save(2, score=0.5))
+    assert "File too large" in text and f"{folder / 'last.pt'} is as it was" in text, text
+
+
+def test_save_to_a_full_disk(tmp_path):
+    saved(tmp_path, 1)
+    content = (tmp_path / "last.pt").read_bytes()
+    assert in_child(_too_large, tmp_path) == 0
+    assert (tmp_path / "last.pt").read_bytes() == content
+    assert names(tmp_path) == [".lock", "last.pt"]
+
+
+def test_missing_folder(tmp_path):
+    path = tmp_path / "gone" / "last.pt"
+    assert message(checkpoint.write, path, b"") == f"can't write {path} (No such file or directory)"
+
+
+def _killed_at(point, folder):
+    """Save step 3, and die at the point-th step of the way: in the middle of a write, before and after a rename..."""
+    passed = [0]
+
+    def pass_point():
+        passed[0] += 1
+        if passed[0] == point:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def with_points(function):
+        def call(*args, **kwargs):
+            pass_point()
+            result = function(*args, **kwargs)
+            pass_point()
+            return result
+
+        return call
+
+    class Halting(io.FileIO):
+        def write(self, content):
+            half = len(content) // 2
+            super().write(content[:half])
+            pass_point()
+            super().write(content[half:])
+            pass_point()
+
+    keeper = checkpoint.Keeper(folder, keep=1, model=linear(3.0))
+    checkpoint.open = Halting  # instead of the built-in one
+    os.fsync, os.replace = with_points(os.fsync), with_points(os.replace)
+    keeper.save(3, score=0.3)
+
+
+def test_killed_at_any_point_of_a_save(tmp_path):
+    steps, code, point = [], -signal.SIGKILL, 0
+    while code:
+        point += 1
+        folder = tmp_path / str(point)
+        keeper = checkpoint.Keeper(saved(folder, 1), keep=1, model=linear(2.0))
+        keeper.save(2, score=0.2)
+        keeper.lock.release()
+        code = in_child(_killed_at, point, folder)
+        assert code in (0, -signal.SIGKILL)
+
+        for path in folder.glob("*.pt"):
+            state = checkpoint.read(path)  # none is half
+            assert state["parts"]["model"]["weight"].unique().tolist() == [state["step"]]
+        path, problems = checkpoint.newest(folder)
+        steps.append(checkpoint.read(path)["step"])
+        assert problems == []
+        model = linear()
+        keeper = checkpoint.Keeper(folder, keep=1, model=model)
+        assert names(folder, ".*.tmp") == []  # tidied up
+        keeper.restore(path)
+        assert model.weight.unique().tolist() == [steps[-1]]
+        keeper.save(4, score=0.4)
+        assert names(folder) == [".lock", "best-0.4000-step-4.pt", "last.pt", "previous.pt"]
+        kept = [checkpoint.read(folder / name)["step"] for name in ("last.pt", "previous.pt")]
+        assert kept in ([4, 2], [4, 3])
+    assert steps == sorted(steps) and set(steps) == {2, 3}  # nothing lost: from one point on the new one counts
+    assert 15 <= point <= 40  # of the two files: two halves, two syncs and the renames, each before and after
+
+
+# ------------------------------------------------------------------------------------------- read: what is not good
+
+
+class Code:
+    """Runs when it is unpickled without care."""
+
+    def __init__(self, marker):
+        self.marker = marker
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.marker),)
+
+
+def test_missing(tmp_path):
+    path = tmp_path / "nope.pt"
+    assert message(checkpoint.read, path) == f"can't read {path} (No such file or directory)"
+    assert f"can't read {tmp_path} (" in message(checkpoint.read, tmp_path)
+
+
+def in_old_format(path):
+    state = {"step": 1, "config": {}, "parts": {}, "random": []}
+    torch.save(state, path, _use_new_zipfile_serialization=False)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda path: path.write_text("step 1\n"), "is corrupt, or no checkpoint ("),
+        (lambda path: path.write_bytes(b""), "is corrupt, or no checkpoint ("),
+        (in_old_format, "is corrupt, or no checkpoint ("),
+        (lambda path: torch.save(linear().state_dict(), path), "has config, parts, random, step"),
+        (lambda path: torch.save(torch.zeros(3), path), "is no checkpoint of this program"),
+        (lambda path: torch.save([], path), "is no checkpoint of this program"),
+    ],
+    ids=["text", "empty", "old format", "state dict", "tensor", "list"],
+)
+def test_another_file(tmp_path, make, words):
+    path = tmp_path / "file.pt"
+    make(path)
+    text = message(checkpoint.read, path)
+    assert text.startswith(f"{path} is ") and words in text
+
+
+def test_foreign_code_does_not_run(tmp_path):
+    path, marker = tmp_path / "evil.pt", tmp_path / "marker"
+    torch.save({"step": 1, "config": Code(marker), "parts": {}, "random": []}, path)
+    assert message(checkpoint.read, path).startswith(f"{path} is no checkpoint of this program: it holds more than ")
+    assert not marker.exists()
+    torch.load(path, weights_only=False)
+    assert marker.exists()  # it would have run
+
+
+def equal(one, other):
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(equal, one, other))
+    return one == other
+
+
+def test_one_flipped_bit_in_a_tensor(tmp_path):
+    path = saved(tmp_path, 1.2345) / "last.pt"
+    content = path.read_bytes()
+    weights = torch.full((2, 2), 1.2345).numpy().tobytes()
+    start = content.index(weights)
+    assert content.count(weights) == 1
+    for bit in range(8 * len(weights)):
+        flipped = bytearray(content)
+        flipped[start + bit // 8] ^= 1 << bit % 8
+        path.write_bytes(flipped)
+        assert "is corrupt, or no checkpoint (wrong checksum of " in message(checkpoint.read, path)
+
+
+def test_one_flipped_byte_anywhere(tmp_path):
+    # In a part of the file that means nothing it may go unseen: then all that is read must be as it was.
+    path = saved(tmp_path, 1) / "last.pt"
+    content, state = path.read_bytes(), checkpoint.read(path)
+    with zipfile.ZipFile(path) as archive:
+        directory = archive.start_dir
+    for place in [*range(0, directory, 31), *range(directory, len(content))]:
+        flipped = bytearray(content)
+        flipped[place] ^= 0xFF
+        path.write_bytes(flipped)
+        try:
+            assert equal(checkpoint.read(path), state), place
+        except checkpoint.CheckpointError as problem:
+            assert str(problem).isprintable() and str(path) in str(problem)
+
+
+def test_truncated_anywhere(tmp_path):
+    path = saved(tmp_path, 1) / "last.pt"
+    content = path.read_bytes()
+    for length in {*range(0, len(content), 97), len(content) - 1}:
+        path.write_bytes(content[:length])
+        assert f"{path} is corrupt, or no checkpoint (" in message(checkpoint.read, path)
+
+
+# ------------------------------------------------------------------------------------------- newest, after an accident
+
+
+def spoil(path):
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def test_newest_is_last(tmp_path):
+    saved(tmp_path, 1, 2)
+    spoil(tmp_path / "previous.pt")  # nobody asks
+    assert checkpoint.newest(tmp_path) == (tmp_path / "last.pt", [])
+
+
+def test_newest_without_last(tmp_path):
+    # As if killed between the two renames.
+    saved(tmp_path, 1, 2)
+    (tmp_path / "last.pt").unlink()
+    assert checkpoint.newest(tmp_path) == (tmp_path / "previous.pt", [])
+
+
+def folder_with_best(folder):
+    """last.pt of step 30, previous.pt of 20; the best of 10 and 25."""
+    keeper = checkpoint.Keeper(folder, model=linear())
+    for step, score in (10, 0.5), (20, None), (25, 0.6), (20, None), (30, None):
+        keeper.save(step, score)
+    keeper.lock.release()
+    return folder
+
+
+def test_newest_when_last_is_corrupt(tmp_path):
+    folder_with_best(tmp_path)
+    spoil(tmp_path / "last.pt")
+    path, problems = checkpoint.newest(tmp_path)
+    assert path == tmp_path / "best-0.6000-step-25.pt"  # by step; not the first, not the last of the names
+    assert len(problems) == 1 and f"{tmp_path / 'last.pt'} is corrupt" in problems[0]
+
+    spoil(path)
+    path, problems = checkpoint.newest(tmp_path)
+    assert path == tmp_path / "previous.pt" and len(problems) == 2
+
+
+def test_newest_of_none(tmp_path):
+    assert message(checkpoint.newest, tmp_path) == f"there is no checkpoint in {tmp_path}"
+    folder_with_best(tmp_path)
+    for path in tmp_path.glob("*.pt"):
+        spoil(path)
+    text = message(checkpoint.newest, tmp_path)
+    assert all(f"{tmp_path / name} is corrupt" in text for name in names(tmp_path, "*.pt"))
+
+
+def test_a_corrupt_last_does_not_push_out_the_good_one(tmp_path):
+    saved(tmp_path, 1, 2)
+    spoil(tmp_path / "last.pt")
+    corrupt = (tmp_path / "last.pt").read_bytes()
+    path, _ = checkpoint.newest(tmp_path)
+    assert path == tmp_path / "previous.pt"
+    model = linear()
+    keeper = checkpoint.Keeper(tmp_path, model=model)
+    assert keeper.restore(path)["step"] == 1 and model.weight.unique().tolist() == [1]
+    assert (tmp_path / "last.pt.corrupt").read_bytes() == corrupt
+    assert checkpoint.newest(tmp_path) == (path, [])
+    keeper.save(5)
+    kept = {name: checkpoint.read(tmp_path / name)["step"] for name in names(tmp_path, "*.pt")}
+    assert kept == {"last.pt": 5, "previous.pt": 1}
+
+
+def test_another_runs_checkpoint_leaves_last_alone(tmp_path):
+    other = saved(tmp_path / "other", 7)
+    saved(tmp_path / "mine", 1)
+    keeper = checkpoint.Keeper(tmp_path / "mine", model=linear())
+    assert keeper.restore(other / "last.pt")["step"] == 7
+    assert names(tmp_path / "mine", "*.pt*") == ["last.pt"]
+
+
+# -------------------------------------------------------------------------------------- what doesn't fit, on all ranks
+
+
+def _misfits(rank, n, folder):
+    """Every one is the same error on all ranks, and the group still works."""
+    cases = [
+        ("last.pt", {"model": linear(outputs=3)}, "last.pt doesn't fit this model (", "size mismatch"),
+        ("last.pt", {"model": nn.Linear(2, 2)}, "last.pt doesn't fit this model (", "bias"),
+        ("last.pt", {"net": linear()}, "last.pt doesn't fit this net (", "net"),
+        ("nope.pt", {"model": linear()}, "can't read ", "No such file"),
+        ("text.pt", {"model": linear()}, "text.pt is corrupt, or no checkpoint (", ""),
+    ]
+    for name, parts, *words in cases:
+        keeper = checkpoint.Keeper(folder, **parts)
+        text = message(keeper.restore, folder / name if rank == 0 else None)
+        assert all(word in text for word in words), text
+        said = torch.tensor(list(text.encode()))
+        assert all(torch.equal(other, said) for other in dist.gather(said))
+        if rank == 0:
+            keeper.lock.release()
+
+
+@WORLDS
+def test_what_does_not_fit_is_one_error_on_all_ranks(tmp_path, n):
+    saved(tmp_path, 1)
+    (tmp_path / "text.pt").write_text("?")
+    run(_misfits, n, tmp_path)
+
+
+# ------------------------------------------------------------------------------------------------- one at a time
+
+
+def _hold(folder, pipe):
+    keeper = checkpoint.Keeper(folder, model=linear())
+    pipe.send("held")
+    pipe.recv()
+    keeper.save(1)
+    os._exit(0)
+
+
+def test_lock(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "LOCK_TIMEOUT", 0.3)
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    holder = context.Process(target=_hold, args=(tmp_path, theirs))
+    holder.start()
+    try:
+        assert ours.recv() == "held"
+        (tmp_path / ".last.pt.tmp").write_text("half")  # the holder's, which is at work
+        started = time.monotonic()
+        text = message(lambda: checkpoint.Keeper(tmp_path, model=linear()))
+        assert 0.3 <= time.monotonic() - started < 3
+        assert text == f"another process is writing to {tmp_path}: end it first"
+        assert (tmp_path / ".last.pt.tmp").exists()
+    finally:
+        holder.kill()  # gives it no chance to let go
+        holder.join()
+    checkpoint.Keeper(tmp_path, model=linear())
+    assert names(tmp_path) == [".lock"]  # and what was left half is gone
+
+
+def test_waits_for_the_processes_of_a_killed_run(tmp_path):
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    holder = context.Process(target=_hold, args=(tmp_path, theirs))
+    holder.start()
+    assert ours.recv() == "held"
+    ours.send("go on")
+    try:
+        checkpoint.Keeper(tmp_path, model=linear())
+        assert checkpoint.read(tmp_path / "last.pt")["step"] == 1  # it came after the other's last word
+    finally:
+        holder.join()
+
+
+# ------------------------------------------------------------------------------------------- stopped, and restarted
+
+
+def _told(rank, n, which):
+    stop = checkpoint.Preemption()
+    assert not stop
+    answers = []
+    for call in range(4):
+        if call == 2 and rank == which:
+            os.kill(os.getpid(), signal.SIGTERM)
+        answers.append(stop.agreed())
+    assert bool(stop) == (rank == which)
+    assert answers == [False, False, True, True]  # on every rank, whoever was told
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # by which multiprocessing ends this process
+
+
+@WORLDS
+def test_sigterm_to_one_rank_is_agreed_on_at_the_same_call(n):
+    run(_told, n, n - 1)
+
+
+VARIABLES = (
+    ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_PORT")
+    + ("SLURM_STEP_ID", "SLURM_JOB_ID", "SLURM_RESTART_COUNT")
+)  # fmt: skip
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "id", "TORCHELASTIC_RESTART_COUNT": "0"}
+SRUN = {"SLURM_JOB_ID": "5", "SLURM_STEP_ID": "0"}
+AGAIN = {"TORCHELASTIC_RESTART_COUNT": "1", "SLURM_RESTART_COUNT": "1"}
+
+
+@pytest.fixture
+def start(monkeypatch):
+    """start(variables): as if this process had just been started with these."""
+
+    def start(variables):
+        for name in VARIABLES:
+            monkeypatch.delenv(name, raising=False)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+
+    return start
+
+
+@pytest.mark.parametrize("variables", [TORCHRUN, SRUN, {**TORCHRUN, **SRUN}], ids=["torchrun", "srun", "both"])
+def test_a_restarted_run_finds_its_folder(tmp_path, start, variables):
+    folder = tmp_path / "the run"
+    folder.mkdir()
+    start(variables)
+    assert checkpoint.interrupted(tmp_path) is None
+    checkpoint.note_run(folder)
+    (note,) = names(tmp_path, ".run-*")
+    assert note == (".run-id" if "TORCHELASTIC_RUN_ID" in variables else ".run-5.0")
+    start({**variables, **AGAIN})
+    assert checkpoint.interrupted(tmp_path) == folder
+    assert checkpoint.interrupted(tmp_path) == folder  # and once more, should it be stopped before it can note it
+    checkpoint.note_run(folder)
+    checkpoint.note_run(folder, done=True)
+    assert names(tmp_path) == ["the run"]
+    assert checkpoint.interrupted(tmp_path) is None
+
+
+@pytest.mark.parametrize("variables", [TORCHRUN, SRUN], ids=["torchrun", "srun"])
+def test_a_first_start_forgets_an_earlier_runs_note(tmp_path, start, variables):
+    start(variables)
+    checkpoint.note_run(tmp_path / "earlier")
+    assert checkpoint.interrupted(tmp_path) is None
+    start({**variables, **AGAIN})
+    assert checkpoint.interrupted(tmp_path) is None
+    assert names(tmp_path) == []
+
+
+def test_runs_of_other_names_are_told_apart(tmp_path, start):
+    starts = [
+        {**TORCHRUN, "TORCHELASTIC_RUN_ID": "other"},
+        {**TORCHRUN, "TORCHELASTIC_RUN_ID": "none", "MASTER_PORT": "1"},  # torchrun's, if it was given none
+        {**TORCHRUN, "TORCHELASTIC_RUN_ID": "none", "MASTER_PORT": "2"},
+        {**TORCHRUN, "TORCHELASTIC_RUN_ID": "../a b"},
+        {**SRUN, "SLURM_JOB_ID": "6"},
+        {**SRUN, "SLURM_STEP_ID": "1"},
+        SRUN,
+    ]
+    for number, variables in enumerate(starts):
+        start(variables)
+        checkpoint.note_run(tmp_path / str(number))
+    assert len(names(tmp_path, ".run-*")) == len(starts) == len(names(tmp_path))
+    for number, variables in enumerate(starts):
+        start({**variables, **AGAIN})
+        assert checkpoint.interrupted(tmp_path) == tmp_path / str(number)
+
+
+def test_without_a_launcher_that_restarts_nothing_is_noted(tmp_path, start):
+    start({})
+    checkpoint.note_run(tmp_path / "run")
+    assert names(tmp_path) == []
+    assert checkpoint.interrupted(tmp_path) is None
+    start({"TORCHELASTIC_RUN_ID": "id", "TORCHELASTIC_RESTART_COUNT": "2"})  # but nothing was noted
+    assert checkpoint.interrupted(tmp_path) is None
