@@ -46,12 +46,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock, Timeout
+from filelock import AcquireReturnProxy, FileLock, Timeout
 from torch import distributed as torch_dist
 
 import distributed as dist
 
 LOCK_TIMEOUT = 10  # seconds to wait for the processes of a killed run to be gone
+_BEST = r"best-(-?[\d.]+)-step-(\d+)\.pt"
 _KEYS = {"step", "config", "parts", "random"}
 
 
@@ -93,7 +94,8 @@ def read(path: Path) -> dict:
     """The checkpoint in this file, on the CPU.  CheckpointError if it is missing, corrupt, or something else."""
     try:
         with zipfile.ZipFile(path) as archive:  # torch's format; torch.load itself doesn't compare the checksums
-            damaged = archive.testzip()
+            # An attribute, which torch never sets, would make it take a tensor for a folder, and not read it.
+            damaged = archive.testzip() or next((e.filename for e in archive.infolist() if e.external_attr), None)
         if damaged:
             raise ValueError(f"wrong checksum of {damaged}")
         state = torch.load(path, map_location="cpu", weights_only=True)
@@ -102,11 +104,25 @@ def read(path: Path) -> dict:
     except pickle.UnpicklingError:  # weights_only refuses it
         raise CheckpointError(f"{path} is no checkpoint of this program: it holds more than tensors and data") from None
     except Exception as problem:  # whatever a damaged file leads to
-        reason = str(problem).strip().partition("\n")[0][:100] or type(problem).__name__
-        raise CheckpointError(f"{path} is corrupt, or no checkpoint ({reason})") from None
+        raise CheckpointError(f"{path} is corrupt, or no checkpoint ({_reason(problem)})") from None
     if not isinstance(state, dict) or not state.keys() >= _KEYS:
         raise CheckpointError(f"{path} is no checkpoint of this program, which has {', '.join(sorted(_KEYS))}")
     return state
+
+
+def _reason(problem: Exception) -> str:
+    """torch.load's, or zipfile's, in a few words."""
+    foreign = re.search(r"GLOBAL (\S+)", str(problem))
+    reason = f"it holds a {foreign[1]}" if foreign else str(problem).strip().partition("\n")[0][:100]
+    return re.sub(r"[^ -~]", "?", reason) or type(problem).__name__
+
+
+def locked(folder: Path) -> AcquireReturnProxy:
+    """Let no other process write to this run's folder: until this one ends, however it ends; or inside a `with`."""
+    try:
+        return FileLock(folder / ".lock").acquire(timeout=LOCK_TIMEOUT)
+    except Timeout:
+        raise CheckpointError(f"another process is writing to {folder}: end it first") from None
 
 
 def newest(folder: Path) -> tuple[Path, list[str]]:
@@ -143,11 +159,7 @@ class Keeper:
         self.parts = {name: dist.unwrap_model(part) for name, part in parts.items()}
         if dist.is_primary():
             self.folder.mkdir(parents=True, exist_ok=True)
-            self.lock = FileLock(self.folder / ".lock")  # the system opens it when this process ends, however it ends
-            try:
-                self.lock.acquire(timeout=LOCK_TIMEOUT)
-            except Timeout:
-                raise CheckpointError(f"another process is writing to {self.folder}: end it first") from None
+            self.lock = locked(self.folder).lock
             for temporary in self.folder.glob(".*.tmp"):  # of one that was killed
                 temporary.unlink()
 
@@ -199,7 +211,7 @@ class Keeper:
         parts = {name: part.state_dict() for name, part in self.parts.items()}
         buffer = io.BytesIO()
         torch.save({**extra, "step": step, "config": self.config, "parts": parts, "random": random}, buffer)
-        content = buffer.getvalue()
+        content, last = buffer.getvalue(), self.folder / "last.pt"
         try:
             torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
         except pickle.UnpicklingError as problem:
@@ -207,17 +219,21 @@ class Keeper:
             raise TypeError(f"{kind[1]} can't be read back from a checkpoint: make it a number, a string...") from None
         if score is not None:
             best = self.folder / f"best-{score:.4f}-step-{step}.pt"
-            ranked = sorted({best, *self.folder.glob("best-*.pt")}, key=_rank_of, reverse=True)
+            others = [path for path in self.folder.glob("best-*.pt") if re.fullmatch(_BEST, path.name)]
+            ranked = sorted({best, *others}, key=_rank_of, reverse=True)
             if best in ranked[: self.keep]:
-                write(best, content)
+                try:
+                    write(best, content)
+                except CheckpointError as problem:
+                    raise CheckpointError(f"{problem}; {last} is as it was" if last.exists() else problem) from None
             for worse in ranked[self.keep :]:
                 worse.unlink(missing_ok=True)
-        write(self.folder / "last.pt", content, previous=self.folder / "previous.pt")
+        write(last, content, previous=self.folder / "previous.pt")
 
 
 def _rank_of(best: Path) -> tuple[float, int]:
     """Of best-0.9412-step-970.pt: its score; among equal ones the earlier is the better."""
-    _, score, _, step = best.stem.split("-")
+    score, step = re.fullmatch(_BEST, best.name).groups()
     return float(score), -int(step)
 
 

@@ -16,8 +16,10 @@ import importlib.util
 import io
 import json
 import os
+import signal
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import torch
@@ -73,7 +75,9 @@ def build(name: str, width: int | None) -> nn.Module:
     if name == "resnet9":
         return resnet9(width)
     options = {"image_size": 32} if name.startswith("vit_") else {"aux_logits": False} if name == "googlenet" else {}
-    model = torchvision.models.get_model(name, weights=None, num_classes=10, **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of how two of them will be initialised one day
+        model = torchvision.models.get_model(name, weights=None, num_classes=10, **options)
     if name == "resnet18":  # the usual first layer for small pictures: its own and the pooling would quarter them
         model.conv1, model.maxpool = nn.Conv2d(3, 64, 3, padding=1, bias=False), nn.Identity()
     return model
@@ -165,8 +169,12 @@ class Report:
         if clearml:
             from clearml import Task
 
+            # Its reporting process, forked while a thread of it starts git, may keep that thread waiting for ever.
+            Task._report_subprocess_enabled = False
+            handler, options = signal.getsignal(signal.SIGTERM), {"auto_resource_monitoring": False}
             try:
-                self.task = Task.init("cifar10_ddp", folder.name, reuse_last_task_id=False)
+                self.task = Task.init("cifar10_ddp", folder.name, reuse_last_task_id=False, **options)
+                signal.signal(signal.SIGTERM, handler)  # its own would first close the task, for seconds
             except Exception as problem:  # no server, no credentials
                 reason = str(problem).strip().partition("\n")[0]
                 sys.exit(f"--clearml: {reason} (CLEARML_OFFLINE_MODE=1 needs no server)")
@@ -320,7 +328,7 @@ def run(local_rank, world_size, args):
     log(f"global batch {world_size * batch_size} = {world_size} x {batch_size}; everything is in {folder}")
     if state:
         log(f"resuming {args.start} at epoch {epoch + 1}, batch {batch} of {steps}")
-    if not args.folder:
+    if not dist.all_reduce(torch.tensor(bool(args.folder))):  # under torchrun only rank 0 has it
         save()  # at once: a disk that can't be written to is noticed before the work
     if dist.is_primary():
         checkpoint.note_run(folder)
@@ -424,7 +432,8 @@ def find_start(args, processes):
     path = checkpoint.interrupted(output_dir) or (args.resume and Path(args.resume))
     if path and path.is_dir():
         args.folder = path
-        args.start, problems = checkpoint.newest(path)
+        with checkpoint.locked(path):  # the last process of a killed run may be writing still
+            args.start, problems = checkpoint.newest(path)
         for problem in problems:
             print(f"{problem}: going on from {args.start}", file=sys.stderr)
     elif path:

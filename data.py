@@ -136,6 +136,7 @@ def loader(dataset: Images, batch_size: int, sampler: Sampler, drop_last: bool =
     drop_last leaves out a last batch that is not whole.
     """
     options = {"collate_fn": _as_it_is, "pin_memory": torch.cuda.is_available(), "drop_last": drop_last}
+    options["generator"] = torch.Generator()  # or each pass would draw from the numbers that dropout uses
     return DataLoader(dataset, batch_size, sampler=sampler, **options)
 
 
