@@ -185,13 +185,28 @@ def case(method, phase, target, signame, folder, seen):
         return f"exit code {code}, expected {expected}; printed {output!r}, expected one line: {line!r}"
 
 
-CASES = [
+ALL_CASES = [
     *itertools.product(["fork"], PHASES, ["parent", "worker", "terminal", "background"], SIGNALS),
     *itertools.product(["spawn"], ["start", "collective"], ["parent", "background"], ["SIGINT", "SIGTERM", "SIGKILL"]),
     *itertools.product(["spawn"], ["collective"], ["worker", "terminal"], ["SIGINT", "SIGKILL"]),
     ("spawn", "start", "terminal", "SIGINT"),
     *itertools.product(["torchrun"], ["collective"], ["parent", "worker"], ["SIGTERM", "SIGKILL"]),
 ]
+CASES = (
+    ALL_CASES
+    if os.environ.get("ALL_FAULTS")
+    else [  # the whole matrix takes a minute: ALL_FAULTS=1
+        *itertools.product(["fork"], PHASES, ["parent", "worker"], SIGNALS),
+        *itertools.product(["fork"], PHASES, ["terminal", "background"], ["SIGINT"]),
+        ("spawn", "start", "parent", "SIGTERM"),
+        ("spawn", "start", "terminal", "SIGINT"),
+        ("spawn", "collective", "background", "SIGINT"),
+        ("spawn", "collective", "parent", "SIGKILL"),
+        ("spawn", "collective", "worker", "SIGKILL"),
+        ("torchrun", "collective", "parent", "SIGTERM"),
+        ("torchrun", "collective", "worker", "SIGKILL"),
+    ]
+)
 
 
 @pytest.mark.timeout(300)

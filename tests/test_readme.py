@@ -24,6 +24,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
@@ -204,10 +205,15 @@ def test_what_is_taken_from_the_files_equals_them(kind, what, shown):
 @pytest.mark.timeout(300)  # bf16 on a CPU without bf16 instructions takes a while
 @pytest.mark.parametrize(("kind", "what", "shown"), blocks("output"))
 def test_what_a_program_prints(kind, what, shown):
+    from cifar10_ddp import fast_dtype
+
+    if what.startswith("mnist_amp.py") and fast_dtype(torch.device("cpu")) == torch.float32:
+        pytest.skip("this CPU has no bf16 instructions: it would take minutes")
     printed = generate(kind, what)
     assert masked(shown) == masked(printed), REWRITE
     for before, now in zip(re.findall(r"([\d.]+)% ", shown)[-1:], re.findall(r"([\d.]+)% ", printed)[-1:], strict=True):
         assert float(now) == pytest.approx(float(before), abs=3 if "dry-run" not in what else 100), REWRITE
+        assert what != "mnist_ddp.py --dataset synthetic" or float(now) >= 97  # the promise for this data
 
 
 def test_figures_are_masked_and_nothing_else():
