@@ -42,7 +42,7 @@ MUST_MATCH = (  # what a run can't change when it is resumed: the result would b
 
 def conv(inputs, outputs, *more):
     return nn.Sequential(
-        nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU(), *more
+        nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU(inplace=True), *more
     )
 
 
