@@ -192,8 +192,11 @@ class Keeper:
             if "cuda" in random and torch.cuda.is_available():
                 torch.cuda.set_rng_state(random["cuda"])
         last = self.folder / "last.pt"
-        if dist.is_primary() and path.parent == self.folder and path != last and last.exists():
-            os.replace(last, last.with_suffix(".pt.corrupt"))  # or the next `save` would put it in previous.pt's place
+        if dist.is_primary() and path != last and last.exists():
+            try:
+                read(last)
+            except CheckpointError:  # out of the way, or the next `save` would put it in previous.pt's place
+                os.replace(last, last.with_suffix(".pt.corrupt"))
         return state
 
     def save(self, step: int, score: float | None = None, **extra: Any) -> None:

@@ -182,15 +182,20 @@ class Report:
         checkpoint.write(folder / "config.json", (json.dumps(config, indent=2) + "\n").encode())
         # What another attempt has written of the epochs to come doesn't count.
         self.events = SummaryWriter(str(folder), purge_step=len(history) + 1)
+        if history:
+            self.write_table()
 
-    def add(self, row: dict) -> None:
-        self.history.append(row)
+    def write_table(self) -> None:
         names = list(dict.fromkeys(name for row in self.history for name in row))
         text = io.StringIO()
         table = csv.DictWriter(text, names, lineterminator="\n")
         table.writeheader()
         table.writerows(self.history)
         checkpoint.write(self.folder / "metrics.csv", text.getvalue().encode())
+
+    def add(self, row: dict) -> None:
+        self.history.append(row)
+        self.write_table()
         for name, value in row.items():
             if name != "epoch":
                 self.events.add_scalar(name.replace("_", "/", 1), value, row["epoch"])
@@ -250,8 +255,9 @@ def new_folder(args, world_size: int) -> Path:
 def main(local_rank, world_size, args):
     try:
         run(local_rank, world_size, args)
-    except checkpoint.CheckpointError as problem:
-        sys.exit(f"{Path(__file__).name}: error: {problem}")
+    except checkpoint.CheckpointError as problem:  # a full disk, say
+        again = f": mend that, then go on with --resume {args.folder}" if args.folder else ""
+        sys.exit(f"{Path(__file__).name}: error: {problem}{again}")
 
 
 def run(local_rank, world_size, args):
@@ -309,10 +315,8 @@ def run(local_rank, world_size, args):
 
     def save(score=None):  # a collective
         position = {"epoch": epoch, "batch": batch, "sums": torch.stack(dist.gather(sums)), "history": history}
-        try:
-            keeper.save(epoch * steps + batch, score, **position)
-        except checkpoint.CheckpointError as problem:
-            raise checkpoint.CheckpointError(f"{problem}: make room, then go on with --resume {folder}") from None
+        keeper.save(epoch * steps + batch, score, **position)
+        args.folder = folder  # from now on there is something to go on with
 
     def stop_if_told():  # a collective
         if stop.agreed():

@@ -332,7 +332,8 @@ import torch
 batches = data.batches
 def noted(loader, device):
     if isinstance(loader.dataset, data.Augmented):
-        torch.save((loader.sampler.epoch, loader.dataset.draws), f"epoch-{loader.sampler.epoch}")
+        sampler = loader.sampler
+        torch.save([sampler.seed, sampler.epoch, loader.dataset.draws], f"epoch-{sampler.epoch}")
     return batches(loader, device)
 data.batches = noted
 """
@@ -345,8 +346,10 @@ def test_validate_every(run, tmp_path):
     digits = data.Augmented(data.Images(torch.zeros(48, 3, 32, 32), torch.zeros(48), (0,) * 3, (1,) * 3), seed=5)
     for epoch in range(3):  # another order and another augmentation each epoch
         digits.set_epoch(epoch)
-        of_sampler, draws = torch.load(tmp_path / "cwd" / f"epoch-{epoch}")
-        assert of_sampler == epoch and torch.equal(draws, digits.draws)
+        *of_sampler, draws = torch.load(tmp_path / "cwd" / f"epoch-{epoch}")
+        assert of_sampler == [5, epoch] and torch.equal(draws, digits.draws)
+        digits.set_epoch(epoch + 1)
+        assert not torch.equal(draws, digits.draws)
     folder = the_folder(tmp_path / "cwd")
     with open(folder / "metrics.csv", newline="") as file:
         table = list(csv.DictReader(file))
