@@ -104,17 +104,11 @@ def read(path: Path) -> dict:
     except pickle.UnpicklingError:  # weights_only refuses it
         raise CheckpointError(f"{path} is no checkpoint of this program: it holds more than tensors and data") from None
     except Exception as problem:  # whatever a damaged file leads to
-        raise CheckpointError(f"{path} is corrupt, or no checkpoint ({_reason(problem)})") from None
+        reason = re.sub(r"[^ -~]", "?", str(problem).strip().partition("\n")[0][:100]) or type(problem).__name__
+        raise CheckpointError(f"{path} is corrupt, or no checkpoint ({reason})") from None
     if not isinstance(state, dict) or not state.keys() >= _KEYS:
         raise CheckpointError(f"{path} is no checkpoint of this program, which has {', '.join(sorted(_KEYS))}")
     return state
-
-
-def _reason(problem: Exception) -> str:
-    """torch.load's, or zipfile's, in a few words."""
-    foreign = re.search(r"GLOBAL (\S+)", str(problem))
-    reason = f"it holds a {foreign[1]}" if foreign else str(problem).strip().partition("\n")[0][:100]
-    return re.sub(r"[^ -~]", "?", reason) or type(problem).__name__
 
 
 def locked(folder: Path) -> AcquireReturnProxy:
@@ -260,7 +254,7 @@ class Preemption:
     def __init__(self) -> None:
         self.asked, self.group = False, None
         signal.signal(signal.SIGTERM, self._ask)
-        if dist.get_world_size() > 1:  # on the CPU, so that no GPU waits for it; with torch's own time-out for a start
+        if dist.get_world_size() > 1:  # on the CPU, so that no GPU waits for it
             timeout = timedelta(seconds=float(os.environ.get("DIST_TIMEOUT", dist.TIMEOUT)))
             self.group = torch_dist.new_group(backend="gloo", timeout=timeout)
 

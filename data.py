@@ -86,8 +86,7 @@ class Augmented(Images):
         self.draws = torch.stack(draws, dim=1)
 
     def __getitems__(self, indices: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        index = torch.tensor(indices)
-        return self.images[index], self.labels[index], self.draws[index]
+        return *super().__getitems__(indices), self.draws[indices]
 
 
 def augment(images: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
