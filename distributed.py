@@ -223,7 +223,9 @@ def init_process_group(
         serve = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # else torchrun serves it
         wait = timedelta(seconds=timeout)
         _store = torch_dist.TCPStore(address, port, world_size, serve, wait, wait_for_workers=False, multi_tenant=True)
-    store = torch_dist.PrefixStore(f"group {_store.add(f'groups of {rank}', 1)}", _store)  # a second group, other keys
+    # Other keys for a second group, and for each attempt: torchrun's store outlives those that ended before they met.
+    attempt = f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT')}"
+    store = torch_dist.PrefixStore(f"{attempt} group {_store.add(f'{attempt} groups of {rank}', 1)}", _store)
     place = f"machine {os.environ.get('GROUP_RANK') or os.environ.get('SLURM_NODEID') or socket.gethostname()}"
     gpu = f"of {place}, {rank}"
     if backend == "nccl":  # torch 2.4 doesn't tell a GPU's uuid
@@ -265,9 +267,10 @@ def _lost(world: World) -> list[int]:
     deadline = time.monotonic() + 5
     try:  # over a new connection: on one that was cut, every call hangs
         store = torch_dist.TCPStore(*_meeting_point(world), is_master=False, timeout=timedelta(seconds=5))
-        store.set(f"still here {world.rank}", "")
+        still_here = f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT')} still here"
+        store.set(f"{still_here} {world.rank}", "")
         while lost and time.monotonic() < deadline:
-            lost = [rank for rank in lost if not store.check([f"still here {rank}"])]
+            lost = [rank for rank in lost if not store.check([f"{still_here} {rank}"])]
             time.sleep(0.1)
         return lost
     except RuntimeError:  # rank 0's machine is out of reach, and so are the others
