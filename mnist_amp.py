@@ -63,10 +63,10 @@ def main(local_rank, world_size, args):
     log, device = dist.print_primary, dist.get_device()
     torch.manual_seed(args.seed)  # the same initial weights in every process
 
-    train_set, test_set = data.load(args.dataset, args.data_dir, 2 * args.batch_size if args.dry_run else None)
+    batch_size = args.batch_size // world_size  # this process's share of the global batch
+    train_set, test_set = data.load(args.dataset, args.data_dir, 2 * batch_size * world_size if args.dry_run else None)
     train_sampler = dist.data_sampler(train_set, distributed=True)
     test_sampler = dist.data_sampler(test_set, distributed=True, shuffle=False, pad=False)
-    batch_size = args.batch_size // world_size  # this process's share of the global batch
     train_loader = data.loader(train_set, batch_size, train_sampler)
     test_loader = data.loader(test_set, batch_size, test_sampler)
 

@@ -58,10 +58,10 @@ def main(args):
     world_size, log, device = 1, print, torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(args.seed)  # the same initial weights in every process
 
-    train_set, test_set = data.load(args.dataset, args.data_dir, 2 * args.batch_size if args.dry_run else None)
+    batch_size = args.batch_size // world_size  # this process's share of the global batch
+    train_set, test_set = data.load(args.dataset, args.data_dir, 2 * batch_size * world_size if args.dry_run else None)
     train_sampler = torch.utils.data.RandomSampler(train_set)
     test_sampler = torch.utils.data.SequentialSampler(test_set)
-    batch_size = args.batch_size // world_size  # this process's share of the global batch
     train_loader = data.loader(train_set, batch_size, train_sampler)
     test_loader = data.loader(test_set, batch_size, test_sampler)
 

@@ -1,28 +1,19 @@
-"""The scripts as programs: what they print, what they count, that they learn, and how they refuse bad input.
+"""The scripts as programs: what they print, what they count, that they learn, and how they refuse bad input."""
 
-Importing torch takes seconds.  So most runs here are children of one process that has imported it, forked for each run;
-what a user's shell starts is covered by a few true subprocesses, and by the runs of test_readme.py.
-"""
-
-import contextlib
-import json
-import os
 import re
 import socket
-import subprocess
 import sys
 from collections import Counter
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
+from forked import ROOT, Forker, shell
 from torch import nn
 
 import apex_amp
 import distributed as dist
 
-ROOT = Path(__file__).resolve().parent.parent
 MNIST_SCRIPTS = ["mnist_single.py", "mnist_dataparallel.py", "mnist_ddp.py", "mnist_amp.py"]
 DDP_SCRIPTS = ["mnist_ddp.py", "mnist_amp.py"]
 LAUNCHED_SCRIPTS = ["min_DDP.py", *DDP_SCRIPTS]
@@ -33,103 +24,17 @@ def dry(script):
     return () if script == "min_DDP.py" else DRY
 
 
-# No GPU, so that the expectations hold on every machine; one thread, so that every run computes the same sums.
-ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in ("NPROC", "PYTHONPATH")}
-ENVIRONMENT |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "no_proxy": "127.0.0.1"}
-
-FORKER = """
-import json, os, runpy, signal, sys, time, traceback
-import filelock, torch, torchvision, tqdm
-from PIL import ImageFont
-for line in sys.stdin:
-    job = json.loads(line)
-    pid, ended, deadline = os.fork(), 0, time.monotonic() + job["timeout"]
-    if pid == 0:
-        break
-    while not ended:
-        ended, status = os.waitpid(pid, os.WNOHANG)
-        if not ended and time.monotonic() > deadline:
-            os.kill(pid, signal.SIGKILL)  # what it has started ends with it
-            ended, status = os.waitpid(pid, 0)
-        time.sleep(0.005)
-    print(os.waitstatus_to_exitcode(status), flush=True)
-else:
-    sys.exit()
-for fd, (file, mode) in enumerate([(os.devnull, os.O_RDONLY), (job["out"], os.O_WRONLY), (job["err"], os.O_WRONLY)]):
-    os.dup2(os.open(file, mode | os.O_CREAT), fd)
-os.environ.update(job["environment"])
-os.chdir(job["cwd"])
-sys.argv = job["argv"]
-sys.path[0:1] = [os.path.dirname(sys.argv[0]), *job["path"]]
-code = 0
-try:
-    exec(job["before"])
-    runpy.run_path(sys.argv[0], run_name="__main__")
-except SystemExit as end:  # as the interpreter does it
-    code = end.code if isinstance(end.code, int) else int(end.code is not None)
-    if code == 1 and end.code != 1:
-        print(end.code, file=sys.stderr)
-except BaseException:
-    traceback.print_exc()
-    code = 1
-sys.stdout.flush()
-os._exit(code)  # tidying up all of torch's modules would take over a second
-"""
-
-
-class Run(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
 @pytest.fixture(scope="module")
 def forker():
-    process = subprocess.Popen(
-        [sys.executable, "-c", FORKER], env=ENVIRONMENT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    yield process
-    process.communicate()
+    forker = Forker()
+    yield forker
+    forker.end()
 
 
 @pytest.fixture
 def run(forker, tmp_path):
-    """run(script, *args): as `python script args` in an empty folder. `before` is run first, `path` is PYTHONPATH."""
-
-    def run(script, *args, before="", path=(), timeout=30, **environment):
-        cwd = tmp_path / "cwd"
-        cwd.mkdir(exist_ok=True)
-        out, err = tmp_path / "out", tmp_path / "err"
-        out.write_text("")
-        err.write_text("")
-        job = {"argv": [str(ROOT / script), *map(str, args)], "cwd": str(cwd), "path": [str(p) for p in path]}
-        job |= {"out": str(out), "err": str(err), "before": before, "timeout": timeout, "environment": environment}
-        forker.stdin.write(json.dumps(job) + "\n")
-        forker.stdin.flush()
-        code = int(forker.stdout.readline())
-        return Run(code, out.read_text(), err.read_text())
-
-    return run
-
-
-def shell(*command, cwd, timeout=60):
-    # In a group of its own, of which all can be ended if it should hang.
-    process = subprocess.Popen(
-        [sys.executable, *map(str, command)],
-        cwd=cwd,
-        env=ENVIRONMENT,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        out, err = process.communicate(timeout=timeout)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, 9)
-    return Run(process.returncode, out, err)
+    """run(script, *args): as `python script args` in tmp_path/cwd, see Forker.start."""
+    return lambda script, *args, **options: forker.start(tmp_path / "cwd", script, *args, **options).wait()
 
 
 class Epoch(NamedTuple):
@@ -183,7 +88,14 @@ def test_one_process(run, script):
 @pytest.mark.parametrize("script", DDP_SCRIPTS)
 def test_ddp(run, script, world_size):
     (epoch,) = epochs(run(script, *DRY, "--nproc", world_size), banner(script, world_size))
-    assert epoch.count == 400
+    assert epoch.count == 2 * (200 // world_size) * world_size
+
+
+FOURTEEN = """
+import data
+digits = data._digits
+data._digits = lambda count, seed: digits(14, seed)
+"""
 
 
 @pytest.mark.timeout(60)
@@ -191,7 +103,8 @@ def test_ddp(run, script, world_size):
 @pytest.mark.parametrize("script", DDP_SCRIPTS)
 def test_every_test_example_once(run, script, world_size):
     # 14 don't divide by 3: a padded sampler would make them 15.
-    result = run(script, *DRY, "--batch-size", 7, "--nproc", world_size)
+    flags = ("--dataset", "synthetic", "--epochs", 1, "--batch-size", 7, "--nproc", world_size)
+    result = run(script, *flags, before=FOURTEEN)
     assert epochs(result, banner(script, world_size, 7))[0].count == 14
 
 
@@ -245,14 +158,17 @@ torch.optim.SGD.step = noted
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize(("script", "steps"), [("min_DDP.py", 25), ("mnist_ddp.py", 2), ("mnist_amp.py", 2)])
-def test_same_weights_on_every_rank_after_every_step(run, tmp_path, script, steps):
+@pytest.mark.parametrize(
+    ("script", "n", "steps"),
+    [("min_DDP.py", 2, 25), ("mnist_ddp.py", 2, 2), ("mnist_ddp.py", 3, 2), ("mnist_amp.py", 2, 2)],
+)
+def test_same_weights_on_every_rank_after_every_step(run, tmp_path, script, n, steps):
     # Each rank has other data: without DistributedDataParallel the weights part at the first step.
     notes = tmp_path / "notes"
-    result = run(script, *dry(script), "--epochs", 1, "--nproc", 2, before=NOTE_WEIGHTS, NOTES=str(notes))
+    result = run(script, *dry(script), "--epochs", 1, "--nproc", n, before=NOTE_WEIGHTS, NOTES=str(notes))
     assert result.code == 0, result.err
     seen = Counter(notes.read_text().split())
-    assert len(seen) == steps and set(seen.values()) == {2}
+    assert len(seen) == steps and set(seen.values()) == {n}
 
 
 @pytest.mark.timeout(60)
