@@ -11,7 +11,7 @@
     def main_worker(gpu, world_size, last_step):
         dist.init_process_group(gpu, world_size)
         stop = checkpoint.Preemption()                # SIGTERM to any of the processes
-        model = dist.prepare_ddp_model(Net())
+        model = dist.prepare_ddp_model(Net().to(dist.get_device()))
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         keeper = checkpoint.Keeper(Path("run"), model=model, optimizer=optimizer)
         last = Path("run/last.pt")
@@ -40,7 +40,9 @@ import os
 import pickle
 import re
 import signal
+import sys
 import zipfile
+import zlib
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -75,7 +77,15 @@ def write(path: Path, content: bytes, previous: Path | None = None) -> None:
             file.flush()
             os.fsync(file.fileno())  # or the rename may reach the disk before the bytes
         if previous and path.exists():
-            os.replace(path, previous)
+            second = previous.with_name(f".{previous.name}.tmp")
+            second.unlink(missing_ok=True)
+            try:
+                os.link(path, second)  # a second name for it, so that `path` is never missing
+            except OSError:  # on a file system without hard links it is, for a moment
+                os.replace(path, previous)
+            else:
+                os.replace(second, previous)
+                second.unlink(missing_ok=True)  # renaming does nothing if both are the same file
         os.replace(temporary, path)
         with contextlib.suppress(OSError):  # some file systems can't sync a folder
             folder = os.open(path.parent, os.O_RDONLY)
@@ -126,7 +136,7 @@ def newest(folder: Path) -> tuple[Path, list[str]]:
     """
     last, good, problems = folder / "last.pt", {}, []
     for path in [last, *sorted(set(folder.glob("*.pt")) - {last})]:
-        if last in good or (path == last and not path.exists()):  # missing: killed between `write`'s two renames
+        if last in good or (path == last and not path.exists()):  # missing: see `write`
             continue
         try:
             good[path] = read(path)["step"]
@@ -169,7 +179,7 @@ class Keeper:
                 state = read(path)
             except CheckpointError as error:
                 problem = str(error)
-        path, state, problem = _from_primary((path, state, problem))
+        path, state, problem = from_primary((path, state, problem))
         if problem:
             raise CheckpointError(problem)
         if not state:
@@ -196,18 +206,27 @@ class Keeper:
     def save(self, step: int, score: float | None = None, **extra: Any) -> None:
         """Write last.pt, and best-SCORE-step-STEP.pt if the score is among the best `keep` (the higher the better).
 
-        Every rank must call it, after `step` steps.  extra: more to have back; numbers, strings, tensors, lists and
-        dictionaries.  If a file can't be written: CheckpointError on rank 0, with all that was saved before untouched.
+        Every rank must call it, after `step` steps; it returns when rank 0 has written.  extra: more to have back;
+        numbers, strings, tensors, lists and dictionaries.  If a file can't be written: CheckpointError, on all ranks,
+        with all that was saved before untouched.
         """
         random = [{"cpu": state} for state in dist.gather(torch.get_rng_state())]
         if dist.get_device().type == "cuda":
             for mine, state in zip(random, dist.gather(torch.cuda.get_rng_state()), strict=True):
                 mine["cuda"] = state
-        if not dist.is_primary():
-            return
-        parts = {name: part.state_dict() for name, part in self.parts.items()}
+        problem = None
+        if dist.is_primary():
+            parts = {name: part.state_dict() for name, part in self.parts.items()}
+            try:
+                self._write({**extra, "step": step, "config": self.config, "parts": parts, "random": random}, score)
+            except CheckpointError as error:
+                problem = str(error)
+        if problem := from_primary(problem):
+            raise CheckpointError(problem)
+
+    def _write(self, state: dict, score: float | None) -> None:
         buffer = io.BytesIO()
-        torch.save({**extra, "step": step, "config": self.config, "parts": parts, "random": random}, buffer)
+        torch.save(state, buffer)
         content, last = buffer.getvalue(), self.folder / "last.pt"
         try:
             torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
@@ -215,7 +234,7 @@ class Keeper:
             kind = re.search(r"GLOBAL ([\w.]+)", str(problem)) or ["something unknown"] * 2
             raise TypeError(f"{kind[1]} can't be read back from a checkpoint: make it a number, a string...") from None
         if score is not None:
-            best = self.folder / f"best-{score:.4f}-step-{step}.pt"
+            best = self.folder / f"best-{score:.4f}-step-{state['step']}.pt"
             others = [path for path in self.folder.glob("best-*.pt") if re.fullmatch(_BEST, path.name)]
             ranked = sorted({best, *others}, key=_rank_of, reverse=True)
             if best in ranked[: self.keep]:
@@ -234,8 +253,8 @@ def _rank_of(best: Path) -> tuple[float, int]:
     return float(score), -int(step)
 
 
-def _from_primary(value: Any) -> Any:
-    """Rank 0's value, on every rank."""
+def from_primary(value: Any) -> Any:
+    """Rank 0's value, on every rank: anything that can be pickled.  Every rank must call it."""
     box = [value]
     if dist.get_world_size() > 1:
         torch_dist.broadcast_object_list(box, 0)
@@ -277,21 +296,25 @@ class Preemption:
 def _note(output_dir: Path) -> tuple[Path, bool] | None:
     """The file that says, to a run that its launcher may restart, where it was; and whether it was restarted."""
     env = os.environ
-    if "TORCHELASTIC_RUN_ID" in env:  # "none" if torchrun was given no --rdzv-id: then its port tells runs apart
-        run, restarts = env["TORCHELASTIC_RUN_ID"], env.get("TORCHELASTIC_RESTART_COUNT", "0")
-        run += f"-{env.get('MASTER_PORT')}" if run == "none" else ""
-    elif "SLURM_STEP_ID" in env:
-        run, restarts = f"{env.get('SLURM_JOB_ID')}.{env['SLURM_STEP_ID']}", env.get("SLURM_RESTART_COUNT", "0")
+    if "SLURM_JOB_ID" in env:  # first: a job that SLURM requeues starts a new torchrun
+        run = f"{env['SLURM_JOB_ID']}.{env.get('SLURM_STEP_ID', 'batch')}"
+    elif "TORCHELASTIC_RUN_ID" in env:
+        run = env["TORCHELASTIC_RUN_ID"]
+        if run == "none":  # torchrun was given no --rdzv-id: then the meeting point tells runs apart
+            run = f"{env.get('MASTER_ADDR')}-{env.get('MASTER_PORT')}"
     else:
         return None
-    name = re.sub(r"[^\w.-]", "_", f".run-{run}")
-    return output_dir / name, restarts != "0"
+    command = zlib.crc32("\0".join(sys.argv).encode())  # a job may train several times, with other flags
+    name = re.sub(r"[^\w.-]", "_", f".run-{run}-{command:08x}")
+    restarts = env.get("TORCHELASTIC_RESTART_COUNT"), env.get("SLURM_RESTART_COUNT")
+    return output_dir / name, any(count not in (None, "0") for count in restarts)
 
 
 def interrupted(output_dir: Path) -> Path | None:
     """The run's folder, if this is a run that torchrun (--max-restarts) or SLURM (--requeue) has started once more.
 
-    None for any other start, which forgets what an earlier run of the same name has noted.  Call it on rank 0.
+    With the same command line, that is.  None for any other start, which forgets what an earlier one has noted.  Call
+    it on rank 0, which must be on the same machine as before, or on a shared disk.
     """
     file, restarted = _note(output_dir) or (None, False)
     if file and not restarted:
@@ -304,9 +327,9 @@ def interrupted(output_dir: Path) -> Path | None:
 def note_run(folder: Path, done: bool = False) -> None:
     """Note, for `interrupted`, the folder of this run, which must be in its output_dir; or forget it, once it is done.
 
-    Call it on rank 0.
+    Does nothing on other ranks than 0, and where no launcher restarts runs.
     """
-    file, _ = _note(folder.parent) or (None, False)
+    file, _ = (dist.is_primary() and _note(folder.parent)) or (None, False)
     if file and done:
         file.unlink(missing_ok=True)
     elif file:

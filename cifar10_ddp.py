@@ -10,13 +10,9 @@
 """
 
 import argparse
-import csv
 import difflib
 import importlib.util
-import io
-import json
 import os
-import signal
 import sys
 import time
 import warnings
@@ -30,6 +26,7 @@ from torch import nn
 import checkpoint
 import data
 import distributed as dist
+import report
 
 MUST_MATCH = (  # what a run can't change when it is resumed: the result would be another one
     ["dataset", "model", "width", "amp", "epochs", "batch_size", "global_batch", "lr"]
@@ -40,9 +37,11 @@ MUST_MATCH = (  # what a run can't change when it is resumed: the result would b
 # ------------------------------------------------------------------------------------------------------------ models
 
 
-def conv(inputs, outputs, *more):
+def conv(inputs, outputs, *pool):
+    # Pooling first: normalisation and ReLU have a quarter of the work then.  Measured: a third of the time saved, no
+    # accuracy lost.
     return nn.Sequential(
-        nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU(inplace=True), *more
+        nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), *pool, nn.BatchNorm2d(outputs), nn.ReLU(inplace=True)
     )
 
 
@@ -57,7 +56,10 @@ class Scaled(nn.Linear):
 
 
 def resnet9(width: int) -> nn.Module:
-    """The small residual net of David Page's "How to train your ResNet": [N, 3, 32, 32] -> [N, 10]."""
+    """The small residual net of David Page's "How to train your ResNet", with max-pooling before BatchNorm.
+
+    [N, 3, 32, 32] -> [N, 10].
+    """
     w = width
     return nn.Sequential(
         *(conv(3, w), conv(w, 2 * w, nn.MaxPool2d(2)), Residual(conv(2 * w, 2 * w), conv(2 * w, 2 * w))),
@@ -152,103 +154,6 @@ def fast_dtype(device):
     return torch.bfloat16 if {"avx512_bf16", "amx_bf16", "bf16"} & set(flags) else torch.float32
 
 
-# ------------------------------------------------------------------------------------------------- the run's folder
-
-
-class Report:
-    """What a run leaves behind besides its checkpoints: config.json, metrics.csv, TensorBoard's events, curves.png.
-
-    Rank 0 alone has one.  `history` has a dictionary for each epoch; all of it comes from the checkpoint, so that a
-    resumed run's files show no break.
-    """
-
-    def __init__(self, folder: Path, config: dict, history: list[dict], clearml: bool) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # takes a second to import, and only rank 0 needs it
-
-        self.folder, self.history, self.task = folder, history, None
-        if clearml:
-            from clearml import Task
-
-            # Its reporting process, forked while a thread of it starts git, may keep that thread waiting for ever.
-            Task._report_subprocess_enabled = False
-            handler, options = signal.getsignal(signal.SIGTERM), {"auto_resource_monitoring": False}
-            try:
-                self.task = Task.init("cifar10_ddp", folder.name, reuse_last_task_id=False, **options)
-                signal.signal(signal.SIGTERM, handler)  # its own would first close the task, for seconds
-            except Exception as problem:  # no server, no credentials
-                reason = str(problem).strip().partition("\n")[0]
-                sys.exit(f"--clearml: {reason} (CLEARML_OFFLINE_MODE=1 needs no server)")
-            self.task.connect(dict(config))
-        checkpoint.write(folder / "config.json", (json.dumps(config, indent=2) + "\n").encode())
-        # What another attempt has written of the epochs to come doesn't count.
-        self.events = SummaryWriter(str(folder), purge_step=len(history) + 1)
-        if history:
-            self.write_table()
-
-    def write_table(self) -> None:
-        names = list(dict.fromkeys(name for row in self.history for name in row))
-        text = io.StringIO()
-        table = csv.DictWriter(text, names, lineterminator="\n")
-        table.writeheader()
-        table.writerows(self.history)
-        checkpoint.write(self.folder / "metrics.csv", text.getvalue().encode())
-
-    def add(self, row: dict) -> None:
-        self.history.append(row)
-        self.write_table()
-        for name, value in row.items():
-            if name != "epoch":
-                self.events.add_scalar(name.replace("_", "/", 1), value, row["epoch"])
-        self.events.flush()
-
-    def close(self) -> None:
-        self.events.close()
-        checkpoint.write(self.folder / "curves.png", curves(self.history, self.folder.name))
-        if self.task:
-            self.task.upload_artifact("curves", self.folder / "curves.png")
-            self.task.close()
-
-
-def curves(history: list[dict], title: str) -> bytes:
-    """A picture, PNG: losses and accuracies over the epochs."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 4), dpi=120, layout="constrained")
-    losses, accuracies = figure.subplots(1, 2)
-
-    def draw(axes, name, label, scale=1, **style):
-        points = [(row["epoch"], scale * row[name]) for row in history if name in row]
-        axes.plot(*zip(*points, strict=True), label=label, **style)
-
-    draw(losses, "training_loss", "training (augmented, label smoothing)", color="0.6")
-    draw(losses, "train_loss", "train set", color="tab:blue", marker=".")
-    draw(losses, "test_loss", "test set", color="tab:orange", marker=".")
-    draw(accuracies, "train_top1", "train set, top 1", 100, color="tab:blue", marker=".")
-    for k, style in (1, "-"), (3, "--"), (5, ":"):
-        draw(accuracies, f"test_top{k}", f"test set, top {k}", 100, color="tab:orange", marker=".", linestyle=style)
-    best = max(row["test_top1"] for row in history if "test_top1" in row)
-    for axes, label, place in (losses, "loss", "upper right"), (accuracies, "accuracy, %", "lower right"):
-        axes.set(xlabel="epoch", ylabel=label)
-        axes.xaxis.get_major_locator().set_params(integer=True)
-        axes.grid(alpha=0.3)
-        axes.legend(loc=place, frameon=False)
-    figure.suptitle(f"{title}: best test accuracy {best:.2%}")
-    picture = io.BytesIO()
-    figure.savefig(picture, format="png")
-    return picture.getvalue()
-
-
-def new_folder(args, world_size: int) -> Path:
-    backend = torch.distributed.get_backend()
-    name = f"{args.model}-{backend}-{world_size}-{time.strftime('%Y%m%d-%H%M%S')}"
-    for suffix in ("", *(f"-{number}" for number in range(2, 100))):  # two runs may start in one second
-        folder = Path(args.output_dir, name + suffix)
-        if not folder.exists():
-            break
-    folder.mkdir(parents=True)
-    return folder
-
-
 # --------------------------------------------------------------------------------------------------------------- main
 
 
@@ -264,10 +169,11 @@ def run(local_rank, world_size, args):
     dist.init_process_group(local_rank, world_size, args.backend, checked=args.dry_run)
     device, stop = dist.get_device(), checkpoint.Preemption()
 
-    train_set, test_set = data.load(args.dataset, args.data_dir, 2 * args.batch_size if args.dry_run else None, True)
+    batch_size = args.batch_size // world_size  # this process's share of the global batch
+    limit = 2 * batch_size * world_size if args.dry_run else None
+    train_set, test_set = data.load(args.dataset, args.data_dir, limit, colour=True)
     augmented_set = data.Augmented(train_set, args.seed)
     train_sampler = dist.data_sampler(augmented_set, distributed=True, seed=args.seed)
-    batch_size = args.batch_size // world_size  # this process's share of the global batch
     train_loader = data.loader(augmented_set, batch_size, train_sampler, drop_last=True)
     steps = len(train_loader)  # of one epoch
     if not steps:
@@ -281,41 +187,37 @@ def run(local_rank, world_size, args):
     optimizer = torch.optim.SGD(
         model.parameters(), args.lr, momentum=0.9, weight_decay=args.weight_decay, nesterov=True
     )
-    dtype = fast_dtype(device) if args.amp else torch.float32
+    dtype = checkpoint.from_primary(args.dtype or (fast_dtype(device) if args.amp else torch.float32))  # one for all
     autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)  # bfloat16 has float32's range
     model = dist.prepare_ddp_model(model)  # averages the gradients of all processes
     total, rise = args.epochs * steps, max(1, round(args.warmup * args.epochs * steps))
-    scheduler = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min((step + 1) / rise, (total - step) / max(1, total - rise))
-    )
+
+    def schedule(step):  # the factor of the learning rate
+        return min((step + 1) / rise, (total - step) / max(1, total - rise))
+
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
 
     # From the checkpoint, if there is one: all of the state, and where to go on.
-    folder = args.folder or (new_folder(args, world_size) if dist.is_primary() else Path())
-    config = {name: getattr(args, name) for name in MUST_MATCH} | {
-        "processes": world_size,
-        "torch": str(torch.__version__),
-    }
+    args.folder = resumed_folder = checkpoint.from_primary(args.folder)  # under torchrun only rank 0 has looked
+    folder = resumed_folder or report.new_folder(Path(args.output_dir), args.model)
+    config = {name: getattr(args, name) for name in MUST_MATCH}
+    config |= {"dtype": str(dtype).removeprefix("torch."), "processes": world_size, "torch": str(torch.__version__)}
     parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
     keeper = checkpoint.Keeper(folder, config, **parts)
     state = keeper.restore(args.start)
-    epoch, batch, history = state.get("epoch", 0), state.get("batch", 0), state.get("history", [])
+    epoch, batch = state.get("epoch", 0), state.get("batch", 0)
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     if state and len(state["sums"]) == world_size:
         sums += state["sums"][dist.get_rank()].to(device)
     elif state and dist.is_primary():  # another number of processes: one of them takes it all
         sums += state["sums"].sum(0).to(device)
-    report = Report(folder, config, history, args.clearml) if dist.is_primary() else None
-
-    def log(text):
-        dist.print_primary(text)
-        if dist.is_primary():
-            with open(folder / "log.txt", "a", encoding="utf-8") as file:
-                file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {text}\n")
+    reporter = report.Report(folder, config, state.get("history"), args.clearml)
+    log = reporter.log
 
     def save(score=None):  # a collective
-        position = {"epoch": epoch, "batch": batch, "sums": torch.stack(dist.gather(sums)), "history": history}
-        keeper.save(epoch * steps + batch, score, **position)
+        position = {"epoch": epoch, "batch": batch, "sums": torch.stack(dist.gather(sums))}
+        keeper.save(epoch * steps + batch, score, history=reporter.history, **position)
         args.folder = folder  # from now on there is something to go on with
 
     def stop_if_told():  # a collective
@@ -326,16 +228,15 @@ def run(local_rank, world_size, args):
             sys.exit(143)
 
     parameters = sum(part.numel() for part in model.parameters())
-    log(f"{args.model}, {parameters:,} parameters, on {args.dataset}, {device}, {str(dtype).removeprefix('torch.')}")
+    log(f"{args.model}, {parameters:,} parameters, on {args.dataset}, {device}, {config['dtype']}")
     if args.amp and dtype == torch.float32:
         log("--amp does nothing here: this CPU has no bf16 instructions, and computes faster in float32")
     log(f"global batch {world_size * batch_size} = {world_size} x {batch_size}; everything is in {folder}")
     if state:
         log(f"resuming {args.start} at epoch {epoch + 1}, batch {batch} of {steps}")
-    if not dist.all_reduce(torch.tensor(bool(args.folder))):  # under torchrun only rank 0 has it
+    if not resumed_folder:
         save()  # at once: a disk that can't be written to is noticed before the work
-    if dist.is_primary():
-        checkpoint.note_run(folder)
+    checkpoint.note_run(folder)
 
     started = time.perf_counter()
     while epoch < args.epochs:
@@ -348,10 +249,13 @@ def run(local_rank, world_size, args):
             if batch % args.checkpoint_every == 0 and batch < steps:
                 save()
         loss, seen = dist.all_reduce(sums.cpu()).tolist()
-        speed = (batch - first) * batch_size * world_size / (time.perf_counter() - epoch_started)
-        row = {"epoch": epoch + 1, "training_loss": loss / seen, "training_lr": scheduler.get_last_lr()[0]}
-        row |= {"training_images_per_s": speed}
-        text = f"epoch {epoch + 1}/{args.epochs}  loss {loss / seen:.4f}  {speed:.0f} images/s"
+        row = {"epoch": epoch + 1, "training_loss": loss / seen}
+        row |= {"training_lr": args.lr * schedule((epoch + 1) * steps - 1)}  # the last step's
+        text = f"epoch {epoch + 1}/{args.epochs}  loss {loss / seen:.4f}"
+        if batch > first:  # else it was stopped in the evaluation, and only this is left to do
+            speed = (batch - first) * batch_size * world_size / (time.perf_counter() - epoch_started)
+            row |= {"training_images_per_s": speed}
+            text += f"  {speed:.0f} images/s"
         if (epoch + 1) % args.validate_every == 0 or epoch + 1 == args.epochs:
             evaluated = [evaluate(model, part, device, autocast, stop) for part in validation_loaders]
             stop_if_told()
@@ -361,15 +265,11 @@ def run(local_rank, world_size, args):
             text += f"  top-3 {row['test_top3']:.2%}  top-5 {row['test_top5']:.2%}"
         epoch, batch = epoch + 1, 0
         sums.zero_()
-        if report:
-            report.add(row)
-        else:
-            history.append(row)
+        reporter.add(row)
         save(row.get("test_top1"))
         log(text)
-    if report:
-        report.close()
-        checkpoint.note_run(folder, done=True)
+    reporter.close()
+    checkpoint.note_run(folder, done=True)
     log(f"done in {time.perf_counter() - started:.1f} s")
     dist.cleanup()
 
@@ -418,7 +318,7 @@ def parse_args():
     args.epochs = 1 if args.dry_run else args.epochs
     processes = max(args.nproc, dist.get_world_size())
     args.global_batch = args.batch_size // processes * processes
-    args.start = args.folder = None
+    args.start = args.folder = args.dtype = None
     if dist.is_primary():  # the one that reads and writes
         try:
             find_start(args, processes)
@@ -430,7 +330,10 @@ def parse_args():
 
 
 def find_start(args, processes):
-    """Set args.start, the checkpoint to start from, and args.folder, the run's folder; None: none, and a new one."""
+    """Set args.start, the checkpoint to start from, args.dtype, its precision, and args.folder, the run's folder.
+
+    None: no checkpoint, the device's choice, a new folder.
+    """
     output_dir = Path(args.output_dir)
     output_dir.mkdir(parents=True, exist_ok=True)
     path = checkpoint.interrupted(output_dir) or (args.resume and Path(args.resume))
@@ -450,7 +353,7 @@ def find_start(args, processes):
         config = checkpoint.read(args.start)["config"]
     except checkpoint.CheckpointError as problem:
         raise checkpoint.CheckpointError(f"{problem}{good_one_beside(args.start)}") from None
-    if not config.keys() >= set(MUST_MATCH):
+    if not config.keys() >= {*MUST_MATCH, "dtype"}:
         raise checkpoint.CheckpointError(f"{args.start} is a checkpoint of another program")
     different = [name for name in MUST_MATCH if config[name] != getattr(args, name)]
     if different == ["global_batch"]:
@@ -461,6 +364,7 @@ def find_start(args, processes):
     if different:
         flags = " ".join(flag(name, config[name]) for name in different if name != "global_batch")
         raise checkpoint.CheckpointError(f"{args.start} was trained with other flags: resume it with {flags}")
+    args.dtype = getattr(torch, config["dtype"])  # whatever this machine would choose
 
 
 def good_one_beside(path):

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import resource
 import signal
+import sys
 import time
 import zipfile
 
@@ -262,12 +263,40 @@ def test_save_to_a_full_disk(tmp_path):
     assert names(tmp_path) == [".lock", "last.pt"]
 
 
+def _too_large_for_rank_0(rank, n, folder):
+    keeper = checkpoint.Keeper(folder, model=linear(2.0))
+    if rank == 0:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+    said = torch.tensor(list(message(keeper.save, 2).encode()))
+    assert all(torch.equal(other, said) for other in dist.gather(said))
+
+
+def _waits(rank, n, folder):
+    write = checkpoint.write
+
+    def slow(*args, **kwargs):
+        time.sleep(0.3)
+        write(*args, **kwargs)
+
+    checkpoint.write = slow
+    checkpoint.Keeper(folder, model=linear(3.0)).save(3)
+    assert checkpoint.read(folder / "last.pt")["step"] == 3
+
+
+@WORLDS
+def test_save_ends_on_all_ranks_when_rank_0_has_written(tmp_path, n):
+    # A rank that were ahead could end, and whoever started them would end rank 0 in the middle of it.
+    run(_too_large_for_rank_0, n, saved(tmp_path, 1))
+    assert checkpoint.read(tmp_path / "last.pt")["step"] == 1
+    run(_waits, n, tmp_path)
+
+
 def test_missing_folder(tmp_path):
     path = tmp_path / "gone" / "last.pt"
     assert message(checkpoint.write, path, b"") == f"can't write {path} (No such file or directory)"
 
 
-def _killed_at(point, folder):
+def _killed_at(point, folder, links):
     """Save step 3, and die at the point-th step of the way: in the middle of a write, before and after a rename..."""
     passed = [0]
 
@@ -296,19 +325,26 @@ def _killed_at(point, folder):
     keeper = checkpoint.Keeper(folder, keep=1, model=linear(3.0))
     checkpoint.open = Halting  # instead of the built-in one
     os.fsync, os.replace = with_points(os.fsync), with_points(os.replace)
+
+    def no_link(*args):
+        raise PermissionError("this file system has no hard links")
+
+    os.link = with_points(os.link) if links else no_link
     keeper.save(3, score=0.3)
 
 
-def test_killed_at_any_point_of_a_save(tmp_path):
-    steps, code, point = [], -signal.SIGKILL, 0
+@pytest.mark.parametrize("links", [True, False])
+def test_killed_at_any_point_of_a_save(tmp_path, links):
+    steps, code, point, missing = [], -signal.SIGKILL, 0, 0
     while code:
         point += 1
         folder = tmp_path / str(point)
         keeper = checkpoint.Keeper(saved(folder, 1), keep=1, model=linear(2.0))
         keeper.save(2, score=0.2)
         keeper.lock.release()
-        code = in_child(_killed_at, point, folder)
+        code = in_child(_killed_at, point, folder, links)
         assert code in (0, -signal.SIGKILL)
+        missing += not (folder / "last.pt").exists()
 
         for path in folder.glob("*.pt"):
             state = checkpoint.read(path)  # none is half
@@ -326,6 +362,7 @@ def test_killed_at_any_point_of_a_save(tmp_path):
         kept = [checkpoint.read(folder / name)["step"] for name in ("last.pt", "previous.pt")]
         assert kept in ([4, 2], [4, 3])
     assert steps == sorted(steps) and set(steps) == {2, 3}  # nothing lost: from one point on the new one counts
+    assert missing == 0 if links else missing > 0
     assert 15 <= point <= 40  # of the two files: two halves, two syncs and the renames, each before and after
 
 
@@ -442,7 +479,7 @@ def test_newest_is_last(tmp_path):
 
 
 def test_newest_without_last(tmp_path):
-    # As if killed between the two renames.
+    # As if killed between the two renames, where there are no hard links.
     saved(tmp_path, 1, 2)
     (tmp_path / "last.pt").unlink()
     assert checkpoint.newest(tmp_path) == (tmp_path / "previous.pt", [])
@@ -599,12 +636,20 @@ def test_sigterm_to_one_rank_is_agreed_on_at_the_same_call(n):
 
 
 VARIABLES = (
-    ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_PORT")
+    ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")
     + ("SLURM_STEP_ID", "SLURM_JOB_ID", "SLURM_RESTART_COUNT")
 )  # fmt: skip
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "id", "TORCHELASTIC_RESTART_COUNT": "0"}
 SRUN = {"SLURM_JOB_ID": "5", "SLURM_STEP_ID": "0"}
-AGAIN = {"TORCHELASTIC_RESTART_COUNT": "1", "SLURM_RESTART_COUNT": "1"}
+SBATCH = {"SLURM_JOB_ID": "5"}  # without srun
+RESTARTED, REQUEUED = {"TORCHELASTIC_RESTART_COUNT": "1"}, {"SLURM_RESTART_COUNT": "1"}
+STARTS = [
+    pytest.param(TORCHRUN, RESTARTED, id="torchrun"),
+    pytest.param(SRUN, REQUEUED, id="srun"),
+    pytest.param(SBATCH, REQUEUED, id="sbatch"),
+    pytest.param(TORCHRUN | SBATCH, RESTARTED, id="torchrun in a job"),
+    pytest.param(TORCHRUN | SBATCH, REQUEUED | {"TORCHELASTIC_RUN_ID": "new"}, id="torchrun in a requeued job"),
+]
 
 
 @pytest.fixture
@@ -620,16 +665,15 @@ def start(monkeypatch):
     return start
 
 
-@pytest.mark.parametrize("variables", [TORCHRUN, SRUN, {**TORCHRUN, **SRUN}], ids=["torchrun", "srun", "both"])
-def test_a_restarted_run_finds_its_folder(tmp_path, start, variables):
+@pytest.mark.parametrize(("variables", "again"), STARTS)
+def test_a_restarted_run_finds_its_folder(tmp_path, start, variables, again):
     folder = tmp_path / "the run"
     folder.mkdir()
     start(variables)
     assert checkpoint.interrupted(tmp_path) is None
     checkpoint.note_run(folder)
-    (note,) = names(tmp_path, ".run-*")
-    assert note == (".run-id" if "TORCHELASTIC_RUN_ID" in variables else ".run-5.0")
-    start({**variables, **AGAIN})
+    assert len(names(tmp_path, ".run-*")) == 1
+    start(variables | again)
     assert checkpoint.interrupted(tmp_path) == folder
     assert checkpoint.interrupted(tmp_path) == folder  # and once more, should it be stopped before it can note it
     checkpoint.note_run(folder)
@@ -638,32 +682,38 @@ def test_a_restarted_run_finds_its_folder(tmp_path, start, variables):
     assert checkpoint.interrupted(tmp_path) is None
 
 
-@pytest.mark.parametrize("variables", [TORCHRUN, SRUN], ids=["torchrun", "srun"])
-def test_a_first_start_forgets_an_earlier_runs_note(tmp_path, start, variables):
+@pytest.mark.parametrize(("variables", "again"), STARTS)
+def test_a_first_start_forgets_an_earlier_runs_note(tmp_path, start, variables, again):
     start(variables)
     checkpoint.note_run(tmp_path / "earlier")
     assert checkpoint.interrupted(tmp_path) is None
-    start({**variables, **AGAIN})
+    start(variables | again)
     assert checkpoint.interrupted(tmp_path) is None
     assert names(tmp_path) == []
 
 
-def test_runs_of_other_names_are_told_apart(tmp_path, start):
+def test_runs_of_other_names_are_told_apart(tmp_path, start, monkeypatch):
+    unnamed = TORCHRUN | {"TORCHELASTIC_RUN_ID": "none", "MASTER_ADDR": "a", "MASTER_PORT": "1"}  # torchrun's own name
     starts = [
-        {**TORCHRUN, "TORCHELASTIC_RUN_ID": "other"},
-        {**TORCHRUN, "TORCHELASTIC_RUN_ID": "none", "MASTER_PORT": "1"},  # torchrun's, if it was given none
-        {**TORCHRUN, "TORCHELASTIC_RUN_ID": "none", "MASTER_PORT": "2"},
-        {**TORCHRUN, "TORCHELASTIC_RUN_ID": "../a b"},
-        {**SRUN, "SLURM_JOB_ID": "6"},
-        {**SRUN, "SLURM_STEP_ID": "1"},
+        TORCHRUN | {"TORCHELASTIC_RUN_ID": "other"},
+        unnamed,
+        unnamed | {"MASTER_PORT": "2"},
+        unnamed | {"MASTER_ADDR": "b"},
+        TORCHRUN | {"TORCHELASTIC_RUN_ID": "../a b"},
+        SRUN | {"SLURM_JOB_ID": "6"},
+        SRUN | {"SLURM_STEP_ID": "1"},
         SRUN,
+        SBATCH,
     ]
-    for number, variables in enumerate(starts):
+    cases = [(variables, argv) for variables in starts for argv in (["train.py"], ["train.py", "--lr", "1"])]
+    for number, (variables, argv) in enumerate(cases):
         start(variables)
+        monkeypatch.setattr(sys, "argv", argv)
         checkpoint.note_run(tmp_path / str(number))
-    assert len(names(tmp_path, ".run-*")) == len(starts) == len(names(tmp_path))
-    for number, variables in enumerate(starts):
-        start({**variables, **AGAIN})
+    assert len(names(tmp_path, ".run-*")) == len(cases) == len(names(tmp_path))
+    for number, (variables, argv) in enumerate(cases):
+        start(variables | RESTARTED | REQUEUED)
+        monkeypatch.setattr(sys, "argv", argv)
         assert checkpoint.interrupted(tmp_path) == tmp_path / str(number)
 
 

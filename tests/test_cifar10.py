@@ -1,6 +1,6 @@
 """cifar10_ddp.py as a program: what it leaves behind, and that no way of ending it changes the result.
 
-Runs are children of a process that has imported all they need, as in test_scripts.py; the data set is a small one.
+Runs are forked from a process that has imported all they need (forked.py); the data set is a small one.
 """
 
 import contextlib
@@ -16,8 +16,6 @@ import re
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import tarfile
 import threading
 import time
@@ -29,9 +27,10 @@ import pytest
 import test_data
 import torch
 from filelock import FileLock
+from forked import ROOT, Forker, shell
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from test_scripts import ENVIRONMENT, FORKER, ROOT, Run, refused, shell
+from test_scripts import refused
 from torchvision import datasets
 from tqdm import tqdm
 
@@ -45,25 +44,18 @@ SCRIPT = "cifar10_ddp.py"
 TRAIN, TEST, BATCH = 960, 400, 96  # ten steps an epoch
 FLAGS = ("--dataset", "synthetic", "--width", 2, "--batch-size", BATCH, "--epochs", 2)
 
-WARM_FORKER = FORKER.replace(
-    "import filelock, torch, torchvision, tqdm\n",
-    """import filelock, torch, torchvision, tqdm
+IMPORTS = """
 import io, torch._dynamo, torch.utils.tensorboard
 from matplotlib.figure import Figure
 axes = Figure().subplots()
 axes.plot([1], label="a")
 axes.legend()
 axes.figure.savefig(io.BytesIO(), format="png")
-""",
-)
-assert WARM_FORKER != FORKER
+"""
 
-# Before the script: fewer digits, and a group of its own, so that all of it can be killed.
+# Before the script: fewer digits.
 SMALL = f"""
 import os, data
-os.setpgid(0, 0)
-with open(os.environ["PID_FILE"], "w") as file:
-    file.write(str(os.getpid()))
 digits = data._digits
 counts = {{1: int(os.environ.get("TRAIN", {TRAIN})), 2: int(os.environ.get("TEST", {TEST}))}}
 data._digits = lambda count, seed: digits(counts[seed], seed)
@@ -78,51 +70,15 @@ def no_monitor():
     tqdm.monitor_interval = interval
 
 
-class Job:
-    """A run of the script in the folder `cwd`, which may already have been used."""
-
-    def __init__(self, forker, cwd, *args, before="", timeout=60, **environment):
-        cwd.mkdir(exist_ok=True)
-        self.forker, self.cwd, self.pid_file = forker, cwd, Path(f"{cwd}.pid")
-        self.files = [Path(f"{cwd}.out"), Path(f"{cwd}.err")]
-        for file in [self.pid_file, *self.files]:
-            file.write_text("")
-        environment = {"PID_FILE": str(self.pid_file)} | {name: str(value) for name, value in environment.items()}
-        job = {"argv": [str(ROOT / SCRIPT), *map(str, args)], "cwd": str(cwd), "path": [], "before": SMALL + before}
-        job |= {"out": str(self.files[0]), "err": str(self.files[1]), "timeout": timeout, "environment": environment}
-        forker.stdin.write(json.dumps(job) + "\n")
-        forker.stdin.flush()
-
-    def pid(self):
-        while not (pid := self.pid_file.read_text()):
-            time.sleep(0.001)
-        return int(pid)
-
-    def wait(self):
-        code, self.forker = int(self.forker.stdout.readline()), None
-        return Run(code, *(file.read_text() for file in self.files))
-
-    def end(self):
-        """If nobody has waited for it: the next job's answer must not be this one's."""
-        if self.forker:
-            kill([self.pid()])
-            self.wait()
-
-
-def kill(pids):
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-
-
 @pytest.fixture(scope="module")
 def forker():
-    process = subprocess.Popen(
-        [sys.executable, "-c", WARM_FORKER], env=ENVIRONMENT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    yield process
-    process.kill()
-    process.communicate()
+    forker = Forker(IMPORTS)
+    yield forker
+    forker.end()
+
+
+def start_small(forker, cwd, *args, before="", timeout=60, **environment):
+    return forker.start(cwd, SCRIPT, *args, before=SMALL + before, timeout=timeout, **environment)
 
 
 @pytest.fixture
@@ -131,7 +87,7 @@ def start(forker, tmp_path):
     jobs = []
 
     def start(*args, **options):
-        jobs.append(Job(forker, tmp_path / "cwd", *args, **options))
+        jobs.append(start_small(forker, tmp_path / "cwd", *args, **options))
         return jobs[-1]
 
     yield start
@@ -152,7 +108,7 @@ def reference(forker, tmp_path_factory):
     def reference(nproc):
         if nproc not in made:
             cwd = tmp_path_factory.mktemp("reference") / "cwd"
-            result = Job(forker, cwd, *FLAGS, "--nproc", nproc).wait()
+            result = start_small(forker, cwd, *FLAGS, "--nproc", nproc).wait()
             assert result.code == 0 and result.err == "", result.err
             made[nproc] = result, the_folder(cwd)
         return made[nproc]
@@ -175,7 +131,7 @@ def the_folder(cwd):
 
 def rows(folder):
     with open(folder / "metrics.csv", newline="") as file:
-        return [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)]
+        return [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
 
 
 def without_speed(rows):
@@ -193,10 +149,10 @@ def shows_its_metrics(folder):
     """TensorBoard has every epoch of metrics.csv once, with its value as a float32."""
     table, shown = rows(folder), scalars(folder)
     assert [row["epoch"] for row in table] == list(range(1, len(table) + 1))
-    assert {tag.replace("/", "_", 1) for tag in shown} | {"epoch"} == set(table[0])
+    assert {tag.replace("/", "_", 1) for tag in shown} | {"epoch"} == set().union(*table)
     for tag, points in shown.items():
         name = tag.replace("/", "_", 1)
-        assert points == [(row["epoch"], torch.tensor(row[name]).item()) for row in table], tag
+        assert points == [(row["epoch"], torch.tensor(row[name]).item()) for row in table if name in row], tag
     return True
 
 
@@ -257,8 +213,8 @@ def test_folder(reference, n):
     assert re.fullmatch(r"done in \d+\.\d s", done)
     table = rows(folder)
     assert len(table) == 2 and agrees(table, lines[2:])
-    # 20 steps, of which the first 4 rise: after 10 there are 10 of 16 to go, after 20 none.
-    assert [row["training_lr"] for row in table] == pytest.approx([0.4 * 10 / 16, 0])
+    # 20 steps, of which the first 4 rise: at the 10th there are 11 of 16 to go, at the last one.
+    assert [row["training_lr"] for row in table] == pytest.approx([0.4 * 11 / 16, 0.4 * 1 / 16])
 
     log = (folder / "log.txt").read_text()
     logged = [re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  (.*)", line)[1] for line in log.splitlines()]
@@ -323,7 +279,7 @@ def test_dry_run(run, tmp_path):
     assert result.code == 0 and result.err == "", result.err
     assert "global batch 6 = 2 x 3; " in result.out  # two processes where there is no GPU
     folder = the_folder(tmp_path / "cwd")
-    assert agrees(rows(folder), result.out.splitlines()[3:-1], train=14, test=14)
+    assert agrees(rows(folder), result.out.splitlines()[3:-1], train=12, test=12)
     assert checkpoint.read(folder / "last.pt")["step"] == 2
 
 
@@ -373,12 +329,12 @@ def test_resume_of_a_finished_run(run, reference, finished, tmp_path):
 # SIGTERM to the program itself when rank LAST's AT-th batch comes, of training and evaluation.
 TERMINATE = """
 import signal, time
-batches, seen = data.batches, []
+batches, seen, script = data.batches, [], os.getpid()
 def counted(loader, device):
     for batch in batches(loader, device):
         seen.append(1)
         if len(seen) == int(os.environ["AT"]) and os.environ.get("RANK", "0") == os.environ["LAST"]:
-            os.kill(int(open(os.environ["PID_FILE"]).read()), signal.SIGTERM)
+            os.kill(script, signal.SIGTERM)
             time.sleep(0.3)  # until all ranks know
         yield batch
 data.batches = counted
@@ -414,6 +370,9 @@ def test_sigterm_and_resume(run, reference, stopped, n, at, epoch, batches):
     assert result.code == 0 and result.err == "", result.err
     assert f"resuming runs/{folder.name}/last.pt at epoch {epoch}, batch {at_batch} of 10\n" in result.out
     assert same_end(folder, reference(n)[1])
+    # Where nothing was left to train, no speed is made up.
+    assert ("training_images_per_s" in rows(folder)[epoch - 1]) == (at_batch < 10)
+    assert " 0 images/s" not in result.out
 
 
 def test_resume_with_another_number_of_processes(run, reference, stopped, tmp_path):
@@ -463,6 +422,36 @@ def test_dropout_goes_on_with_the_same_random_numbers(run, stopped, tmp_path):
     assert same_end(folder, whole)
 
 
+# Rank 0's CPU has bf16 instructions, the others' have none; and each rank notes what it computes in.
+MIXED_CPUS = """
+import pathlib, torch
+read_text, autocast = pathlib.Path.read_text, torch.autocast
+def cpuinfo(self, *args, **kwargs):
+    if str(self) != "/proc/cpuinfo":
+        return read_text(self, *args, **kwargs)
+    return os.environ["CPU"] if os.environ["RANK"] == "0" else ""
+def noted(device, dtype, **options):
+    with open("dtypes", "a") as file:
+        file.write(f"{os.environ['RANK']} {dtype}\\n")
+    return autocast(device, dtype, **options)
+pathlib.Path.read_text, torch.autocast = cpuinfo, noted
+"""
+
+
+def test_one_precision_for_all_ranks_and_for_the_whole_run(run, tmp_path):
+    flags = ("--dataset", "synthetic", "--width", 2, "--batch-size", 8, "--dry-run", "--nproc", 2)
+    result = run(*flags, "--amp", before=MIXED_CPUS, CPU="amx_bf16")
+    assert result.code == 0, result.err
+    dtypes = tmp_path / "cwd" / "dtypes"
+    assert sorted(dtypes.read_text().splitlines()) == ["0 torch.bfloat16", "1 torch.bfloat16"]
+    folder = the_folder(tmp_path / "cwd")
+    assert json.loads((folder / "config.json").read_text())["dtype"] == "bfloat16"
+    dtypes.unlink()
+    result = run(*flags, "--amp", "--resume", f"runs/{folder.name}", before=MIXED_CPUS, CPU="")
+    assert result.code == 0, result.err
+    assert sorted(dtypes.read_text().splitlines()) == ["0 torch.bfloat16", "1 torch.bfloat16"]
+
+
 def children(pid):
     with contextlib.suppress(OSError):  # it has ended
         return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
@@ -477,7 +466,6 @@ def test_killed_again_and_again(start, reference, tmp_path, n, kills):
     chance, folder, flags = random.Random(seed), None, [*FLAGS, "--nproc", n, "--checkpoint-every", 1]
     for number in range(kills):
         job = start(*flags, *(["--resume", f"runs/{folder.name}"] if folder else []))
-        pid = job.pid()
         while not (runs := list((tmp_path / "cwd").glob("runs/resnet9-*/last.pt"))) and not job.files[1].read_text():
             time.sleep(0.002)
         (folder,) = {path.parent for path in runs}
@@ -487,7 +475,10 @@ def test_killed_again_and_again(start, reference, tmp_path, n, kills):
         if number % 2:  # at the next write, if there is one: half a file is there
             while time.monotonic() < deadline + 1 and not (folder / ".last.pt.tmp").exists():
                 time.sleep(0.0002)
-        kill([pid, *(children(pid) if chance.random() < 0.5 else [])])  # a parent's death is noticed by the rest
+        victims = [job.pid, *(children(job.pid) if chance.random() < 0.5 else [])]  # or they notice its death
+        for victim in victims:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(victim, signal.SIGKILL)
         assert job.wait().code in (-signal.SIGKILL, 0)  # it may have come to its end
     result = start(*flags, "--resume", f"runs/{folder.name}").wait()
     assert result.code == 0 and result.err == "", result.err
@@ -510,7 +501,6 @@ def test_the_processes_of_a_killed_run_may_be_writing_still(start, reference, fi
     with FileLock(folder / ".lock"):
         (folder / "last.pt").rename(folder / ".last.pt.tmp")
         job = start(*FLAGS, "--nproc", 1, "--resume", finished)
-        job.pid()
         time.sleep(0.6)
         (folder / ".last.pt.tmp").rename(folder / "last.pt")
     result = job.wait()
@@ -538,16 +528,18 @@ def test_a_corrupt_last_checkpoint(run, reference, finished, tmp_path):
 
 
 UNDER_TORCHRUN = f"""
-import os, runpy, signal, sys
+import os, runpy, signal, sys, time
 sys.path.insert(0, {str(ROOT)!r})
-os.environ["PID_FILE"] = os.devnull
-os.setpgid = lambda *args: None
 {SMALL}
 import checkpoint
+attempt, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]
+if attempt == "0" and rank == "1":  # before it has met the others, who may have noted that they were there
+    time.sleep(1)
+    os.kill(os.getpid(), signal.SIGKILL)
 agreed, calls = checkpoint.Preemption.agreed, []
 def counted(self):
     calls.append(1)
-    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == "1" and len(calls) == 15:
+    if attempt == "1" and rank == "1" and len(calls) == 15:
         os.kill(os.getpid(), signal.SIGKILL)
     return agreed(self)
 checkpoint.Preemption.agreed = counted
@@ -556,7 +548,7 @@ runpy.run_path({str(ROOT / SCRIPT)!r}, run_name="__main__")
 
 
 def test_torchrun_restarts_it_after_a_kill(reference, tmp_path):
-    # The 11 calls of the first epoch, and 4 of the second.
+    # And after another one; that comes with the 11 calls of the first epoch, and 4 of the second.
     (tmp_path / SCRIPT).write_text(UNDER_TORCHRUN)
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=2")
     result = shell(*torchrun, SCRIPT, *FLAGS, "--checkpoint-every", 2, cwd=tmp_path, timeout=80)
@@ -712,10 +704,10 @@ def test_full_disk(run, tmp_path, n):
     result = run(*FLAGS, "--nproc", n, "--checkpoint-every", 1, before=FULL_DISK, DIST_GRACE=0.2)
     folder = the_folder(tmp_path / "cwd")
     last = f"runs/{folder.name}/last.pt"
-    where = "rank 0 of 2 failed first: " if n == 2 else ""
+    where = r"rank \d of 2 failed first: " if n == 2 else ""  # all ranks say the same
     assert result.code == 1
     what = f"can't write {last} (File too large); {last} is as it was"
-    assert result.err.startswith(f"{where}{SCRIPT}: error: {what}") and result.err.count("\n") == 1
+    assert re.match(where + re.escape(f"{SCRIPT}: error: {what}"), result.err) and result.err.count("\n") == 1
     assert f"--resume runs/{folder.name}" in result.err
     assert checkpoint.read(folder / "last.pt")["step"] == 2  # saved at 0, 1 and 2
     assert not list(folder.glob(".*.tmp"))
