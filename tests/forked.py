@@ -1,23 +1,29 @@
-"""Runs of the scripts, for the tests: forked from one process that has imported what they need, or started by a shell.
+"""Runs of programs, for the tests: forked from one process that has imported what they need, or as a shell starts them.
 
 Importing torch takes seconds, so most runs are forked; what a user's shell starts is covered by a few true
-subprocesses, and by the runs of test_readme.py.
+subprocesses.
 """
 
+import atexit
 import contextlib
+import functools
 import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 
 # No GPU, so that the expectations hold on every machine; one thread, so that every run computes the same sums.
-ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in ("NPROC", "PYTHONPATH")}
+_NOT_OURS = ("NPROC", "PYTHONPATH", "PYTHONWARNINGS", "TORCH_DISTRIBUTED_DEBUG")
+_NOT_OURS += ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+ENVIRONMENT = {k: v for k, v in os.environ.items() if k not in _NOT_OURS and not k.startswith("DIST_")}
 ENVIRONMENT |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "no_proxy": "127.0.0.1"}
+ENVIRONMENT |= {"OMP_WAIT_POLICY": "PASSIVE"}  # or OpenMP's threads spin: ten times as long on a busy machine
 
 # For each line of stdin, a job: its process's id and its exit code, each on a line of stdout.
 PROGRAM = """
@@ -42,7 +48,10 @@ else:
     sys.exit()
 for fd, (file, mode) in enumerate([(os.devnull, os.O_RDONLY), (job["out"], os.O_WRONLY), (job["err"], os.O_WRONLY)]):
     os.dup2(os.open(file, mode | os.O_CREAT), fd)
-os.environ.update(job["environment"])
+for name, value in job["environment"].items():
+    os.environ.pop(name, None)
+    if value is not None:
+        os.environ[name] = value
 os.chdir(job["cwd"])
 sys.argv = job["argv"]
 sys.path[0:1] = [os.path.dirname(sys.argv[0]), *job["path"]]
@@ -69,27 +78,35 @@ class Run(NamedTuple):
 
 
 class Forker:
-    """Starts scripts, one after the other; `imports` is what it runs before the first."""
+    """Starts programs, one after the other; `imports` is what it runs before the first."""
 
     def __init__(self, imports=""):
         command, pipe = [sys.executable, "-c", PROGRAM, imports], subprocess.PIPE
         self.process = subprocess.Popen(command, env=ENVIRONMENT, stdin=pipe, stdout=pipe, text=True)
+        self.folder, self.job = tempfile.TemporaryDirectory(), None
 
-    def start(self, cwd, script, *args, before="", path=(), timeout=30, **environment):
-        """As `python script args` in the folder cwd, with SIGKILL after the timeout; `wait` for it before the next.
+    def start(self, script, *args, cwd=None, before="", path=(), timeout=30, **environment):
+        """As `python script args` in the folder cwd (or an empty one), with SIGKILL after the timeout.
 
-        `before` is run first, `path` is PYTHONPATH, `environment` are further variables.
+        `before` is run first, `path` is PYTHONPATH, `environment` are further variables; None: not set.
         """
+        if self.job:
+            self.job.end()  # or the next answer would be this one's
+        cwd = cwd or Path(tempfile.mkdtemp(dir=self.folder.name), "cwd")
         cwd.mkdir(exist_ok=True)
         files = [Path(f"{cwd}.out"), Path(f"{cwd}.err")]
         for file in files:
             file.write_text("")
         job = {"argv": [str(ROOT / script), *map(str, args)], "cwd": str(cwd), "path": [str(p) for p in path]}
         job |= {"out": str(files[0]), "err": str(files[1]), "before": before, "timeout": timeout}
-        job |= {"environment": {name: str(value) for name, value in environment.items()}}
+        job |= {"environment": {name: value if value is None else str(value) for name, value in environment.items()}}
         self.process.stdin.write(json.dumps(job) + "\n")
         self.process.stdin.flush()
-        return Job(self.answer, files)
+        self.job = Job(self.answer, files)
+        return self.job
+
+    def run(self, *args, **options):
+        return self.start(*args, **options).wait()
 
     def answer(self):
         return int(self.process.stdout.readline())
@@ -97,6 +114,15 @@ class Forker:
     def end(self):
         self.process.kill()
         self.process.communicate()
+        self.folder.cleanup()
+
+
+@functools.cache
+def forker(imports=""):
+    """The one Forker with these imports, for all tests."""
+    made = Forker(imports)
+    atexit.register(made.end)
+    return made
 
 
 class Job:
@@ -104,23 +130,24 @@ class Job:
         self.answer, self.files, self.pid, self.over = answer, files, answer(), False
 
     def wait(self):
-        self.over, code = True, self.answer()
+        code, self.over = self.answer(), True
         return Run(code, *(file.read_text() for file in self.files))
 
     def end(self):
-        """If nobody has waited for it: the next job's answer must not be this one's."""
+        """If nobody has waited for it."""
         if not self.over:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
             self.wait()
 
 
-def shell(*command, cwd, timeout=60):
-    # In a group of its own, of which all can be ended if it should hang.
+def shell(*command, cwd=ROOT, timeout=60, **environment):
+    """`python command`, a process of its own; in a group of its own, of which all can be ended if it should hang."""
+    given = {name: value for name, value in (ENVIRONMENT | environment).items() if value is not None}
     process = subprocess.Popen(
         [sys.executable, *map(str, command)],
         cwd=cwd,
-        env=ENVIRONMENT,
+        env=given,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

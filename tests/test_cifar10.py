@@ -27,7 +27,7 @@ import pytest
 import test_data
 import torch
 from filelock import FileLock
-from forked import ROOT, Forker, shell
+from forked import ROOT, forker, shell
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_scripts import refused
@@ -70,29 +70,15 @@ def no_monitor():
     tqdm.monitor_interval = interval
 
 
-@pytest.fixture(scope="module")
-def forker():
-    forker = Forker(IMPORTS)
-    yield forker
-    forker.end()
-
-
-def start_small(forker, cwd, *args, before="", timeout=60, **environment):
-    return forker.start(cwd, SCRIPT, *args, before=SMALL + before, timeout=timeout, **environment)
+def start_in(cwd, *args, before="", timeout=60, **environment):
+    before = SMALL + before
+    return forker(IMPORTS).start(SCRIPT, *args, cwd=cwd, before=before, timeout=timeout, **environment)
 
 
 @pytest.fixture
-def start(forker, tmp_path):
+def start(tmp_path):
     """start(*args): the script in tmp_path/cwd; `wait` for it before the next."""
-    jobs = []
-
-    def start(*args, **options):
-        jobs.append(start_small(forker, tmp_path / "cwd", *args, **options))
-        return jobs[-1]
-
-    yield start
-    for job in jobs:
-        job.end()
+    return lambda *args, **options: start_in(tmp_path / "cwd", *args, **options)
 
 
 @pytest.fixture
@@ -101,14 +87,14 @@ def run(start):
 
 
 @pytest.fixture(scope="module")
-def reference(forker, tmp_path_factory):
+def reference(tmp_path_factory):
     """reference(nproc): an uninterrupted run's result and folder; don't change it."""
     made = {}
 
     def reference(nproc):
         if nproc not in made:
             cwd = tmp_path_factory.mktemp("reference") / "cwd"
-            result = start_small(forker, cwd, *FLAGS, "--nproc", nproc).wait()
+            result = start_in(cwd, *FLAGS, "--nproc", nproc).wait()
             assert result.code == 0 and result.err == "", result.err
             made[nproc] = result, the_folder(cwd)
         return made[nproc]
@@ -528,18 +514,14 @@ def test_a_corrupt_last_checkpoint(run, reference, finished, tmp_path):
 
 
 UNDER_TORCHRUN = f"""
-import os, runpy, signal, sys, time
+import os, runpy, signal, sys
 sys.path.insert(0, {str(ROOT)!r})
 {SMALL}
 import checkpoint
-attempt, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]
-if attempt == "0" and rank == "1":  # before it has met the others, who may have noted that they were there
-    time.sleep(1)
-    os.kill(os.getpid(), signal.SIGKILL)
 agreed, calls = checkpoint.Preemption.agreed, []
 def counted(self):
     calls.append(1)
-    if attempt == "1" and rank == "1" and len(calls) == 15:
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == "1" and len(calls) == 15:
         os.kill(os.getpid(), signal.SIGKILL)
     return agreed(self)
 checkpoint.Preemption.agreed = counted
@@ -548,7 +530,7 @@ runpy.run_path({str(ROOT / SCRIPT)!r}, run_name="__main__")
 
 
 def test_torchrun_restarts_it_after_a_kill(reference, tmp_path):
-    # And after another one; that comes with the 11 calls of the first epoch, and 4 of the second.
+    # The 11 calls of the first epoch, and 4 of the second.
     (tmp_path / SCRIPT).write_text(UNDER_TORCHRUN)
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=2")
     result = shell(*torchrun, SCRIPT, *FLAGS, "--checkpoint-every", 2, cwd=tmp_path, timeout=80)

@@ -3,7 +3,6 @@
 Downloads run through torchvision's real code, against a server in this process that has files of MNIST's format.
 """
 
-import contextlib
 import gzip
 import hashlib
 import http.server
@@ -19,6 +18,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from forked import ROOT, forker
 from torch.utils.data import DataLoader, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 from torchvision import datasets
@@ -27,7 +27,6 @@ from tqdm import tqdm
 
 import data
 
-ROOT = Path(__file__).resolve().parent.parent
 CPU = torch.device("cpu")
 WAYS_OUT = ("copy MNIST's four unpacked files", "--dataset synthetic")
 
@@ -56,28 +55,16 @@ def digest(*sets):
     return hashlib.sha256(b"".join(part.numpy().tobytes() for part in parts)).hexdigest()
 
 
-def python(code, *args, **environment):
-    return subprocess.Popen(
-        [sys.executable, "-c", code, *args],
-        cwd=ROOT,
-        env=os.environ | environment,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
 @pytest.mark.timeout(60)
-def test_digits_are_the_same_in_every_process(digits):
+def test_digits_are_the_same_in_every_process(digits, tmp_path):
     # Other threads, another hash seed and another global seed: none of them may matter.
-    code = (
+    (tmp_path / "digits.py").write_text(
         "import hashlib, torch, data; torch.manual_seed(5); torch.set_num_threads(2)\n"
         "parts = [p for one in data.load('synthetic', '') for p in (one.images, one.labels)]\n"
         "print(hashlib.sha256(b''.join(p.numpy().tobytes() for p in parts)).hexdigest())"
     )
-    out, err = python(code, PYTHONHASHSEED="1").communicate(timeout=50)
-    assert out.strip() == digest(*digits), err
+    end = forker().run(tmp_path / "digits.py", path=[ROOT])
+    assert end.out.strip() == digest(*digits), end.err
 
 
 def test_digits_leave_the_global_seed_alone():
@@ -289,7 +276,8 @@ def test_lock_held_by_another_process(tmp_path, monkeypatch, server):
     raw = tmp_path / "MNIST" / "raw"
     raw.mkdir(parents=True)
     code = "import sys, filelock\nwith filelock.FileLock(sys.argv[1]): print('held', flush=True); input()"
-    holder = python(code, str(raw / ".lock"))
+    command = [sys.executable, "-c", code, raw / ".lock"]
+    holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         assert holder.stdout.readline() == "held\n"
         started = time.monotonic()
@@ -464,27 +452,19 @@ def test_failing_server(tmp_path, server, monkeypatch, fault, capfd):
 @pytest.mark.timeout(60)
 def test_two_processes_download_once(tmp_path, server, files):
     server.delay = 0.2  # eight requests: a download takes 1.6 s, and both processes come within that
-    code = (
-        "import json, sys, data; from torchvision import datasets; MNIST = datasets.MNIST\n"
+    program = tmp_path / "twice.py"
+    program.write_text(
+        "import json, os, sys, data; from torchvision import datasets; MNIST = datasets.MNIST\n"
         "MNIST.mirrors, MNIST.resources, data.MNIST_MD5 = json.loads(sys.argv[1])\n"
-        "print('ready', flush=True); input()\n"
-        "data.prepare('mnist', sys.argv[2]); print(*map(len, data.load('mnist', sys.argv[2])))"
+        "other = os.fork()\n"
+        "data.prepare('mnist', sys.argv[2]); print(*map(len, data.load('mnist', sys.argv[2])), flush=True)\n"
+        "sys.exit(other and os.waitpid(other, 0)[1])"
     )
     settings = json.dumps([[server.url], files.resources, files.md5])
-    both = [python(code, settings, str(tmp_path), OMP_NUM_THREADS="1") for _ in range(2)]
-    try:
-        assert [process.stdout.readline() for process in both] == ["ready\n"] * 2
-        for process in both:
-            process.stdin.write("\n")
-            process.stdin.flush()
-        ends = [process.communicate(timeout=40) for process in both]
-    finally:
-        for process in both:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-    assert [out for out, _ in ends] == ["60000 10000\n"] * 2, ends
+    end = forker().run(program, settings, tmp_path / "data", path=[ROOT], timeout=40)
+    assert end[:2] == (0, "60000 10000\n" * 2), end
     assert sorted(server.gets) == sorted(server.packed)
-    assert left(tmp_path) == {f"MNIST/raw/{file}" for file in data.MNIST_MD5}
+    assert left(tmp_path / "data") == {f"MNIST/raw/{file}" for file in data.MNIST_MD5}
 
 
 # --------------------------------------------------------------------------------------------------------- real MNIST

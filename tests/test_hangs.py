@@ -1,5 +1,6 @@
 """A run that waits says for whom; a run that disagrees says about what.  Real processes, real hangs."""
 
+import multiprocessing
 import os
 import re
 import signal
@@ -38,6 +39,46 @@ def test_whoever_does_not_come_in_time_is_named_and_found(n, missing, names, mon
     assert f"TimeoutError: init_process_group: {names} did not come within 1 s" in text
     for rank in missing:
         assert re.search(rf"rank {rank}: {re.escape(__file__)}:\d+, _late$", text, re.MULTILINE), text
+
+
+def _serve(pipe):
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    pipe.send(store.port)
+    pipe.recv()
+    os._exit(0)
+
+
+def _attempt(pipe, rank, port, attempt):
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    os.environ |= {"TORCHELASTIC_RESTART_COUNT": str(attempt), "DIST_INIT_TIMEOUT": "20" if attempt else "1"}
+    try:
+        dist.init_process_group()
+        pipe.send(dist.all_reduce(torch.tensor(rank + 1)).item())
+    except TimeoutError as problem:
+        pipe.send(str(problem))
+    os._exit(0)
+
+
+def _fork(function, *args):
+    ours, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("fork").Process(target=function, args=(theirs, *args), daemon=True)
+    process.start()
+    theirs.close()
+    return process, ours
+
+
+def test_an_attempt_that_ended_before_all_had_met_does_not_spoil_the_next():
+    server, pipe = _fork(_serve)  # torchrun's own store serves all attempts
+    port, said = pipe.recv(), []
+    for attempt, ranks in (0, [0]), (1, [0, 1]), (2, [0, 1]):
+        started = [_fork(_attempt, rank, port, attempt) for rank in ranks]
+        said.append([end.recv() for _, end in started])
+        for process, _ in started:
+            process.join()
+    pipe.send("the end")
+    server.join()
+    assert said == [["init_process_group: rank 1 of 2 did not come within 1 s"], [3, 3], [3, 3]]
 
 
 def _busy_elsewhere():

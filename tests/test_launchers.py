@@ -437,7 +437,7 @@ def test_two_nodes_and_the_cable_between_them_cut(two_nodes, tmp_path):
         for node, (namespace, cable, _) in enumerate(two_nodes):
             torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=2"]
             command = ["ip", "netns", "exec", namespace, *torchrun, f"--node_rank={node}", master]
-            env = {"DIST_TIMEOUT": "5", "GLOO_SOCKET_IFNAME": cable}
+            env = {"DIST_TIMEOUT": "3", "GLOO_SOCKET_IFNAME": cable}
             sides.append(stack.enter_context(running(command, tmp_path, "go on", "ab"[node], **env)))
         ranks = [[0, 0, 4, 0], [1, 1, 4, 1], [2, 0, 4, 0], [3, 1, 4, 1]]
         assert results(tmp_path, 4, sides, *logs) == [[ranks, 6], None, None, None]

@@ -25,8 +25,9 @@ from unittest import mock
 
 import pytest
 import torch
+from forked import ROOT, forker, shell
 
-ROOT = Path(__file__).resolve().parent.parent
+REWRITING = __name__ == "__main__"
 README = ROOT / "README.md"
 SCRIPTS = sorted([*(path.name for path in ROOT.glob("m*.py")), "cifar10_ddp.py"])
 STEPS = ["mnist_single.py", "mnist_dataparallel.py", "mnist_ddp.py", "mnist_amp.py"]
@@ -62,24 +63,20 @@ def lines(before, after):
     return f"+{added} -{removed}"
 
 
-def environment():
-    """That of a shell, on a machine without GPUs."""
-    ours = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NPROC", "OMP_NUM_THREADS", "PYTHONWARNINGS")
-    env = {name: value for name, value in os.environ.items() if name not in ours} | {"CUDA_VISIBLE_DEVICES": ""}
-    return env | {"OMP_WAIT_POLICY": "PASSIVE"}  # or OpenMP's threads spin: ten times as long on a busy machine
+SHELL = {"OMP_NUM_THREADS": None}  # as in a shell; on a machine without GPUs
 
 
 @functools.cache
 def run(command):
     """What `python` prints with these arguments: two processes on a CPU, whatever this machine has."""
     script, *args = shlex.split(command)
-    command = [sys.executable, ROOT / script, *args]
-    with tempfile.TemporaryDirectory() as folder:  # cifar10_ddp.py leaves a folder behind
-        done = subprocess.run(
-            command, cwd=folder, env=environment(), capture_output=True, encoding="utf-8", timeout=280
-        )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    if REWRITING:  # its figures are for readers: all of it as they would run it
+        with tempfile.TemporaryDirectory() as folder:  # cifar10_ddp.py leaves a folder behind
+            done = shell(ROOT / script, *args, cwd=folder, timeout=280, **SHELL)
+    else:
+        done = forker().run(script, *args, timeout=280, **SHELL)
+    assert done.code == 0, done.err
+    return done.out
 
 
 def output(command):
@@ -112,15 +109,17 @@ def report(name):
     """The program, and what it says when it is asked where its ranks stand."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, name).write_text(PROGRAMS[name], encoding="utf-8")
-        env = environment() | {"NPROC": "2", "PYTHONPATH": str(ROOT)}
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "encoding": "utf-8"}
-        with subprocess.Popen([sys.executable, name], cwd=folder, env=env, **pipes) as process:
-            process.stdout.readline()  # "distributed: 2 processes ...": all have come
-            time.sleep(2)
-            process.send_signal(signal.SIGUSR1)
-            table = "".join(process.stderr.readline() for _ in range(3)).replace(os.path.realpath(folder), "/home/you")
-            process.terminate()
-            end = process.stderr.read()
+        job = forker().start(Path(folder, name), cwd=Path(folder), path=[ROOT], NPROC=2)
+        out, err = job.files
+        for file, count in (out, 1), (err, 3):  # "distributed: 2 processes ...": all have come; and the table
+            while file.read_text().count("\n") < count:
+                time.sleep(0.05)
+            if file == out:
+                time.sleep(1)
+                os.kill(job.pid, signal.SIGUSR1)
+        os.kill(job.pid, signal.SIGTERM)
+        lines = job.wait().err.replace(os.path.realpath(folder), "/home/you").splitlines(keepends=True)
+        table, end = "".join(lines[:3]), "".join(lines[3:])
     shell = f"$ NPROC=2 python {name} &\n$ kill -USR1 $!\n{table}$ kill $!\n{end}"
     return f"\n```python\n{PROGRAMS[name]}```\n\n```console\n{shell}```\n"
 
@@ -129,9 +128,8 @@ def report(name):
 def wrong(command):
     """The lines of doctor.py's table that are not ok."""
     *variables, _, script = shlex.split(command)
-    env = environment() | dict(variable.split("=") for variable in variables)
-    done = subprocess.run([sys.executable, script], cwd=ROOT, env=env, capture_output=True, encoding="utf-8")
-    lines = "".join(line for line in done.stdout.splitlines(keepends=True) if line.startswith("WRONG"))
+    done = forker().run(script, **(SHELL | dict(variable.split("=") for variable in variables)))
+    lines = "".join(line for line in done.out.splitlines(keepends=True) if line.startswith("WRONG"))
     return f"\n```console\n$ {command} | grep WRONG\n{lines}```\n"
 
 
@@ -250,11 +248,10 @@ def run_snippet(file, folder):
     prelude = "import torch\nNet, dataset, loss = lambda: torch.nn.Linear(2, 1), range(10), torch.tensor(0.25)\n"
     program = re.search(r"```python\n(.*?)```", snippet(file), re.DOTALL)[1]
     (folder / "train.py").write_text(prelude + program, encoding="utf-8")
-    env = os.environ | {"NPROC": "2", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "train.py"], cwd=folder, env=env, capture_output=True, encoding="utf-8")
-    assert done.returncode == 0, done.stderr
-    assert "2 processes" in done.stdout
-    return done.stdout
+    done = forker().run(folder / "train.py", cwd=folder, path=[ROOT], timeout=60, NPROC=2)
+    assert done.code == 0, done.err
+    assert "2 processes" in done.out
+    return done.out
 
 
 def test_the_snippet_runs(tmp_path):

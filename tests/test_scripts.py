@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from forked import ROOT, Forker, shell
+from forked import ROOT, forker, shell
 from torch import nn
 
 import apex_amp
@@ -24,17 +24,10 @@ def dry(script):
     return () if script == "min_DDP.py" else DRY
 
 
-@pytest.fixture(scope="module")
-def forker():
-    forker = Forker()
-    yield forker
-    forker.end()
-
-
 @pytest.fixture
-def run(forker, tmp_path):
+def run(tmp_path):
     """run(script, *args): as `python script args` in tmp_path/cwd, see Forker.start."""
-    return lambda script, *args, **options: forker.start(tmp_path / "cwd", script, *args, **options).wait()
+    return lambda script, *args, **options: forker().run(script, *args, cwd=tmp_path / "cwd", **options)
 
 
 class Epoch(NamedTuple):
