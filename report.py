@@ -120,8 +120,7 @@ def curves(history: list[dict], title: str) -> bytes:
 
     def draw(axes: Any, name: str, label: str, scale: float = 1, **style: Any) -> None:
         points = [(row["epoch"], scale * row[name]) for row in history if name in row]
-        if points:
-            axes.plot(*zip(*points, strict=True), label=label, **style)
+        axes.plot(*zip(*points, strict=True), label=label, **style)
 
     draw(losses, "training_loss", "training (augmented, label smoothing)", color="0.6")
     draw(losses, "train_loss", "train set", color="tab:blue", marker=".")
