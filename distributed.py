@@ -672,12 +672,12 @@ def _watch(processes: list, pipes: list, caught: list[int], folder: str) -> Any:
     while True:
         # Not for the sentinels: a process's data loader workers hold its sentinel open after its death.
         connection.wait([pipe for pipe in pipes if not pipe.closed], timeout=0.02)
-        for signum in caught:
-            if signum != signal.SIGUSR1:
-                print(f"launch: {signal.Signals(signum).name}: ending {world_size} processes", file=sys.stderr)
-                raise SystemExit(128 + signum)
+        while caught:
+            if caught[0] != signal.SIGUSR1:
+                print(f"launch: {signal.Signals(caught[0]).name}: ending {world_size} processes", file=sys.stderr)
+                raise SystemExit(128 + caught[0])
+            caught.pop(0)
             print(_where(processes, folder, reports), file=sys.stderr, flush=True)
-        caught.clear()
         codes = [p.exitcode for p in processes]  # before the reports are read: who is gone has said what it had to say
         for rank, pipe in enumerate(pipes):
             if not pipe.closed and pipe.poll():
