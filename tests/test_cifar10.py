@@ -828,5 +828,5 @@ def test_real_cifar10():
         counts = train.images[:, channel].flatten().bincount(minlength=256).double()
         mean = (counts * values).sum() / counts.sum()
         std = ((counts * (values - mean) ** 2).sum() / counts.sum()).sqrt()
-        assert mean.item() == pytest.approx(train.mean[channel], abs=1e-4)
-        assert std.item() == pytest.approx(train.std[channel], abs=1e-3)
+        assert mean.item() == pytest.approx(train.mean[channel], abs=5e-4)  # JPEG costs 2e-4, and 2e-3 below
+        assert std.item() == pytest.approx(train.std[channel], abs=3e-3)
