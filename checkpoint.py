@@ -43,6 +43,7 @@ import signal
 import sys
 import zipfile
 import zlib
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -173,15 +174,8 @@ class Keeper:
         Every rank must call it; rank 0's path counts.  With another number of processes than the checkpoint's the
         random states stay as they are.  CheckpointError, on all ranks, if it can't be read or doesn't fit.
         """
-        state, problem = {}, None
-        if path and dist.is_primary():
-            try:
-                state = read(path)
-            except CheckpointError as error:
-                problem = str(error)
-        path, state, problem = from_primary((path, state, problem))
-        if problem:
-            raise CheckpointError(problem)
+        path = from_primary(path)
+        state = _on_primary(read, path) if path else None
         if not state:
             return {}
         for name, part in self.parts.items():
@@ -214,19 +208,11 @@ class Keeper:
         if dist.get_device().type == "cuda":
             for mine, state in zip(random, dist.gather(torch.cuda.get_rng_state()), strict=True):
                 mine["cuda"] = state
-        problem = None
-        if dist.is_primary():
-            parts = {name: part.state_dict() for name, part in self.parts.items()}
-            try:
-                self._write({**extra, "step": step, "config": self.config, "parts": parts, "random": random}, score)
-            except CheckpointError as error:
-                problem = str(error)
-        if problem := from_primary(problem):
-            raise CheckpointError(problem)
+        _on_primary(self._write, {**extra, "step": step, "config": self.config, "random": random}, score)
 
     def _write(self, state: dict, score: float | None) -> None:
         buffer = io.BytesIO()
-        torch.save(state, buffer)
+        torch.save({**state, "parts": {name: part.state_dict() for name, part in self.parts.items()}}, buffer)
         content, last = buffer.getvalue(), self.folder / "last.pt"
         try:
             torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
@@ -259,6 +245,20 @@ def from_primary(value: Any) -> Any:
     if dist.get_world_size() > 1:
         torch_dist.broadcast_object_list(box, 0)
     return box[0]
+
+
+def _on_primary(function: Callable, *args: Any) -> Any:
+    """What function(*args) returns on rank 0, on every rank; its CheckpointError, too."""
+    result = problem = None
+    if dist.is_primary():
+        try:
+            result = function(*args)
+        except CheckpointError as error:
+            problem = str(error)
+    result, problem = from_primary((result, problem))
+    if problem:
+        raise CheckpointError(problem)
+    return result
 
 
 # ------------------------------------------------------------------------------------------- stopped, and restarted

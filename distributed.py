@@ -223,9 +223,8 @@ def init_process_group(
         serve = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # else torchrun serves it
         wait = timedelta(seconds=timeout)
         _store = torch_dist.TCPStore(address, port, world_size, serve, wait, wait_for_workers=False, multi_tenant=True)
-    # Other keys for a second group, and for each attempt: torchrun's store outlives those that ended before they met.
-    attempt = f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT')}"
-    store = torch_dist.PrefixStore(f"{attempt} group {_store.add(f'{attempt} groups of {rank}', 1)}", _store)
+    group = _store.add(f"{_attempt()} groups of {rank}", 1)
+    store = torch_dist.PrefixStore(f"{_attempt()} group {group}", _store)  # a second group, other keys
     place = f"machine {os.environ.get('GROUP_RANK') or os.environ.get('SLURM_NODEID') or socket.gethostname()}"
     gpu = f"of {place}, {rank}"
     if backend == "nccl":  # torch 2.4 doesn't tell a GPU's uuid
@@ -238,6 +237,11 @@ def init_process_group(
     store.set(f"joined {rank}", "")  # nobody goes on, and perhaps leaves, while another is still connecting to it
     store.wait([f"joined {r}" for r in range(world_size)], timedelta(seconds=timeout))
     print_primary(f"distributed: {world_size} process{'es' * (world_size > 1)}, {backend}, {device.type}")
+
+
+def _attempt() -> str:
+    """For the keys: torchrun's store outlives an attempt, with all that was written in it."""
+    return f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT')}"
 
 
 def _roll_call(store: torch_dist.Store, rank: int, world_size: int, timeout: float, place: str, gpu: str) -> list[str]:
@@ -267,10 +271,9 @@ def _lost(world: World) -> list[int]:
     deadline = time.monotonic() + 5
     try:  # over a new connection: on one that was cut, every call hangs
         store = torch_dist.TCPStore(*_meeting_point(world), is_master=False, timeout=timedelta(seconds=5))
-        still_here = f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT')} still here"
-        store.set(f"{still_here} {world.rank}", "")
+        store.set(f"{_attempt()} still here {world.rank}", "")
         while lost and time.monotonic() < deadline:
-            lost = [rank for rank in lost if not store.check([f"{still_here} {rank}"])]
+            lost = [rank for rank in lost if not store.check([f"{_attempt()} still here {rank}"])]
             time.sleep(0.1)
         return lost
     except RuntimeError:  # rank 0's machine is out of reach, and so are the others

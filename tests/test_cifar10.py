@@ -686,7 +686,7 @@ def test_full_disk(run, tmp_path, n):
     result = run(*FLAGS, "--nproc", n, "--checkpoint-every", 1, before=FULL_DISK, DIST_GRACE=0.2)
     folder = the_folder(tmp_path / "cwd")
     last = f"runs/{folder.name}/last.pt"
-    where = r"rank \d of 2 failed first: " if n == 2 else ""  # all ranks say the same
+    where = r"rank [01] of 2 failed first: " if n == 2 else ""  # all ranks say the same
     assert result.code == 1
     what = f"can't write {last} (File too large); {last} is as it was"
     assert re.match(where + re.escape(f"{SCRIPT}: error: {what}"), result.err) and result.err.count("\n") == 1
@@ -824,9 +824,11 @@ def test_real_cifar10():
     train, test = data.load("cifar10", str(folder))
     assert train.labels.bincount().tolist() == [5000] * 10 and test.labels.bincount().tolist() == [1000] * 10
     values = torch.arange(256).double() / 255
+    # A copy stored as JPEG has other checksums; it costs 2e-4 of the mean and 2e-3 of the deviation.
+    bounds = {"mean": 1e-4, "std": 1e-3} if datasets.CIFAR10.meta["md5"] else {"mean": 5e-4, "std": 3e-3}
     for channel in range(3):
         counts = train.images[:, channel].flatten().bincount(minlength=256).double()
         mean = (counts * values).sum() / counts.sum()
         std = ((counts * (values - mean) ** 2).sum() / counts.sum()).sqrt()
-        assert mean.item() == pytest.approx(train.mean[channel], abs=5e-4)  # JPEG costs 2e-4, and 2e-3 below
-        assert std.item() == pytest.approx(train.std[channel], abs=3e-3)
+        assert mean.item() == pytest.approx(train.mean[channel], abs=bounds["mean"])
+        assert std.item() == pytest.approx(train.std[channel], abs=bounds["std"])

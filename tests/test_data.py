@@ -458,7 +458,7 @@ def test_two_processes_download_once(tmp_path, server, files):
         "MNIST.mirrors, MNIST.resources, data.MNIST_MD5 = json.loads(sys.argv[1])\n"
         "other = os.fork()\n"
         "data.prepare('mnist', sys.argv[2]); print(*map(len, data.load('mnist', sys.argv[2])), flush=True)\n"
-        "sys.exit(other and os.waitpid(other, 0)[1])"
+        "sys.exit(other and os.waitstatus_to_exitcode(os.waitpid(other, 0)[1]))"
     )
     settings = json.dumps([[server.url], files.resources, files.md5])
     end = forker().run(program, settings, tmp_path / "data", path=[ROOT], timeout=40)

@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
-from forked import ROOT, forker, shell
+from forked import ROOT, SHELL, forker, shell
 
 import doctor
 
@@ -27,9 +27,6 @@ def _host_has_an_address():
 
 
 whole_table = pytest.mark.skipif(not _host_has_an_address(), reason="this machine's own host name has no address")
-
-
-SHELL = {"OMP_NUM_THREADS": None, "TMPDIR": None}  # as in a shell
 
 
 def python(*args, **environment):
@@ -267,7 +264,11 @@ import distributed as dist
 def worker(rank, n, case):
     dist.init_process_group(rank, n)
     c10d, odd = torch.distributed, rank == 1
-    if case == "collective":
+    if case == "shape":
+        c10d.all_reduce(torch.ones(3 + 2 * odd))
+    elif case == "dtype":
+        c10d.all_reduce(torch.ones(3, dtype=torch.float64 if odd else torch.float32))
+    elif case == "collective":
         c10d.broadcast(torch.ones(3), 0) if odd else c10d.all_reduce(torch.ones(3))
     elif case == "count":
         c10d.all_reduce(torch.ones(3))
@@ -278,11 +279,13 @@ dist.launch(worker, sys.argv[1], nproc=2)
 """
 
 
-@pytest.mark.parametrize(  # test_hangs.py has more cases of what torch then compares
+@pytest.mark.parametrize(
     ("case", "calls"),
     [
+        ("shape", ["OpType=ALLREDUCE, TensorShape=[3]", "OpType=ALLREDUCE, TensorShape=[5]"]),
+        ("dtype", ["TensorDtypes=Float", "TensorDtypes=Double"]),
         ("collective", ["OpType=ALLREDUCE", "OpType=BROADCAST"]),
-        ("count", ["line 14, in worker", "c10d.all_reduce(torch.ones(3))", "(rank 1 had finished)"]),
+        ("count", ["line 18, in worker", "c10d.all_reduce(torch.ones(3))", "(rank 1 had finished)"]),
     ],
 )
 def test_a_script_whose_ranks_disagree(case, calls, tmp_path):
@@ -294,10 +297,17 @@ def test_a_script_whose_ranks_disagree(case, calls, tmp_path):
         assert call in done.err, done.err
 
 
-def test_a_healthy_script_runs_to_its_end():
-    done = python("doctor.py", "run", ROOT / "mnist_ddp.py", "--dataset", "synthetic", "--dry-run")
+@pytest.mark.parametrize(
+    ("script", "args", "says"),
+    [
+        ("mnist_ddp.py", ["--dataset", "synthetic", "--dry-run"], r"^epoch 1/1  loss .*\ndone in"),
+        ("min_DDP.py", ["--epochs", "1"], "^epoch 0  loss .* in the last batch"),
+    ],
+)
+def test_a_healthy_script_runs_to_its_end(script, args, says):
+    done = python("doctor.py", "run", ROOT / script, *args)
     assert done.code == 0, done.err
-    assert re.search(r"^epoch 1/1  loss .*\ndone in", done.out, re.MULTILINE) and "Traceback" not in done.err
+    assert re.search(says, done.out, re.MULTILINE) and "Traceback" not in done.err
 
 
 def test_run_passes_on_the_arguments_and_the_exit_code(tmp_path):

@@ -25,7 +25,7 @@ from unittest import mock
 
 import pytest
 import torch
-from forked import ROOT, forker, shell
+from forked import ROOT, SHELL, forker, shell
 
 REWRITING = __name__ == "__main__"
 README = ROOT / "README.md"
@@ -61,9 +61,6 @@ def diff(before, after):
 def lines(before, after):
     added, removed, _ = git_diff("--numstat", before, after).split(maxsplit=2)
     return f"+{added} -{removed}"
-
-
-SHELL = {"OMP_NUM_THREADS": None}  # as in a shell; on a machine without GPUs
 
 
 @functools.cache
@@ -118,10 +115,10 @@ def report(name):
                 time.sleep(1)
                 os.kill(job.pid, signal.SIGUSR1)
         os.kill(job.pid, signal.SIGTERM)
-        lines = job.wait().err.replace(os.path.realpath(folder), "/home/you").splitlines(keepends=True)
-        table, end = "".join(lines[:3]), "".join(lines[3:])
-    shell = f"$ NPROC=2 python {name} &\n$ kill -USR1 $!\n{table}$ kill $!\n{end}"
-    return f"\n```python\n{PROGRAMS[name]}```\n\n```console\n{shell}```\n"
+        said = job.wait().err.replace(os.path.realpath(folder), "/home/you").splitlines(keepends=True)
+        table, end = "".join(said[:3]), "".join(said[3:])
+    session = f"$ NPROC=2 python {name} &\n$ kill -USR1 $!\n{table}$ kill $!\n{end}"
+    return f"\n```python\n{PROGRAMS[name]}```\n\n```console\n{session}```\n"
 
 
 @functools.cache
