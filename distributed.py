@@ -25,6 +25,7 @@ backend and sampler mean what they mean in torch.distributed.  Collectives must 
 import argparse
 import contextlib
 import faulthandler
+import hashlib
 import inspect
 import itertools
 import math
@@ -32,7 +33,6 @@ import multiprocessing
 import os
 import pickle
 import re
-import shlex
 import shutil
 import signal
 import socket
@@ -45,7 +45,7 @@ import time
 import traceback
 import warnings
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from multiprocessing import connection, resource_tracker
 from typing import Any, NamedTuple
@@ -60,14 +60,31 @@ PATIENCE = 10  # seconds of these before rank 0 says for whom it waits
 TIMEOUT = 600  # seconds for one collective; DIST_TIMEOUT overrides it
 GRACE = 3  # seconds between SIGTERM and SIGKILL when `launch` ends the others after a failure; DIST_GRACE overrides it
 STOP_GRACE = 30  # the same when `launch` was told to stop, for a checkpoint to be saved; DIST_GRACE overrides it, too
-_NATIVE_THREADS = len(os.listdir("/proc/self/task")) if sys.platform == "linux" else 0  # see _fork_is_safe
-_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1}
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 _store = None  # rank 0 serves it to the others, so it must live as long as the process
 _places: list[str] = []  # each rank's machine, as the roll-call has it
+_outer_error: BaseException | None = None  # the exception that was being handled when the group was joined
 
 
 # ---------------------------------------------------------------------------------------------- who am I, and where?
+
+
+def seconds(name: str, default: float) -> float:
+    """The limit of this name from the environment, else the default.  ValueError, in one line, if it is no number."""
+    text = os.environ.get(name) or str(default)
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value <= 1e9:  # nan, too, is refused
+        raise ValueError(f"{name} is {text}: give a number of seconds ({name}={default}), or unset it")
+    return value
+
+
+def _check_limits() -> None:
+    """Before anything starts: an error while processes are being ended would leave some of them behind."""
+    for name, default in ("DIST_INIT_TIMEOUT", INIT_TIMEOUT), ("DIST_TIMEOUT", TIMEOUT), ("DIST_GRACE", GRACE):
+        seconds(name, default)
 
 
 class World(NamedTuple):
@@ -78,6 +95,9 @@ class World(NamedTuple):
     world_size: int = 1
     local_rank: int = 0
     local_world_size: int = 1
+
+
+_given = World()  # as init_process_group was told, where no launcher speaks
 
 
 # Each launcher's variables for the rank, the world size, the local rank and the local world size.  The first launcher
@@ -91,6 +111,19 @@ _LAUNCHERS = {
 
 
 def _world() -> World:
+    """This process's place: from the launcher's variables, else what `init_process_group` was told, else World().
+
+    What srun and mpirun say is repeated in torchrun's variables, for all that read those (torch, data.py): RANK,
+    WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE.  DIST_LAUNCHER notes whose words they were.
+    """
+    world = _described()
+    if world.starter in _LAUNCHERS and "RANK" not in os.environ:
+        os.environ |= dict(zip(_LAUNCHERS["torchrun"], map(str, world[1:]), strict=True))
+        os.environ["DIST_LAUNCHER"] = world.starter
+    return world if world.starter else _given
+
+
+def _described() -> World:
     """The world that the environment describes; World() where no launcher speaks.  Half a description: ValueError."""
     env = os.environ
     for starter, names in _LAUNCHERS.items():
@@ -123,7 +156,11 @@ def _world() -> World:
             if starter == "torchrun" and int(env.get(name, 1)) > int(env.get("GROUP_WORLD_SIZE", sys.maxsize)):
                 wrong = f"{name} is {env[name]}: that many torchruns run side by side, each a world of its own"
                 raise ValueError(f"{wrong}: start one per node with --nnodes, or leave torchrun out: launch needs none")
-        return world._replace(starter="launch") if "DIST_STORE" in env else world
+        if "DIST_STORE" in env:
+            return world._replace(starter="launch")
+        if starter == "torchrun" and "TORCHELASTIC_RUN_ID" not in env:  # translated by `_world`, or set by hand
+            return world._replace(starter=env.get("DIST_LAUNCHER", starter))
+        return world
     return World()
 
 
@@ -192,18 +229,23 @@ def init_process_group(
 ) -> None:
     """Join the process group.  Every rank must call it; it returns when all have come.
 
-    rank, world_size: as `launch` passes them to worker_fn (the local rank will do: the environment has the other).
+    rank, world_size: not needed under `launch` or a launcher, where the environment has them; the local rank, which
+        `launch` passes to worker_fn, will do.  A process that was started otherwise must say who it is.
     backend: "nccl" or "gloo"; None takes nccl for CUDA, else gloo.  Sets the CUDA device.
     timeout: seconds for all to come (INIT_TIMEOUT).  After 10 s rank 0 says who is missing; at the end TimeoutError.
     checked: torch compares every collective but DDP's own before it runs, and says who calls what: slower, for trials.
     """
-    global _store, _places
-    world, device = _world(), get_device()
-    if not world.starter:  # no launcher: the caller says who this is
-        world = world._replace(rank=rank or 0, world_size=world_size or 1)
+    global _given, _outer_error, _places, _store
+    world = _world()
+    _outer_error = sys.exc_info()[1]
+    if not world.starter:  # no launcher (mp.spawn, say): the caller says who this is, and one machine is assumed
+        rank, world_size = rank or 0, world_size or 1
+        if not 0 <= rank < world_size:
+            raise ValueError(f"init_process_group: rank {rank} of {world_size}: ranks go from 0 to {world_size - 1}")
+        world = _given = World("", rank, world_size, rank, world_size)
     elif rank not in (None, world.rank, world.local_rank) or world_size not in (None, world.world_size):
         raise ValueError(f"init_process_group({rank}, {world_size}), but this is {world}")
-    rank, world_size = world.rank, world.world_size
+    rank, world_size, device = world.rank, world.world_size, get_device()
     backend = backend or ("nccl" if device.type == "cuda" else "gloo")
     if backend == "nccl" and device.type != "cuda":
         raise ValueError("backend nccl needs a CUDA GPU, and none is visible: use gloo")
@@ -211,7 +253,8 @@ def init_process_group(
         torch_dist.set_debug_level(torch_dist.DebugLevel.DETAIL)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    timeout = float(timeout or os.environ.get("DIST_INIT_TIMEOUT", INIT_TIMEOUT))
+    _check_limits()
+    timeout = timeout or seconds("DIST_INIT_TIMEOUT", INIT_TIMEOUT)
     if world.starter == "launch":
         _store = torch_dist.FileStore(os.environ["DIST_STORE"], world_size)
     elif world_size == 1 and not world.starter:
@@ -230,13 +273,18 @@ def init_process_group(
     if backend == "nccl":  # torch 2.4 doesn't tell a GPU's uuid
         gpu = f"{socket.gethostname()}, GPU {getattr(torch.cuda.get_device_properties(device), 'uuid', gpu)}"
     _places = _roll_call(store, rank, world_size, timeout, place, gpu)
-    options = {"timeout": timedelta(seconds=float(os.environ.get("DIST_TIMEOUT", TIMEOUT)))}
+    options: dict = {"timeout": collective_timeout()}
     if backend == "nccl" and torch.__version__ >= (2, 7, 1):  # 2.6 and 2.7.0 hang with it (pytorch#153960)
         options["device_id"] = device  # connect at once, and to the right GPU
     torch_dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, **options)
     store.set(f"joined {rank}", "")  # nobody goes on, and perhaps leaves, while another is still connecting to it
     store.wait([f"joined {r}" for r in range(world_size)], timedelta(seconds=timeout))
     print_primary(f"distributed: {world_size} process{'es' * (world_size > 1)}, {backend}, {device.type}")
+
+
+def collective_timeout() -> timedelta:
+    """The time-out of one collective: what every group gets."""
+    return timedelta(seconds=seconds("DIST_TIMEOUT", TIMEOUT))
 
 
 def _attempt() -> str:
@@ -281,13 +329,20 @@ def _lost(world: World) -> list[int]:
 
 
 def cleanup() -> None:
-    """Leave the process group, if there is one.  Does nothing while an exception is on its way: the other ranks may be
-    inside a collective, and leaving would wait for them for ever (pytorch/torchtitan#1342)."""
-    if torch_dist.is_initialized() and sys.exc_info()[0] is None:
-        # Gloo's threads let go of their last tensors, for which they need Python: when they are joined (torch 2.4) that
-        # is a deadlock, when Python ends it aborts the process (pytorch#179291).
-        time.sleep(0.1)
-        torch_dist.destroy_process_group()
+    """Leave the process group, if there is one.
+
+    With several processes it does nothing while an exception is on its way: the other ranks may be inside a collective,
+    and leaving would wait for them for ever (pytorch/torchtitan#1342).
+    """
+    global _given, _outer_error
+    on_its_way = sys.exc_info()[1]
+    if not torch_dist.is_initialized() or (get_world_size() > 1 and on_its_way not in (None, _outer_error)):
+        return
+    # Gloo's threads let go of their last tensors, for which they need Python: when they are joined (torch 2.4) that is
+    # a deadlock, when Python ends it aborts the process (pytorch#179291).
+    time.sleep(0.1)
+    torch_dist.destroy_process_group()
+    _given, _outer_error = World(), None
 
 
 # -------------------------------------------------------------------------------------------------------- collectives
@@ -295,7 +350,7 @@ def cleanup() -> None:
 _OPS = ("sum", "mean", "min", "max", "product")
 
 
-def _wire() -> torch.device | None:
+def _comm_device() -> torch.device | None:
     """The device that the backend moves tensors on; None in a world of one."""
     if get_world_size() == 1:
         return None
@@ -304,38 +359,78 @@ def _wire() -> torch.device | None:
     return get_device() if torch_dist.get_backend() == "nccl" else torch.device("cpu")
 
 
-def _agree(call: str, detail: Any = "") -> list:
-    """Every rank's detail, if all ranks make the same call; otherwise RuntimeError on all, with what each has called.
+def _copy(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """A new tensor as the backends need it: contiguous, and no lazy conjugate or negative of another one."""
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    return plain.to(device, dtype or tensor.dtype, copy=True, memory_format=torch.contiguous_format)
 
-    The backends don't check: gloo adds 3 elements to 5 and returns garbage, and a wrong dtype aborts the process.
+
+_DIMS = 8  # shapes of up to 8 dimensions fit into a fingerprint
+
+
+def _check_same_call(call: str, shape: Sequence[int] = ()) -> list[list[int]]:
+    """Every rank's shape, if all ranks make the same call; otherwise RuntimeError on all, with what each has called.
+
+    The backends don't check: gloo adds 3 elements to 5 and returns garbage, and a wrong dtype aborts the process.  It
+    costs one all-gather of a fingerprint of fixed size, a hash of the call and the shape: [9] int64.  `shape` may
+    differ between the ranks, but not its length, which `call` must tell.
     """
-    everyone: list = [None] * get_world_size()
-    torch_dist.all_gather_object(everyone, (call, detail))
-    if len({call for call, _ in everyone}) > 1:
-        table = "".join(f"\n  rank {rank}: {call} {detail}" for rank, (call, detail) in enumerate(everyone))
+    digest = int.from_bytes(hashlib.blake2b(call.encode(), digest_size=7).digest(), "big")
+    mine = torch.zeros(1 + _DIMS, dtype=torch.int64)
+    mine[: 1 + len(shape[:_DIMS])] = torch.tensor([digest, *shape[:_DIMS]])
+    mine = mine.to(_comm_device())
+    everyone = [torch.empty_like(mine) for _ in range(get_world_size())]
+    torch_dist.all_gather(everyone, mine)
+    digests, *dims = torch.stack(everyone, dim=1).tolist()
+    if len(set(digests)) == 1 and len(shape) <= _DIMS:
+        return [list(shape_of_rank) for shape_of_rank in zip(*dims[: len(shape)], strict=True)] or [[] for _ in digests]
+    calls: list = [None] * get_world_size()
+    torch_dist.all_gather_object(calls, (call, list(shape)))
+    if len({call for call, _ in calls}) > 1:
+        table = "".join(f"\n  rank {rank}: {call} {shape or ''}" for rank, (call, shape) in enumerate(calls))
         raise RuntimeError(f"the ranks called different things, but all must call the same:{table}")
-    return [detail for _, detail in everyone]
+    return [shape for _, shape in calls]
+
+
+def _result_dtype(dtype: torch.dtype, op: str) -> torch.dtype:
+    """As torch.sum and torch.mean have it: sums of integers are int64, their means are floating-point numbers."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return dtype
+    if op == "mean":
+        return torch.get_default_dtype()
+    return torch.int64 if op in ("sum", "product") or dtype == torch.bool else dtype
+
+
+def _reduction_dtype(dtype: torch.dtype, op: str) -> torch.dtype:
+    """What `all_reduce` computes in: wide enough for no sum of small numbers to overflow."""
+    if dtype.is_floating_point:
+        return torch.float32 if dtype.itemsize < 4 else dtype
+    if dtype.is_complex:
+        return torch.complex64 if dtype.itemsize < 8 else dtype
+    if op == "mean":
+        return torch.float64
+    return torch.int64 if dtype.itemsize < 8 else dtype
 
 
 def all_reduce(tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
     """A new tensor with the sum (mean, min, max, product) over all ranks, on every rank; the input is untouched.
 
     Every rank must call it, with the same op, shape and dtype; otherwise RuntimeError on all, with what each sent.
-    Any device; the result is on the input's.  bool counts as int64; the mean of integers has the default float dtype;
-    float16 and bfloat16 are reduced in float32, then rounded once.
+    Any device; the result is on the input's.  Its dtype is the input's, but for integers as torch.sum and torch.mean
+    have it: sums and products are int64 (so are all results of bool), means have the default float dtype.  Small types
+    (float16, bfloat16, int8, ...) are reduced in a wider one and rounded once.
     """
     if op not in _OPS:
         raise ValueError(f"op={op!r}: choose from {', '.join(_OPS)}")
-    result = tensor.detach().clone(memory_format=torch.contiguous_format)
-    if wire := _wire():
-        _agree(f"all_reduce {op} of {tensor.dtype} {list(tensor.shape)}")
-        narrow = {torch.bool: torch.int64, torch.float16: torch.float32, torch.bfloat16: torch.float32}
-        result = result.to(wire, narrow.get(tensor.dtype, tensor.dtype))
-        torch_dist.all_reduce(result, getattr(torch_dist.ReduceOp, "SUM" if op == "mean" else op.upper()))
+    device, dtype = _comm_device(), _result_dtype(tensor.dtype, op)
+    if device is None:
+        return _copy(tensor, tensor.device, dtype)
+    _check_same_call(f"all_reduce {op} of {tensor.dtype} {list(tensor.shape)}")
+    result = _copy(tensor, device, _reduction_dtype(tensor.dtype, op))
+    torch_dist.all_reduce(result, getattr(torch_dist.ReduceOp, "SUM" if op == "mean" else op.upper()))
     if op == "mean":
         result = result / get_world_size()
-    dtype = torch.int64 if tensor.dtype == torch.bool and op != "mean" else tensor.dtype
-    return result.to(tensor.device, dtype if dtype.is_floating_point or op != "mean" else result.dtype)
+    return result.to(tensor.device, dtype)
 
 
 def reduce(tensor: torch.Tensor, op: str = "mean") -> torch.Tensor:
@@ -349,13 +444,13 @@ def gather(tensor: torch.Tensor) -> list[torch.Tensor]:
     Every rank must call it.  Shapes may differ, even to zero rows; dtypes and numbers of dimensions may not, or all
     ranks get a RuntimeError with what each sent.  Any dtype and device; the results are on the input's device.
     """
-    tensor = tensor.detach()
-    if not (wire := _wire()):
-        return [tensor.clone()]
-    shapes = _agree(f"gather of {tensor.dtype} with {tensor.dim()} dimension(s)", list(tensor.shape))
+    device = _comm_device()
+    if device is None:
+        return [_copy(tensor, tensor.device)]
+    shapes = _check_same_call(f"gather of {tensor.dtype} with {tensor.dim()} dimension(s)", tensor.shape)
     sizes = [math.prod(shape) * tensor.element_size() for shape in shapes]
-    mine = tensor.to(wire).contiguous().flatten().view(torch.uint8)
-    mine = nn.functional.pad(mine, (0, max(sizes) - len(mine)))  # the backends gather equal sizes only
+    mine = torch.zeros(max(sizes), dtype=torch.uint8, device=device)  # the backends gather equal sizes only
+    mine[: tensor.numel() * tensor.element_size()] = _copy(tensor, device).flatten().view(torch.uint8)
     rows = [torch.empty_like(mine) for _ in shapes]
     torch_dist.all_gather(rows, mine)
     rows = [row[:size].view(tensor.dtype).view(shape) for row, size, shape in zip(rows, sizes, shapes, strict=True)]
@@ -364,19 +459,22 @@ def gather(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 def sync_params(params: Iterable[torch.Tensor]) -> None:
     """Overwrite the tensors, in place, by rank 0's.  Every rank must pass as many, of the same shapes and dtypes."""
-    if wire := _wire():
-        params = [param.detach() for param in params]
-        _agree(f"sync_params of {[(param.dtype, *param.shape) for param in params]}")
-        for param in params:
-            values = param.to(wire).contiguous()
-            torch_dist.broadcast(values, 0)
-            param.copy_(values)
+    device = _comm_device()
+    if device is None:
+        return
+    params = [param.detach() for param in params]
+    _check_same_call(f"sync_params of {[(param.dtype, *param.shape) for param in params]}")
+    for param in params:
+        values = _copy(param, device)
+        torch_dist.broadcast(values, 0)
+        param.copy_(values)
 
 
 def barrier() -> None:
     """Wait until every rank has come here."""
-    if wire := _wire():
-        torch_dist.barrier(**({"device_ids": [wire.index]} if wire.type == "cuda" else {}))
+    device = _comm_device()
+    if device is not None:
+        torch_dist.barrier(device_ids=[device.index] if device.type == "cuda" else None)
 
 
 wait_for_everyone = barrier
@@ -431,24 +529,37 @@ class _DDP(nn.parallel.DistributedDataParallel):
     """DistributedDataParallel whose evaluation is exact and can't hang.
 
     torch's broadcasts the buffers (BatchNorm's running averages) in every forward, in evaluation too, so ranks with
-    different numbers of batches wait for ever.  Here `eval()` brings all ranks' buffers to rank 0's, once, and forward
-    broadcasts none.  The result is the same: rank 0's averages are always those of rank 0's batches.
+    different numbers of batches wait for ever.  Here `eval()` brings all ranks' buffers to rank 0's, once, and a
+    forward that records no gradient broadcasts none.  The result is the same: rank 0's averages are always those of
+    rank 0's batches.  Where gradients are recorded they are averaged, in eval mode too.
     """
+
+    def __init__(self, module: nn.Module, sync_on_eval: bool, **kwargs: Any) -> None:
+        super().__init__(module, **kwargs)
+        self.sync_on_eval = sync_on_eval
+        ignored = self.parameters_to_ignore
+        # In DDP's own order, and as they are now: who freezes some later doesn't change DDP's numbers.
+        params = [(name, param) for name, param in module.named_parameters() if name not in ignored]
+        self.names = [name for name, param in params if param.requires_grad]
+
+    def will_sync_module_buffers(self) -> bool:  # DDP asks this in every forward
+        return torch.is_grad_enabled() and super().will_sync_module_buffers()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         try:
-            return super().forward(*inputs, **kwargs) if self.training else self.module(*inputs, **kwargs)
+            return super().forward(*inputs, **kwargs)
         except RuntimeError as problem:
-            unused = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(problem))
-            names = [name for name, param in self.module.named_parameters() if param.requires_grad]
+            unused = re.search(r"Parameter indices which did not receive grad for rank \d+: ([\d ]+)", str(problem))
             if not unused:
                 raise
-            unused = ", ".join(names[int(i)] for i in unused[1].split())
-            fixes = "let the loss use them, or freeze them (requires_grad_(False)), or pass find_unused_parameters=True"
-            raise RuntimeError(f"no gradient in the last step for {unused}: {fixes}") from problem
+            unused = ", ".join(self.names[int(index)] for index in unused[1].split())
+            fixes = "let the loss use them, or freeze them (requires_grad_(False)) before prepare_ddp_model, or pass it"
+            raise RuntimeError(f"no gradient in the last step for {unused}: {fixes} find_unused_parameters=True") from (
+                problem
+            )
 
     def train(self, mode: bool = True) -> "_DDP":
-        if self.training and not mode:
+        if self.training and not mode and self.sync_on_eval:
             sync_params(self.module.buffers())
         return super().train(mode)
 
@@ -459,11 +570,12 @@ def prepare_ddp_model(
     """The model as DistributedDataParallel, on GPUs and on the CPU; the model itself with one process.
 
     Every rank must call it, with the model on `get_device()`; all start from rank 0's weights.  `eval()` is then a
-    collective: every rank must call it.  device_ids is accepted for old callers: the model's device is what counts.
+    collective (every rank must call it) that brings rank 0's buffers to all, unless broadcast_buffers=False is passed.
+    device_ids is accepted for old callers: the model's device is what counts.
     sync_bn: BatchNorm over the global batch, on CUDA only.  Without it each process normalises by its own share.
     kwargs go to DistributedDataParallel (find_unused_parameters=True, ...).
     """
-    if not _wire():
+    if _comm_device() is None:
         return model
     device = next(model.parameters()).device
     if sync_bn and device.type != "cuda":
@@ -471,12 +583,14 @@ def prepare_ddp_model(
     model = nn.SyncBatchNorm.convert_sync_batchnorm(model) if sync_bn else model
     if torch_dist.get_debug_level() == torch_dist.DebugLevel.DETAIL and "process_group" not in kwargs:
         torch_dist.set_debug_level(torch_dist.DebugLevel.OFF)  # DDP on a checked group crashes torch 2.15: a plain one
-        kwargs["process_group"] = torch_dist.new_group()
+        kwargs["process_group"] = torch_dist.new_group(timeout=collective_timeout())
         torch_dist.set_debug_level(torch_dist.DebugLevel.DETAIL)
-    known = inspect.signature(nn.parallel.DistributedDataParallel).parameters  # torch 2.15 has renamed it
-    name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
-    kwargs = {name: False, **kwargs} if "broadcast_buffers" not in kwargs else kwargs  # see _DDP
-    return _DDP(model, device_ids=[device] if device.type == "cuda" else None, **kwargs)
+    known = inspect.signature(nn.parallel.DistributedDataParallel).parameters
+    old, new = "broadcast_buffers", "forward_sync_buffers"  # torch 2.15 has renamed it
+    asked = kwargs.get(old, kwargs.get(new))
+    if asked is None:
+        kwargs[new if new in known else old] = False  # see _DDP
+    return _DDP(model, asked is not False, device_ids=[device] if device.type == "cuda" else None, **kwargs)
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:
@@ -517,7 +631,10 @@ def parse_args(parser: argparse.ArgumentParser) -> argparse.Namespace:
         world = _world()
         if world.starter and args.nproc is not None:
             raise ValueError(f"{world.starter} has started {world.world_size} process(es): leave out --nproc")
-        args.nproc = plan(world.local_world_size if world.starter else args.nproc, args.backend, on_cpu=2)
+        if world.starter:  # each may see a GPU of its own: whether two share one is for the roll-call to see
+            plan(1, args.backend)
+        args.nproc = world.local_world_size if world.starter else plan(args.nproc, args.backend, on_cpu=2)
+        _check_limits()
         processes = world.world_size if world.starter else args.nproc
         if getattr(args, "batch_size", processes) < processes:
             raise ValueError(f"--batch-size {args.batch_size} is too small for {processes} processes: one example each")
@@ -534,11 +651,14 @@ def launch(worker_fn: Callable, *args: Any, nproc: int | None = None) -> Any:
     where that is safe, else spawned; they meet in a private folder and talk over loopback, so no port is needed and
     nothing can be reached from outside.  Each gets its share of the CPU's cores, unless OMP_NUM_THREADS is set.
 
-    The first process to fail ends all, and `launch` raises SystemExit with its error alone (exit code 1).  SIGINT,
-    SIGTERM and SIGHUP to this process end all of them with exit code 130, 143 or 129, whatever stage they are in, and
-    should this process be killed, they end themselves.  SIGUSR1 prints where each rank is, and goes on.
+    The first process to fail ends all, and `launch` raises SystemExit with its error alone (exit code 1); in a notebook
+    or shell, where that would end the session, RuntimeError with the same text.  SIGINT, SIGTERM and SIGHUP to this
+    process end all of them with exit code 130, 143 or 129, whatever stage they are in; so does a process that ends
+    itself with one of these codes.  Should this process be killed, they are, too.  SIGUSR1 prints where each rank is,
+    and goes on; Ctrl-Z stops all of them until `fg`.
     """
     world = _world()
+    _check_limits()
     if world.starter == "launch":
         raise RuntimeError("launch was called in a process that launch has started: call it once, in the main program")
     nproc = 1 if world.starter else plan(nproc, "gloo" if nproc else None)  # who asks for more may share GPUs
@@ -546,12 +666,15 @@ def launch(worker_fn: Callable, *args: Any, nproc: int | None = None) -> Any:
         return _supervise(worker_fn, args, nproc)
     if "TORCHELASTIC_RUN_ID" in os.environ or "mpirun" in world.starter:  # killed, they leave their processes behind
         threading.Thread(target=_die_with, args=(os.getppid(),), daemon=True).start()
+    if world.starter and world.starter != "torchrun":  # for a worker_fn that calls torch's own init_process_group
+        address, port = _meeting_point(world)
+        os.environ |= {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
 
     def call() -> Any:
         try:
             return worker_fn(world.local_rank, world.world_size, *args)
         except KeyboardInterrupt:
-            raise SystemExit(128 + signal.SIGINT) from None
+            raise _stopped_by(signal.SIGINT) from None
         except RuntimeError as problem:
             several = world.local_world_size < world.world_size
             if not (several and re.search("gloo|NCCL|onnection|imed out", str(problem)) and (lost := _lost(world))):
@@ -563,218 +686,429 @@ def launch(worker_fn: Callable, *args: Any, nproc: int | None = None) -> Any:
         from torch.distributed.elastic.multiprocessing.errors import record
 
         call = record(call)
-    result = call()
-    cleanup()
+    try:
+        result = call()
+    finally:
+        cleanup()
     return result if world.rank == 0 else None
+
+
+def _interactive() -> bool:
+    """In a notebook, IPython or Python's own shell, which SystemExit would end (or make complain)."""
+    return hasattr(sys, "ps1")
+
+
+def _stopped_by(number: int) -> BaseException:
+    if number == signal.SIGINT and _interactive():
+        return KeyboardInterrupt()
+    return SystemExit(128 + number)
+
+
+def _die_with(parent: int) -> None:
+    """End this process and its group once `parent` is gone, even if it was killed and could tell no one."""
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os._exit(1)
+
+
+# Start.
+
+
+def _cuda_was_used() -> bool:
+    """Whether this process has loaded CUDA's driver (torch.cuda.is_available does): its children can't use CUDA."""
+    if torch.cuda.is_initialized():
+        return True
+    if sys.platform != "linux":
+        return False
+    with open("/proc/self/maps") as maps:
+        return "/libcuda.so" in maps.read()
 
 
 def _fork_is_safe() -> bool:
     """A forked child has its parent's locks, but none of its threads.
 
-    So it must not follow CUDA (torch says so, and refuses), other Python threads, or torch's OpenMP pool, whose next
-    use in the child never returns: a pool shows as more native threads than importing torch has left (one per core if
-    numpy brought OpenBLAS).  macOS's own libraries break after a fork (bugs.python.org/issue33725).
+    So it must not follow CUDA (torch says so, and refuses), other Python threads, or native ones, such as torch's
+    OpenMP pool, whose next use in the child never returns.  macOS's own libraries break after a fork
+    (bugs.python.org/issue33725).
     """
-    if sys.platform != "linux" or torch.cuda.is_initialized() or torch.version.hip or threading.active_count() > 1:
+    if sys.platform != "linux" or torch.version.hip or _cuda_was_used() or threading.active_count() > 1:
         return False
-    with open("/proc/self/maps") as maps:
-        if "/libcuda.so" in maps.read():
-            return False
-    asked = [os.environ.get(name, "") for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS")]
-    blas = next((int(number) for number in asked if number.isdigit()), len(os.sched_getaffinity(0)))
-    expected = blas if "numpy" in sys.modules else 1
-    return len(os.listdir("/proc/self/task")) <= min(_NATIVE_THREADS, expected)
+    if len(os.listdir("/proc/self/task")) > 1:
+        # OpenBLAS, which numpy brings, ends its threads before every fork and starts them again when it needs them.
+        # So after a first fork the threads that are left belong to somebody else.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Python 3.12 warns of these very threads
+            child = os.fork()
+        if child == 0:
+            os._exit(0)
+        with contextlib.suppress(ChildProcessError):  # the caller has SIGCHLD ignored
+            os.waitpid(child, 0)
+    return len(os.listdir("/proc/self/task")) == 1
+
+
+def _start_method(worker_fn: Callable, nproc: int) -> tuple[str, int | None]:
+    """ "fork" or "spawn", and the number of threads for each process (None: as OMP_NUM_THREADS says)."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = None if "OMP_NUM_THREADS" in os.environ else max(1, cores // nproc)
+    if _fork_is_safe():
+        return "fork", threads
+    main_file = getattr(sys.modules["__main__"], "__file__", None) or ""
+    if worker_fn.__module__ != "__main__" or os.path.exists(main_file):
+        return "spawn", threads
+    if sys.platform != "linux" or _cuda_was_used():
+        raise RuntimeError(
+            f"a new process can't find {worker_fn.__name__}, defined in a notebook or shell, and this one can't be "
+            "forked (CUDA is in use, or this isn't Linux): move it to a file, or restart and call launch first"
+        )
+    return "fork", 1  # a process with one thread never uses the pool
+
+
+_STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_REQUESTS = (signal.SIGUSR1, signal.SIGTSTP)
+_SIGNALS = {*_STOPS, *_REQUESTS}
+_GUARD = """
+while read -r pid; do pids="$pids $pid"; done
+for pid in $pids; do kill -9 $pid -$pid; done
+sleep 0.1
+rm -rf "$0"
+"""  # the reading ends when nobody holds the other end of the pipe any more
+
+
+class _Report(NamedTuple):
+    """What a process says of its own end."""
+
+    when: float
+    error: str = ""
+    stopped_by: int = 0  # the signal, if it ended itself with 128 + its number
+    result: Any = None
 
 
 def _supervise(worker_fn: Callable, args: tuple, nproc: int) -> Any:
-    """Start nproc processes, see them through, end them all whatever happens; returns rank 0's result."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads = None if "OMP_NUM_THREADS" in os.environ else max(1, cores // nproc)
-    method = "fork" if _fork_is_safe() else "spawn"
-    main_file = getattr(sys.modules["__main__"], "__file__", None) or ""
-    if method == "spawn" and worker_fn.__module__ == "__main__" and not os.path.exists(main_file):
-        if sys.platform != "linux" or torch.cuda.is_initialized():
-            raise RuntimeError(
-                f"a new process can't find {worker_fn.__name__}, defined in a notebook or shell, and this one can't be "
-                "forked (CUDA is in use, or this isn't Linux): move it to a file, or restart and call launch first"
-            )
-        method, threads = "fork", 1  # a process with one thread never uses the pool
-    context = multiprocessing.get_context(method)
-    if method == "spawn":
-        resource_tracker.ensure_running()  # Python starts it anyway, and that would unblock the signals blocked below
-    folder = tempfile.mkdtemp(prefix="dist-")
-    with socket.create_server(("127.0.0.1", 0)) as free:  # for a worker_fn that calls torch's own init_process_group
-        port = free.getsockname()[1]
-    environment = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(nproc))
-    environment |= {"DIST_STORE": f"{folder}/store", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    environment |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), _LOOPBACK)
-    processes, pipes, caught, handlers, guard = [], [], [], {}, None
-    # Signals wait until all is ready for them; the processes inherit that, so none dies half-way into its start.
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-    try:
-        if threading.current_thread() is threading.main_thread():  # Python lets no other thread handle signals
-            for signum in _SIGNALS:
-                # nohup's SIGHUP stays ignored.  SIGINT doesn't: a shell's `script &` ignores it unasked.
-                if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN:
-                    handlers[signum] = signal.signal(signum, lambda number, frame: caught.append(number))
-        for rank in range(nproc):
+    """Start nproc processes, watch them, end them all whatever happens; returns rank 0's result."""
+    method, threads = _start_method(worker_fn, nproc)
+    run = _Run(nproc)
+    with run.signals_noted() as mask:
+        try:
+            run.start(method, threads, worker_fn, args)
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            result = run.watch()
+        finally:
+            run.end()
+    for number, _ in run.stops[:1]:  # too late for us, so it is for the caller
+        os.kill(os.getpid(), number)
+    return result
+
+
+class _Run:
+    """The processes of one `launch`."""
+
+    def __init__(self, nproc: int) -> None:
+        self.nproc, self.folder, self.guard, self.guard_pipe = nproc, "", None, -1
+        self.processes, self.pipes = [], []
+        self.reports: dict[int, _Report] = {}
+        self.stops: list[tuple[int, float]] = []  # signals that end the run, and when they came
+        self.requests: list[int] = []  # SIGUSR1 and Ctrl-Z
+        self.grace = seconds("DIST_GRACE", GRACE)
+        self.stop_grace = seconds("DIST_GRACE", STOP_GRACE)
+
+    @contextlib.contextmanager
+    def signals_noted(self) -> Iterator[set]:
+        """Note signals instead of dying of them.  Blocked until the caller sets the mask that this yields.
+
+        The processes inherit the block, so none dies half-way into its start.
+        """
+
+        def note(number: int, frame: Any) -> None:
+            if number in _STOPS:
+                self.stops.append((number, time.monotonic()))
+            else:
+                self.requests.append(number)
+
+        handlers = {}
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+        try:
+            if threading.current_thread() is threading.main_thread():  # Python lets no other thread handle signals
+                for number in _SIGNALS:
+                    # nohup's SIGHUP stays ignored.  SIGINT doesn't: a shell's `script &` ignores it unasked.
+                    honour = (signal.SIGHUP, signal.SIGTSTP)
+                    if _is_ours(number) and not (signal.getsignal(number) == signal.SIG_IGN and number in honour):
+                        handlers[number] = signal.signal(number, note)
+                if _is_ours(signal.SIGCHLD):  # ignored, it would make the kernel forget how a child has ended
+                    handlers[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            yield mask
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+    def start(self, method: str, threads: int | None, worker_fn: Callable, args: tuple) -> None:
+        """Start the guard, then the processes.
+
+        The guard kills them, with all that they have started, and removes the folder, should this process be killed.
+        """
+        context = multiprocessing.get_context(method)
+        if method == "spawn":
+            resource_tracker.ensure_running()  # Python starts it anyway, and that would unblock the signals
+        self.folder = tempfile.mkdtemp(prefix="dist-")
+        guards_end, self.guard_pipe = os.pipe()
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "start_new_session": True, "cwd": "/"}
+        self.guard = subprocess.Popen(["/bin/sh", "-c", _GUARD, self.folder], stdin=guards_end, **quiet)
+        os.close(guards_end)
+        with socket.create_server(("127.0.0.1", 0)) as free:  # for a worker_fn that calls torch's own init
+            port = free.getsockname()[1]
+        environment = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(self.nproc))
+        environment |= {"DIST_STORE": f"{self.folder}/store", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        environment |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), _LOOPBACK)
+        for rank in range(self.nproc):
             receive, send = context.Pipe(duplex=False)
-            mine = environment | dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
-            job = (worker_fn, args, mine, threads, os.getpid(), send)
-            processes.append(context.Process(target=_worker, args=job, name=f"rank {rank}"))
-            processes[-1].start()
+            environment |= dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
+            guard_pipe = self.guard_pipe if method == "fork" else None  # spawn doesn't hand it down
+            job = (worker_fn, args, dict(environment), threads, guard_pipe, send)
+            process = context.Process(target=_worker, args=job, name=f"rank {rank}")
+            process.start()
+            os.write(self.guard_pipe, f"{process.pid}\n".encode())
             send.close()
-            pipes.append(receive)
-        if method == "spawn":  # it imports for seconds before it can look after itself; `read` ends with this process
-            pids = " ".join(str(process.pid) for process in processes)
-            kill = f"read _; kill -9 {pids}; rm -r {shlex.quote(folder)}"
-            guard = subprocess.Popen(
-                ["sh", "-c", kill], stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
-            )
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        return _watch(processes, pipes, caught, folder)
-    finally:
-        _end([process for process in processes if process.pid], caught)
-        if guard:
-            guard.kill()
-            guard.wait()
-        for signum, handler in handlers.items():
-            signal.signal(signum, handler)
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        shutil.rmtree(folder, ignore_errors=True)
+            self.processes.append(process)
+            self.pipes.append(receive)
 
+    # Watch.
 
-def _end(processes: list, caught: list[int]) -> None:
-    """SIGTERM to whoever handles it, to save a checkpoint, say; then SIGKILL to all, with what they have started.
+    def watch(self) -> Any:
+        """Wait for all processes; returns rank 0's result, or raises what ended the run."""
+        settled = False
+        while True:
+            # Not for the sentinels: a process's data loader workers hold its sentinel open after its death.
+            connection.wait([pipe for pipe in self.pipes if not pipe.closed], timeout=0.02)
+            self.answer_requests()
+            if self.stops:
+                number = self.stops[0][0]
+                print(f"launch: {signal.Signals(number).name}: ending {self.nproc} processes", file=sys.stderr)
+                self.grace = self.stop_grace
+                raise _stopped_by(number)
+            codes = [_exit_code(process) for process in self.processes]  # first: who is gone has said what it had to
+            self.read_reports()
+            causes = self.causes(codes)
+            if causes and settled:
+                raise self.failure(*min(causes))
+            if causes:  # its peers can notice a death before this process does: look once more
+                time.sleep(0.2)
+                settled = True
+            elif None not in codes:
+                return self.reports[0].result
 
-    `caught` has the signal that is the reason, if one is; another one (a second Ctrl-C) ends the waiting.
-    """
+    def answer_requests(self) -> None:
+        while self.requests:
+            if self.requests.pop(0) == signal.SIGUSR1:
+                print(self.where(), file=sys.stderr, flush=True)
+            else:  # Ctrl-Z reaches this process alone: the others have groups of their own
+                self.send(signal.SIGSTOP)
+                noted = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+                os.kill(os.getpid(), signal.SIGTSTP)  # this process stops here, until `fg`
+                signal.signal(signal.SIGTSTP, noted)
+                self.send(signal.SIGCONT)
 
-    def busy(process: multiprocessing.Process) -> bool:
-        if process.exitcode is not None or sys.platform != "linux":
-            return process.exitcode is None
-        with open(f"/proc/{process.pid}/status") as status:
-            caught = re.search(r"SigCgt:\s*(\w+)", status.read())  # a mask of the signals that it handles
-        return bool(caught and int(caught[1], 16) >> (signal.SIGTERM - 1) & 1)
+    def send(self, number: int) -> None:
+        """Send a signal to all processes that still run, with all that they have started."""
+        for process in self.processes:
+            if _exit_code(process) is None:
+                try:
+                    os.killpg(process.pid, number)
+                except ProcessLookupError:  # it has just been started, and has no group of its own yet
+                    os.kill(process.pid, number)
 
-    for process in filter(busy, processes):
-        os.kill(process.pid, signal.SIGTERM)
-    deadline = time.monotonic() + float(os.environ.get("DIST_GRACE", STOP_GRACE if caught else GRACE))
-    while time.monotonic() < deadline and any(map(busy, processes)) and len(caught) < 2:
-        time.sleep(0.01)
-    for process in processes:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)  # all at once, or its data loader workers would cry
-        process.kill()
-        process.join()
-
-
-def _watch(processes: list, pipes: list, caught: list[int], folder: str) -> Any:
-    """Wait for all processes; returns rank 0's result, or raises what ended the run."""
-    world_size, reports, settled = len(processes), {}, False
-    while True:
-        # Not for the sentinels: a process's data loader workers hold its sentinel open after its death.
-        connection.wait([pipe for pipe in pipes if not pipe.closed], timeout=0.02)
-        while caught:
-            if caught[0] != signal.SIGUSR1:
-                print(f"launch: {signal.Signals(caught[0]).name}: ending {world_size} processes", file=sys.stderr)
-                raise SystemExit(128 + caught[0])
-            caught.pop(0)
-            print(_where(processes, folder, reports), file=sys.stderr, flush=True)
-        codes = [p.exitcode for p in processes]  # before the reports are read: who is gone has said what it had to say
-        for rank, pipe in enumerate(pipes):
+    def read_reports(self) -> None:
+        for rank, pipe in enumerate(self.pipes):
             if not pipe.closed and pipe.poll():
                 with contextlib.suppress(EOFError), pipe:
-                    reports[rank] = pickle.loads(pipe.recv_bytes())
-        # A process that reports its error waits to be ended.  So whoever died without a report died before any other
-        # could lose it, and is the cause; among reports it is the earliest.
-        causes = [(when, rank, error) for rank, (when, error, _) in reports.items() if error]
+                    self.reports[rank] = pickle.loads(pipe.recv_bytes())
+                    if self.reports[rank].stopped_by:  # it was told to stop, so the run was
+                        self.stops.append((self.reports[rank].stopped_by, time.monotonic()))
+
+    def causes(self, codes: list) -> list[tuple[float, int, str]]:
+        """When, which rank and what, for each process that has failed.
+
+        A process that reports its error waits to be ended.  So whoever died without a report died before any other
+        could lose it, and is the cause; among reports it is the earliest.
+        """
+        found = [(report.when, rank, report.error) for rank, report in self.reports.items() if report.error]
         for rank, code in enumerate(codes):
-            if code or (code == 0 and rank not in reports):
-                name = signal.Signals(-code).name if code < 0 else f"os._exit({code})"
-                hint = " (by hand, or by the kernel for want of memory: see dmesg)" if name == "SIGKILL" else ""
-                causes.append((0.0, rank, f"ended by {name}{hint}" + " after its work" * (rank in reports)))
-                with contextlib.suppress(OSError):
-                    os.killpg(processes[rank].pid, signal.SIGKILL)  # its data loader workers, likewise
-        if causes and not settled:
-            settled = not time.sleep(0.2)  # its peers can notice a death before the parent does
-        elif causes:
-            _, rank, error = min(causes)
-            done = [f"rank {r}" for r, (_, failed, _) in sorted(reports.items()) if not failed]
-            if done and f"rank {rank}" not in done:
-                error = f"{error.rstrip()}\n({', '.join(done)} had finished)"
-            stuck = re.search("tim(ed|e) ?out|SIGABRT", error, re.IGNORECASE)
-            where = _where(processes, folder, reports) if stuck else ""
-            raise SystemExit(f"rank {rank} of {world_size} failed first: {error.rstrip()}\n{where}".rstrip())
-        if None not in codes:
-            return reports[0][2]
+            if code is None or (rank in self.reports and code in (0, _UNKNOWN)):
+                continue
+            what = "and nobody knows how" if code == _UNKNOWN else f"by os._exit({code})"
+            if code < 0:
+                what = f"by {signal.Signals(-code).name}"
+            if code == -signal.SIGKILL:
+                what += " (by hand, or by the kernel for want of memory: see dmesg)"
+            if rank in self.reports:
+                what += " after its work"
+            found.append((0.0, rank, f"ended {what}"))
+            with contextlib.suppress(OSError):
+                os.killpg(self.processes[rank].pid, signal.SIGKILL)  # its data loader workers, likewise
+        return found
+
+    # Explain.
+
+    def failure(self, when: float, rank: int, error: str) -> BaseException:
+        """What `launch` raises, with the error of the first process that failed."""
+        done = [f"rank {r}" for r, report in sorted(self.reports.items()) if not report.error]
+        if done and f"rank {rank}" not in done:
+            error = f"{error.rstrip()}\n({', '.join(done)} had finished)"
+        text = f"rank {rank} of {self.nproc} failed first: {error.rstrip()}"
+        if re.search("tim(ed|e) ?out|SIG(ABRT|BUS|FPE|ILL|SEGV)", error, re.IGNORECASE):
+            text += f"\n{self.where()}"
+        return RuntimeError(text) if _interactive() else SystemExit(text)
+
+    def where(self) -> str:
+        """A line for each rank that says where it stands: its main thread's innermost frame outside torch and this."""
+        asked = [rank for rank, process in enumerate(self.processes) if _exit_code(process) is None]
+        for rank in asked:
+            open(self.stack_file(rank), "w").close()  # what it said when it was last asked
+            os.kill(self.processes[rank].pid, signal.SIGUSR1)  # faulthandler answers, from C: in a collective, too
+        time.sleep(0.3)
+        lines = ["where each rank stands:"]
+        for rank, process in enumerate(self.processes):
+            state = f"no answer (if it was stopped: kill -CONT {process.pid})" if rank in asked else "gone"
+            with contextlib.suppress(FileNotFoundError), open(self.stack_file(rank)) as file:
+                dump = file.read()
+                if rank not in asked:  # a crash has left its last stack
+                    dump = dump.rpartition("Fatal Python error")[2] if "Fatal Python error" in dump else ""
+                # The main thread comes last, innermost frame first.
+                frames = re.findall(r'File "(.+)", line (\d+),? in (.+)', dump.rpartition("hread 0x")[2])
+                if rank in self.reports:  # in a traceback the innermost frame is the last
+                    frames = re.findall(r'File "(.+)", line (\d+),? in (.+)', self.reports[rank].error)[::-1]
+                state = _innermost(frames) or state
+            lines.append(f"  rank {rank}: {state}")
+        return "\n".join(lines)
+
+    def stack_file(self, rank: int) -> str:
+        return os.path.join(self.folder, f"stack{rank}")
+
+    # End.
+
+    def end(self) -> None:
+        """SIGTERM to whoever handles it, to save a checkpoint, say; then SIGKILL to all and to what they started."""
+        for process in filter(_handles_sigterm, self.processes):
+            os.kill(process.pid, signal.SIGTERM)
+        deadline = time.monotonic() + self.grace
+        while any(map(_handles_sigterm, self.processes)) and time.monotonic() < deadline and not self.told_again():
+            self.answer_requests()
+            time.sleep(0.01)
+        for process in self.processes:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)  # all at once, or its data loader workers would cry
+            if _exit_code(process) is None:
+                os.kill(process.pid, signal.SIGKILL)
+            process.join()
+        if self.guard:
+            self.guard.kill()
+            self.guard.wait()
+            os.close(self.guard_pipe)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def told_again(self) -> bool:
+        """A person or a scheduler has lost patience.  GNU timeout and a closing terminal signal twice at once."""
+        return len(self.stops) > 1 and self.stops[-1][1] - self.stops[0][1] >= 1
 
 
-def _where(processes: list, folder: str, reports: dict) -> str:
-    """A line for each rank that says where it stands: its main thread's innermost frame outside torch and this file."""
-    stacks = [os.path.join(folder, f"stack{rank}") for rank in range(len(processes))]
-    for process, stack in zip(processes, stacks, strict=True):
-        open(stack, "w").close()  # what it said when it was last asked
-        if process.exitcode is None:
-            os.kill(process.pid, signal.SIGUSR1)  # faulthandler answers, from C: inside a collective, too
-    time.sleep(0.3)
-    text = "where each rank stands:"
+_UNKNOWN = 256  # an exit code that can't be
+
+
+def _exit_code(process: multiprocessing.Process) -> int | None:
+    """None while it runs, then as Process.exitcode has it.  It is left a zombie, so that no other gets its number."""
+    if not hasattr(os, "waitid"):  # macOS before Python 3.13
+        return process.exitcode
+    try:
+        state = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:  # somebody else has waited for it: the caller, who has SIGCHLD ignored, say
+        return _UNKNOWN if process.exitcode is None else process.exitcode
+    if state is None:
+        return None
+    return state.si_status if state.si_code == os.CLD_EXITED else -state.si_status
+
+
+def _catches(pid: int, number: int) -> bool:
+    """Whether the process has a handler of its own for this signal.  Only Linux tells."""
+    with open(f"/proc/{pid}/status") as status:
+        mask = re.search(r"SigCgt:\s*(\w+)", status.read())  # a bit for each signal that it handles
+    return bool(mask and int(mask[1], 16) >> (number - 1) & 1)
+
+
+def _handles_sigterm(process: multiprocessing.Process) -> bool:
+    """Whether it runs, and SIGTERM would not simply end it."""
+    if _exit_code(process) is not None:
+        return False
+    return sys.platform != "linux" or _catches(process.pid, signal.SIGTERM)
+
+
+def _is_ours(number: int) -> bool:
+    """Whether Python's signal module knows this signal's handler: it can't put back faulthandler's, for instance."""
+    known = signal.getsignal(number)
+    if known is None or sys.platform != "linux":
+        return known is not None
+    return callable(known) or not _catches(os.getpid(), number)
+
+
+def _innermost(frames: list[tuple[str, str, str]]) -> str:
+    """The innermost frame outside torch, Python and this file, of frames that begin with the innermost."""
     libraries = (__file__, os.path.dirname(torch.__file__), sysconfig.get_path("stdlib"))
-    for rank, (process, stack) in enumerate(zip(processes, stacks, strict=True)):
-        state = "gone" if process.exitcode is not None else f"no answer (if it was stopped: kill -CONT {process.pid})"
-        with open(stack) as file:  # the main thread comes last, innermost frame first; in a traceback it is the last
-            dump = file.read().rpartition("hread 0x")[2] if rank not in reports else reports[rank][1] or ""
-        frames = re.findall(r'File "(.+)", line (\d+),? in (.+)', dump)[:: -1 if rank in reports else 1]
-        inner = ""
-        for path, line, function in frames:
-            if not path.startswith(libraries):
-                state = f"{path}:{line}, {function}{inner}"
-                break
-            inner = f", in {function}"
-        text += f"\n  rank {rank}: {state}"
-    return text
+    inner = ""
+    for path, line, function in frames:
+        if not path.startswith(libraries):
+            return f"{path}:{line}, {function}{inner}"
+        inner = f", in {function}"
+    return ""
 
 
-def _worker(worker_fn: Callable, args: tuple, environment: dict, threads: int | None, parent: int, pipe: Any) -> None:
+def _worker(
+    worker_fn: Callable, args: tuple, environment: dict, threads: int | None, guard_pipe: int | None, pipe: Any
+) -> None:
     """What runs in each started process."""
+    if guard_pipe is not None:
+        os.close(guard_pipe)  # or the guard would wait for this process, too
     os.setpgid(0, 0)  # a group of its own: Ctrl-C hits the parent alone, and what the process starts ends with it
     os.environ |= environment
     world, folder = _world(), os.path.dirname(environment["DIST_STORE"])
-    for signum in _SIGNALS:
-        signal.signal(signum, signal.SIG_DFL)
+    faulthandler.unregister(signal.SIGUSR1)  # the caller's
+    for number in (*_SIGNALS, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_DFL)
     stack = open(os.path.join(folder, f"stack{world.rank}"), "a")  # noqa: SIM115  open for the life of the process
+    faulthandler.enable(file=stack)
     faulthandler.register(signal.SIGUSR1, file=stack)
-    threading.Thread(target=_die_with, args=(parent, folder), daemon=True).start()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     if threads:
         torch.set_num_threads(threads)
-    error = result = None
     try:
         result = worker_fn(world.local_rank, world.world_size, *args)
         cleanup()
-        report = pickle.dumps((0.0, None, result if world.rank == 0 else None))
+        _flush()
+        report = _Report(0.0, result=result if world.rank == 0 else None)
+        message = pickle.dumps(report)
     except BaseException as problem:
-        if isinstance(problem, SystemExit):
-            text = problem.code if isinstance(problem.code, str) else f"it called sys.exit({problem.code!r})"
-            error = text if problem.code else None
-        else:
-            problem = problem.with_traceback(problem.__traceback__.tb_next)  # without this function
-            error = "\n\n" + "".join(traceback.format_exception(problem))
-        report = pickle.dumps((time.monotonic(), error, None))
-    sys.stdout.flush()
+        report = _report_of(problem)
+        message = pickle.dumps(report)
+        with contextlib.suppress(OSError):
+            _flush()
     with contextlib.suppress(OSError):  # the parent is gone
-        pipe.send_bytes(report)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # nothing is left to save: `_end` needn't wait
-    while error:  # until the parent ends all: were this process gone, the others would fail for want of it
+        pipe.send_bytes(message)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # nothing is left to save: `end` needn't wait
+    while report.error or report.stopped_by:  # until the parent ends all: or the others would fail for want of it
         time.sleep(1)
 
 
-def _die_with(parent: int, folder: str | None = None) -> None:
-    """End this process and its group once `parent` is gone, even if it was killed and could tell no one."""
-    while os.getppid() == parent:
-        time.sleep(0.5)
-    if folder:
-        shutil.rmtree(folder, ignore_errors=True)
-    if os.getpgrp() == os.getpid():
-        os.killpg(0, signal.SIGKILL)
-    os._exit(1)
+def _flush() -> None:
+    with contextlib.suppress(AttributeError, ValueError):  # there is no stdout, or it was closed
+        sys.stdout.flush()
+
+
+def _report_of(problem: BaseException) -> _Report:
+    if not isinstance(problem, SystemExit):
+        problem = problem.with_traceback(problem.__traceback__.tb_next)  # without _worker
+        return _Report(time.monotonic(), "\n\n" + "".join(traceback.format_exception(problem)))
+    code = problem.code
+    for number in _STOPS:
+        if code == 128 + number:
+            return _Report(time.monotonic(), stopped_by=number)
+    text = code if isinstance(code, str) else f"it called sys.exit({code!r})"
+    return _Report(time.monotonic(), text if code else "")

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -90,6 +91,77 @@ def _dtypes(rank, n):
 @WORLDS
 def test_all_reduce_of_any_dtype_and_layout(n):
     run(_dtypes, n)
+
+
+SMALL_INTEGERS = [(torch.uint8, 200), (torch.int8, -100), (torch.int16, 30_000), (torch.int32, 2_000_000_000)]
+
+
+def _integers(rank, n):
+    for dtype, value in SMALL_INTEGERS:
+        mine = torch.tensor([value], dtype=dtype)
+        mean = dist.reduce(mine)
+        assert mean.tolist() == [value] and mean.dtype == torch.get_default_dtype(), dtype
+        total, product = dist.all_reduce(mine), dist.all_reduce(torch.tensor([2], dtype=dtype), "product")
+        assert total.tolist() == [n * value] and total.dtype == torch.int64, dtype  # as torch.sum has it
+        assert product.tolist() == [2**n] and product.dtype == torch.int64, dtype
+        for op in "min", "max":
+            assert dist.all_reduce(mine, op).tolist() == [value] and dist.all_reduce(mine, op).dtype == dtype
+    assert dist.reduce(torch.tensor(2**62)).item() == 2.0**62
+    assert dist.reduce(torch.tensor([True, rank == 0])).tolist() == pytest.approx([1, 1 / n])
+
+
+@WORLDS
+def test_integers_do_not_overflow(n):
+    run(_integers, n)
+
+
+def _lazy(rank, n):
+    """`conj` and `imag` of a conjugate only set a bit; the memory is the original's."""
+    mine = torch.tensor([complex(1, rank)])
+    conjugate, negative = mine.conj(), mine.conj().imag
+    assert conjugate.is_conj() and negative.is_neg()
+    assert [part.item() for part in dist.gather(conjugate)] == [complex(1, -r) for r in range(n)]
+    assert [part.item() for part in dist.gather(negative)] == [-r for r in range(n)]
+    assert dist.all_reduce(conjugate).item() == complex(n, -n * (n - 1) / 2)
+    assert dist.all_reduce(negative).item() == -n * (n - 1) / 2
+    assert mine.item() == complex(1, rank)
+    dist.sync_params([conjugate])
+    assert mine.item() == 1
+
+
+@WORLDS
+def test_lazily_conjugated_and_negated_tensors(n):
+    run(_lazy, n)
+
+
+def _many_dimensions(rank, n):
+    shape = [1] * 9 + [rank + 1]  # more than a fingerprint has room for
+    assert [list(part.shape) for part in dist.gather(torch.zeros(shape))] == [[1] * 9 + [r + 1] for r in range(n)]
+    assert dist.all_reduce(torch.ones(shape[:9])).sum().item() == n
+    parts = dist.gather(torch.full((rank,), 1 + 1j, dtype=torch.complex128))
+    assert [part.tolist() for part in parts] == [[1 + 1j] * r for r in range(n)]
+
+
+@WORLDS
+def test_more_dimensions_than_a_fingerprint_has(n):
+    run(_many_dimensions, n)
+
+
+def _without_pickling(rank, n):
+    def pickles(*args):
+        raise AssertionError("an object was pickled")
+
+    torch.distributed.all_gather_object = pickles
+    mine = torch.arange(10.0)
+    assert dist.reduce(mine).tolist() == mine.tolist()
+    assert len(dist.gather(mine[rank:])) == n
+    dist.sync_params([mine])
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_the_check_of_a_call_that_agrees_pickles_nothing(n):
+    """It took longer than the reductions themselves.  Measured by tests/time_collectives.py."""
+    run(_without_pickling, n)
 
 
 def _uneven(rank, n):
@@ -315,6 +387,61 @@ def test_evaluation_is_exact_in_any_world_size():
         assert run(_evaluate, n) == [correct, count], n
 
 
+def _frozen(rank, n):
+    """Gradients in eval mode, usual in fine-tuning, are averages, too; without gradients no collective is called."""
+    model = nn.Sequential(nn.Linear(2, 1, bias=False), nn.BatchNorm1d(1, affine=False))
+    model = dist.prepare_ddp_model(model, broadcast_buffers=True)
+    model.eval()
+    model(torch.full((1, 2), float(rank))).sum().backward()
+    gradient = dist.unwrap_model(model)[0].weight.grad
+    assert gradient.tolist() == pytest.approx(torch.full((1, 2), (n - 1) / 2 / (1 + 1e-5) ** 0.5))
+    for mode in False, True:
+        model.train(mode)
+        with torch.no_grad():
+            for _ in range(rank):  # another number on each rank
+                model(torch.ones(4, 2))
+    assert dist.all_reduce(torch.tensor(1)).item() == n
+
+
+@WORLDS
+def test_gradients_in_eval_mode_are_averaged(n):
+    run(_frozen, n)
+
+
+def _buffers(rank, n):
+    for options, expected in ({}, 0), ({"broadcast_buffers": True}, 0), ({"broadcast_buffers": False}, rank):
+        model = dist.prepare_ddp_model(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), **options)
+        mean = dist.unwrap_model(model)[1].running_mean
+        mean.fill_(rank)
+        model.eval()
+        assert mean.tolist() == [expected] * 2, options
+
+
+@WORLDS
+def test_eval_shares_buffers_unless_told_not_to(n):
+    run(_buffers, n)
+
+
+def _moved_inputs(rank, n):
+    """DDP moves inputs to the model's GPU; to float64 stands in for that."""
+
+    def moved(inputs, kwargs, *rest):
+        return (tuple(x.double() for x in inputs),), (kwargs,)
+
+    torch.nn.parallel.distributed._to_kwargs = moved
+    model = dist.prepare_ddp_model(nn.Linear(2, 1).double())
+    model.device_ids = [0]
+    for mode in True, False:
+        model.train(mode)
+        assert model(torch.ones(1, 2)).dtype == torch.float64
+        with torch.no_grad():
+            assert model(torch.ones(1, 2)).dtype == torch.float64
+
+
+def test_inputs_are_moved_in_both_modes():
+    run(_moved_inputs, 2)
+
+
 class _Partial(nn.Module):
     def __init__(self):
         super().__init__()
@@ -336,6 +463,34 @@ def _unused(rank, n):
 
 def test_unused_parameters_are_named():
     run(_unused, 2)
+
+
+class _Skips(nn.Sequential):
+    def forward(self, x):
+        return self[2](self[0](x))
+
+
+def _unused_numbers(rank, n, case):
+    """Names that look like numbers, in every wording of torch's message."""
+    dist.init_process_group(checked=case == "checked")
+    if case == "TORCH_DISTRIBUTED_DEBUG=INFO":
+        torch.distributed.set_debug_level(torch.distributed.DebugLevel.INFO)
+    model = dist.prepare_ddp_model(_Skips(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)))
+    if case == "frozen too late":
+        dist.unwrap_model(model)[1].requires_grad_(False)
+    model(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"no gradient in the last step for 1\.weight, 1\.bias: "):
+        model(torch.ones(1, 2)).sum().backward()
+    model = _Skips(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+    model[1].requires_grad_(False)  # as the message advises
+    model = dist.prepare_ddp_model(model)
+    for _ in range(2):
+        model(torch.ones(1, 2)).sum().backward()
+
+
+@pytest.mark.parametrize("case", ["plain", "checked", "TORCH_DISTRIBUTED_DEBUG=INFO", "frozen too late"])
+def test_unused_parameters_with_numbers_for_names(case):
+    dist.launch(_unused_numbers, case, nproc=2)
 
 
 # ------------------------------------------------------------------------------------------------------------- launch
@@ -416,6 +571,38 @@ def _torchs_own_init(rank, n):
 
 def test_torchs_own_init_process_group_works_under_launch():
     dist.launch(_torchs_own_init, nproc=3)
+
+
+def _by_hand(rank, n, port, pipe):
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    dist.init_process_group(rank, n)
+    torch.cuda.device_count = lambda: 2
+    pipe.send([dist.get_rank(), dist.get_local_rank(), dist.get_world_size(), dist.get_device().index])
+    torch.cuda.device_count = lambda: 0
+    assert dist.all_reduce(torch.tensor(rank)).item() == n * (n - 1) // 2
+    dist.cleanup()
+    pipe.send([dist.get_rank(), dist.get_local_rank(), dist.get_world_size()])
+
+
+def test_processes_started_by_hand_have_a_gpu_each():
+    """As by torch.multiprocessing.spawn, with the rank as its argument."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    context, answers = multiprocessing.get_context("fork"), []
+    pipes = [context.Pipe(duplex=False) for _ in range(3)]
+    for rank, (_, send) in enumerate(pipes):
+        context.Process(target=_by_hand, args=(rank, 3, port, send), daemon=True).start()
+    for receive, _ in pipes:
+        assert receive.poll(20)
+        answers.append(receive.recv())
+    assert answers == [[0, 0, 3, 0], [1, 1, 3, 1], [2, 2, 3, 0]]  # two GPUs: the third shares the first
+    assert [receive.recv() for receive, _ in pipes] == [[0, 0, 1]] * 3
+
+
+@pytest.mark.parametrize(("rank", "n"), [(2, 2), (-1, 2), (1, None)])
+def test_a_rank_outside_the_world_is_refused(rank, n):
+    with pytest.raises(ValueError, match=rf"rank {rank} of {n or 1}: ranks go from 0 to {(n or 1) - 1}"):
+        dist.init_process_group(rank, n)
 
 
 def _twice(rank, n):
@@ -533,42 +720,6 @@ def test_a_failed_rank_stays_until_the_others_are_ended():
             dist.launch(_abort_of_the_bereaved, nproc=2)
 
 
-STOPPED = """
-import os, signal, sys, time
-import distributed as dist
-
-def save(number, frame):
-    time.sleep(float(sys.argv[1]))
-    print("saved", flush=True)
-    sys.exit(143)
-
-def worker(rank, n):
-    if rank == 1:
-        signal.signal(signal.SIGTERM, save)
-    print("ready", flush=True)
-    time.sleep(60)
-
-dist.launch(worker, nproc=2)
-"""
-
-
-@pytest.mark.parametrize(("seconds", "signals", "saved"), [(4, 1, True), (50, 2, False)])
-def test_a_run_that_is_told_to_stop_has_time_to_save(seconds, signals, saved):
-    """More than after a failure (3 s), not waited for once it is saved; a second signal ends it."""
-    command = [sys.executable, "-c", STOPPED, str(seconds)]
-    env = os.environ | {"PYTHONPATH": os.path.dirname(dist.__file__)}
-    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert [process.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
-        before = time.monotonic()
-        for _ in range(signals):
-            process.terminate()
-            time.sleep(0.5)
-        out, _ = process.communicate(timeout=30)
-    assert process.returncode == 143
-    assert out == ("saved\n" if saved else "")
-    assert time.monotonic() - before < (seconds + 3 if saved else 3)
-
-
 class _SlowToDie:
     """A process whose end shows a moment after its peers have noticed it."""
 
@@ -580,11 +731,14 @@ class _SlowToDie:
         return self.exitcodes.pop(0) if len(self.exitcodes) > 1 else self.exitcodes[0]
 
 
-def test_a_death_that_shows_after_its_consequence_is_still_the_cause(tmp_path):
+def test_a_death_that_shows_after_its_consequence_is_still_the_cause(monkeypatch):
+    monkeypatch.setattr(dist, "_exit_code", lambda process: process.exitcode)
     pipes = [multiprocessing.Pipe(duplex=False) for _ in range(2)]
-    pipes[0][1].send_bytes(pickle.dumps((time.monotonic(), "\n\nRuntimeError: Connection closed by peer", None)))
+    pipes[0][1].send_bytes(pickle.dumps(dist._Report(time.monotonic(), "\n\nRuntimeError: Connection closed by peer")))
+    run = dist._Run(2)
+    run.processes, run.pipes = [_SlowToDie(None), _SlowToDie(None, -9)], [pipe[0] for pipe in pipes]
     with pytest.raises(SystemExit, match="rank 1 of 2 failed first: ended by SIGKILL"):
-        dist._watch([_SlowToDie(None), _SlowToDie(None, -9)], [pipe[0] for pipe in pipes], [], tmp_path)
+        run.watch()
 
 
 def _nested(rank, n):

@@ -183,6 +183,22 @@ def test_ddp_trains_in_a_checked_run():
     assert dist.launch(_checked_training, nproc=3) == [[1.0, 1.0]]  # the mean of 0, 1 and 2
 
 
+def _late_in_ddp(rank, n):
+    dist.init_process_group(checked=True)
+    model = dist.prepare_ddp_model(nn.Linear(2, 1))
+    if rank == 1:
+        _busy_elsewhere()
+    model(torch.ones(1, 2)).sum().backward()
+
+
+def test_ddp_in_a_checked_run_has_the_time_out_of_the_others(monkeypatch):
+    monkeypatch.setenv("DIST_TIMEOUT", "1")
+    before = time.monotonic()
+    with pytest.raises(SystemExit, match=r"rank 0 of 2 failed first(?s:.*)rank 1: .*_busy_elsewhere$"):
+        dist.launch(_late_in_ddp, nproc=2)
+    assert time.monotonic() - before < 10
+
+
 # ------------------------------------------------------------------------------------------------------- model, GPUs
 
 

@@ -3,21 +3,27 @@
 A launcher that is not installed skips its test and says how to get it.
 """
 
+import argparse
 import contextlib
+import fcntl
 import json
 import os
+import pty
 import re
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
+import termios
 import time
 from unittest import mock
 
 import pytest
 import torch
 
+import data
 import distributed as dist
 
 # ------------------------------------------------------------------------------------------------ recognised, or not
@@ -172,6 +178,76 @@ def test_mpirun_in_each_of_several_tasks_is_refused_but_not_its_own_proxies(env)
 def test_mpich_over_several_machines_needs_master_port():
     with pytest.raises(ValueError, match="MASTER_PORT is not set"):
         meeting_point(MPICH | {"PMI_SIZE": "4", "MASTER_ADDR": "there"})
+
+
+@pytest.mark.parametrize("starter", LAUNCHERS)
+def test_the_place_is_repeated_in_torchruns_variables(starter):
+    """For all that read those, such as data.py's progress bar; the launcher's name stays known."""
+
+    def ask_twice():
+        first, second = dist._world(), dist._world()
+        return first, second, {name: os.environ.get(name) for name in ("RANK", *dist._LAUNCHERS["torchrun"])}
+
+    first, second, said = under(LAUNCHERS[starter], ask_twice)
+    assert first == second == dist.World(starter, 1, 2, 1, 2)
+    assert said == {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+
+
+def test_torchrun_inside_a_translated_task_is_torchrun():
+    translated = SRUN | {"DIST_LAUNCHER": "srun"} | {"SLURM_STEP_NUM_TASKS": "1"}
+    assert under(translated | TORCHRUN | {"TORCHELASTIC_RUN_ID": "none"}).starter == "torchrun"
+
+
+def _shows_a_bar(env):
+    """Whether data.py's progress bar is seen on a terminal, by a script that has asked for its rank."""
+    terminal, other = pty.openpty()
+    fcntl.ioctl(other, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))
+    pid = os.fork()
+    if pid == 0:
+        os.dup2(other, 2)
+        sys.stderr = open(2, "w", closefd=False)
+        os.environ |= env
+        dist.is_primary()
+        images = data.Images(torch.zeros(4, 1, 2, 2, dtype=torch.uint8), torch.zeros(4), (0.0,), (1.0,))
+        list(data.batches(data.loader(images, 2, range(4)), torch.device("cpu")))
+        os._exit(0)
+    os.close(other)
+    seen = b""
+    with contextlib.suppress(OSError):  # when nobody holds the other end any more
+        while chunk := os.read(terminal, 1000):
+            seen += chunk
+    os.waitpid(pid, 0)
+    os.close(terminal)
+    return b"it/s" in seen or b"%|" in seen
+
+
+@pytest.mark.parametrize("starter", LAUNCHERS)
+def test_progress_bars_are_shown_by_rank_0_alone(starter):
+    first = {name: "0" if re.search("RANK|PROCID|LOCALID", name) else v for name, v in LAUNCHERS[starter].items()}
+    first = {name: "2" if name == "MPI_LOCALNRANKS" else value for name, value in first.items()}
+    assert _shows_a_bar(first)
+    assert not _shows_a_bar(LAUNCHERS[starter])
+
+
+def _parsed(gpus, argv, env):
+    def parse():
+        with mock.patch.object(torch.cuda, "device_count", lambda: gpus), mock.patch.object(sys, "argv", ["x", *argv]):
+            return dist.parse_args(argparse.ArgumentParser())
+
+    return under(env, parse)
+
+
+@pytest.mark.parametrize("starter", LAUNCHERS)
+def test_tasks_that_see_one_gpu_each_are_not_refused(starter):
+    """srun --gpus-per-task=1: whether two share a card is for the roll-call to see."""
+    assert _parsed(1, [], LAUNCHERS[starter]).nproc == 2
+    assert _parsed(1, ["--backend", "nccl"], LAUNCHERS[starter]).nproc == 2
+
+
+def test_nccl_without_a_gpu_is_refused_under_a_launcher_too(capsys):
+    with pytest.raises(SystemExit) as failure:
+        _parsed(0, ["--backend", "nccl"], SRUN)
+    assert failure.value.code == 2 and "backend nccl needs a CUDA GPU" in capsys.readouterr().err
 
 
 # ------------------------------------------------------------------------------------------------------ where to meet

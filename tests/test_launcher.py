@@ -1,0 +1,408 @@
+"""launch: what it does when it is told to stop, when a process fails in an odd way, and in odd surroundings.
+
+The matrix of signals is in test_faults.py.  Most programs are forked from one process that has imported torch.
+"""
+
+import os
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from forked import ROOT, forker, shell
+
+import distributed as dist
+
+pytestmark = pytest.mark.timeout(60)
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+
+
+def program(tmp_path, code, name="program.py"):
+    path = tmp_path / name
+    path.write_text("import os, signal, sys, time\nimport torch\nimport distributed as dist\n" + code)
+    return path
+
+
+def start(tmp_path, code, before="", **environment):
+    """The program, forked, with a folder of its own for temporary files."""
+    (tmp_path / "tmp").mkdir()
+    environment["TMPDIR"] = str(tmp_path / "tmp")
+    return forker().start(program(tmp_path, code), before=before, path=[ROOT], **environment)
+
+
+def run(tmp_path, code, before="", **environment):
+    result = start(tmp_path, code, before, **environment).wait()
+    assert not list((tmp_path / "tmp").iterdir())  # nothing is left there, whatever happened
+    return result
+
+
+def wait_for(condition, seconds=20):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def stat(pid):
+    """The state of a process: R, S, T (stopped), Z (zombie) ...; "" if it is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
+
+
+# ------------------------------------------------------------------------------------------------------- told to stop
+
+SAVES = """
+def save(number, frame):
+    time.sleep(SECONDS)
+    print("saved", flush=True)
+    sys.exit(143)
+
+def worker(rank, n):
+    if rank == 1:
+        signal.signal(signal.SIGTERM, save)
+    print("ready", flush=True)
+    time.sleep(60)
+
+dist.launch(worker, nproc=2)
+"""
+
+
+@pytest.mark.parametrize(
+    ("seconds", "signals", "saved"),
+    [
+        (3.5, [("SIGTERM", 0)], True),  # longer than after a failure (3 s)
+        (1.5, [("SIGTERM", 0), ("SIGTERM", 0.001)], True),  # GNU timeout signals its child, then its group
+        (1.5, [("SIGHUP", 0), ("SIGHUP", 0.001)], True),  # a closing terminal
+        (1.5, [("SIGTERM", 0), ("SIGUSR1", 1.2)], True),  # only a question
+        (50, [("SIGTERM", 0), ("SIGTERM", 1.2)], False),  # somebody has lost patience
+    ],
+)
+def test_a_run_that_is_told_to_stop_has_time_to_save(tmp_path, seconds, signals, saved):
+    job = start(tmp_path, SAVES.replace("SECONDS", str(seconds)))
+    wait_for(lambda: job.files[0].read_text().count("ready\n") == 2)
+    before = time.monotonic()
+    for name, pause in signals:
+        time.sleep(pause)
+        os.kill(job.pid, getattr(signal, name))
+    result = job.wait()
+    assert result.code == 128 + getattr(signal, signals[0][0])
+    assert ("saved" in result.out) == saved
+    assert time.monotonic() - before < (seconds + 2 if saved else 3)
+    assert result.err.startswith(f"launch: {signals[0][0]}: ending 2 processes\n")
+    assert not list((tmp_path / "tmp").iterdir())
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_a_process_that_was_told_to_stop_and_has_saved_ends_the_run_with_its_code(tmp_path, n):
+    code = (
+        "def worker(rank, n):\n"
+        "    dist.init_process_group()\n"
+        "    if rank == 1:\n"
+        "        sys.exit(143)\n"
+        "    dist.barrier()\n"
+        f"dist.launch(worker, nproc={n})\n"
+    )
+    result = run(tmp_path, code, DIST_GRACE="1")  # rank 0 handles no signal inside the collective
+    assert (result.code, result.err) == (143, f"launch: SIGTERM: ending {n} processes\n")
+
+
+@on_linux
+def test_ctrl_z_stops_all_and_fg_goes_on(tmp_path):
+    code = (
+        "def worker(rank, n):\n"
+        "    open(f'{sys.argv[1]}/{rank}', 'w').write(str(os.getpid()))\n"
+        "    time.sleep(0.5)\n"
+        "    dist.init_process_group()\n"
+        "    return dist.all_reduce(torch.tensor(rank)).item()\n"
+        "print(dist.launch(worker, nproc=3))\n"
+    )
+    folder = tmp_path / "pids"
+    folder.mkdir()
+    # A group of its own, as a shell with job control makes one.
+    job = forker().start(program(tmp_path, code), folder, before="os.setpgid(0, 0)", path=[ROOT])
+    wait_for(lambda: len([file for file in folder.iterdir() if file.read_text()]) == 3)
+    pids = [job.pid, *(int(file.read_text()) for file in folder.iterdir())]
+    os.killpg(job.pid, signal.SIGTSTP)
+    wait_for(lambda: all(stat(pid) == "T" for pid in pids), 2)
+    time.sleep(0.6)
+    assert all(stat(pid) == "T" for pid in pids)
+    os.killpg(job.pid, signal.SIGCONT)
+    assert job.wait()[:2] == (0, "distributed: 3 processes, gloo, cpu\n3\n")
+
+
+# ----------------------------------------------------------------------------------------------------------- failures
+
+
+@pytest.mark.parametrize("value", ["3s", "-1", "nan", "inf"])
+@pytest.mark.parametrize("name", ["DIST_GRACE", "DIST_TIMEOUT", "DIST_INIT_TIMEOUT"])
+def test_a_limit_that_is_no_number_is_refused_before_anything_starts(name, value, monkeypatch, tmp_path):
+    monkeypatch.setenv(name, value)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    for n in 1, 2:
+        with pytest.raises(ValueError, match=rf"^{name} is {value}: give a number of seconds \({name}=\d+\), or unset"):
+            dist.launch(os._exit, nproc=n)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_wrong_limit_is_one_line_of_a_script():
+    result = forker().run("min_DDP.py", DIST_GRACE="3s")
+    assert result.code == 2 and result.out == ""
+    assert result.err.splitlines()[-1].endswith(
+        "DIST_GRACE is 3s: give a number of seconds (DIST_GRACE=3), or unset it"
+    )
+
+
+@pytest.mark.parametrize("reaps", ["signal.SIG_IGN", "reap"])
+@pytest.mark.parametrize("thread", [False, True])
+def test_children_that_the_caller_does_not_wait_for(tmp_path, reaps, thread):
+    """SIGCHLD ignored: the kernel forgets how a child has ended.  In a thread `launch` can't change that."""
+    code = (
+        "import threading\n"
+        "def reap(*_):\n"
+        "    try: os.waitpid(-1, os.WNOHANG)\n"
+        "    except ChildProcessError: pass\n"
+        f"signal.signal(signal.SIGCHLD, {reaps})\n"
+        "handler = signal.getsignal(signal.SIGCHLD)\n"
+        "def good(rank, n): return n\n"
+        "def bad(rank, n):\n"
+        "    if rank == 1: os._exit(3)\n"
+        "    time.sleep(20)\n"
+        "def main():\n"
+        "    print(dist.launch(good, nproc=2), flush=True)\n"
+        "    try: dist.launch(bad, nproc=2)\n"
+        "    except SystemExit as failure: print(failure)\n"
+        + ("t = threading.Thread(target=main); t.start(); t.join()\n" if thread else "main()\n")
+        + "print(signal.getsignal(signal.SIGCHLD) == handler)\n"
+    )
+    before = "import distributed; distributed._start_method = lambda *_: ('fork', 1)"  # a thread would make it spawn
+    result = run(tmp_path, code, before=before, timeout=20)
+    how = r"(by os\._exit\(3\)|and nobody knows how)" if thread else r"by os\._exit\(3\)"
+    assert re.fullmatch(rf"2\nrank 1 of 2 failed first: ended {how}\nTrue\n", result.out), result
+
+
+ABORTS = """
+import faulthandler
+faulthandler.enable()
+def deep(): DIE
+def worker(rank, n):
+    dist.init_process_group()
+    if rank == 1: deep()
+    dist.barrier()
+dist.launch(worker, nproc=2)
+"""
+
+
+@pytest.mark.parametrize(
+    ("die", "name"), [("os.abort()", "SIGABRT"), ("import ctypes; ctypes.string_at(0)", "SIGSEGV")]
+)
+def test_a_crash_says_where_and_prints_nothing_else(tmp_path, die, name):
+    result = run(tmp_path, ABORTS.replace("DIE", die))
+    first, title, rank0, rank1 = result.err.splitlines()
+    assert (first, title) == (f"rank 1 of 2 failed first: ended by {name}", "where each rank stands:")
+    assert re.fullmatch(r"  rank 0: .*program\.py:\d+, worker, in barrier", rank0)
+    assert re.fullmatch(r"  rank 1: .*program\.py:\d+, deep(, in string_at)?", rank1)
+
+
+@pytest.mark.parametrize("how", ["> /dev/full", ">&-", "| true"])
+def test_a_full_or_closed_stdout_hides_no_error(tmp_path, how):
+    code = (
+        "def worker(rank, n):\n"
+        "    dist.init_process_group()\n"
+        "    print('x' * 100, end='')\n"
+        "    if rank == 1: raise KeyError('the cause')\n"
+        "    dist.barrier()\n"
+        "dist.launch(worker, nproc=2)\n"
+    )
+    script = program(tmp_path, code)
+    command = f"{sys.executable} {script} {how}"
+    wrapper = f"import subprocess, sys; sys.exit(subprocess.run({command!r}, shell=True).returncode)"
+    result = shell("-c", wrapper, PYTHONPATH=ROOT)
+    assert re.search(
+        r"rank [01] of 2 failed first: (?s:.*)(KeyError: 'the cause'|BrokenPipe|No space left)", result.err
+    )
+    assert "the cause" in result.err or how != ">&-"
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
+def test_output_that_is_lost_is_an_error_and_the_cause_comes_first(tmp_path):
+    code = (
+        "sys.stdout = open('/dev/full', 'w')\n"
+        "def worker(rank, n):\n"
+        "    print('lost')\n"
+        "    if sys.argv[1:]: raise KeyError('the cause')\n"
+        "dist.launch(worker, nproc=2)\n"
+    )
+    for args, says in (["cause"], "KeyError: 'the cause'"), ([], "No space left on device"):
+        result = forker().run(program(tmp_path, code), *args, path=[ROOT])
+        assert result.code == 1
+        assert re.match(r"rank [01] of 2 failed first: ", result.err)
+        assert says in result.err
+
+
+def test_the_callers_own_faulthandler_stays(tmp_path):
+    code = (
+        "import faulthandler\n"
+        "file = open(sys.argv[1], 'w')\n"
+        "faulthandler.register(signal.SIGUSR1, file=file)\n"
+        "def worker(rank, n):\n"
+        "    if rank == 0: os.kill(os.getpid(), signal.SIGUSR1)\n"  # answers in the folder of the run
+        "    return n\n"
+        "assert dist.launch(worker, nproc=2) == 2\n"
+        "assert not open(sys.argv[1]).read()\n"
+        "os.kill(os.getpid(), signal.SIGUSR1)\n"
+    )
+    result = forker().run(program(tmp_path, code), tmp_path / "dump", path=[ROOT])
+    assert (result.code, result.err) == (0, "")
+    assert "most recent call first" in (tmp_path / "dump").read_text()
+
+
+AGAIN = """
+def fails(rank, n):
+    dist.init_process_group()
+    raise KeyError("the cause")
+def works(rank, n):
+    dist.init_process_group()
+    value = dist.all_reduce(torch.tensor(1)).item()
+    dist.cleanup()
+    assert not torch.distributed.is_initialized()
+    return value
+N = int(sys.argv[1])
+try:
+    dist.launch(fails, nproc=N)
+except (KeyError, SystemExit):
+    print(dist.launch(works, nproc=N))
+print(dist.launch(works, nproc=N))
+"""
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_launch_again_after_a_failure_and_inside_an_except_block(tmp_path, n):
+    result = forker().run(program(tmp_path, AGAIN), n, path=[ROOT])
+    assert [line for line in result.out.splitlines() if line.isdigit()] == [str(n)] * 2, result.err
+    assert result.code == 0
+
+
+# ------------------------------------------------------------------------------------------- notebooks, shells, forks
+
+
+def _fails(rank, n):
+    raise KeyError("the cause")
+
+
+def test_in_a_shell_an_error_is_no_exit(monkeypatch):
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    with pytest.raises(RuntimeError, match="rank [01] of 2 failed first: (?s:.*)KeyError: 'the cause'"):
+        dist.launch(_fails, nproc=2)
+
+
+def test_pythons_own_shell_survives_an_error(tmp_path):
+    lines = [
+        "import signal, os, distributed as dist, torch",
+        "def fails(rank, n): raise KeyError('the cause')",
+        "",
+        "dist.launch(fails, nproc=2)",
+        "def interrupts(rank, n): os.kill(os.getppid(), signal.SIGINT)",
+        "",
+        "dist.launch(interrupts, nproc=2)",
+        "print('still', 'here')",
+    ]
+    (tmp_path / "lines").write_text("\n".join(lines) + "\n")
+    wrapper = f"import subprocess, sys; subprocess.run([sys.executable, '-i'], stdin=open({str(tmp_path / 'lines')!r}))"
+    result = shell("-c", wrapper, PYTHONPATH=ROOT)
+    assert "still here" in result.out, result.err
+    assert "RuntimeError: rank" in result.err and "KeyError: 'the cause'" in result.err
+    assert "KeyboardInterrupt" in result.err
+
+
+POOLS = """
+import os, sys, time, torch
+def parallel(): (torch.ones(3000, 3000) + 1).sum()
+if sys.argv[1] == "before the import":
+    parallel()
+import distributed as dist
+print(dist._fork_is_safe())
+def work(rank, n): return n
+if sys.argv[1] != "before the import":
+    dist.launch(work, nproc=2)  # ends the threads of OpenBLAS
+    parallel()  # starts as many others
+    print(dist._fork_is_safe())
+"""
+
+
+@on_linux
+@pytest.mark.parametrize(
+    ("when", "answers", "environment"),
+    [
+        ("before the import", ["False"], {"GOTO_NUM_THREADS": "1", "OMP_NUM_THREADS": "2"}),  # no OpenBLAS threads
+        ("between two runs", ["True", "False"], {"OMP_NUM_THREADS": "2"}),
+    ],
+)
+def test_a_pool_of_threads_is_noticed_whenever_it_was_made(tmp_path, when, answers, environment):
+    path = tmp_path / "pools.py"
+    path.write_text(POOLS)
+    result = shell(path, when, PYTHONPATH=ROOT, **environment)
+    assert result.out.splitlines() == answers, result.err
+
+
+@on_linux
+def test_functions_of_a_shell_are_refused_once_cuda_was_used(tmp_path):
+    """torch.cuda.is_available() loads the driver; any library of that name stands in for it here."""
+    code = (
+        "import ctypes, _ctypes, shutil, torch, distributed as dist\n"
+        f"fake = {str(tmp_path / 'libcuda.so.1')!r}\n"
+        "shutil.copy(_ctypes.__file__ if hasattr(_ctypes, '__file__') else sys.executable, fake)\n"
+        "def work(rank, n): return n\n"
+        "dist.launch(work, nproc=2)\n"
+        "handle = ctypes.CDLL(fake)\n"
+        "try: dist.launch(work, nproc=2)\n"
+        "except RuntimeError as problem: print(problem)\n"
+    )
+    result = shell("-c", "import sys\n" + code, PYTHONPATH=ROOT)
+    assert result.out.startswith("a new process can't find work, defined in a notebook or shell, and this"), result.err
+
+
+# ------------------------------------------------------------------------------------------------ what can be reached
+
+
+def _listening(pids):
+    """The addresses, as /proc has them, on which these processes listen."""
+    inodes = set()
+    for pid in pids:
+        for fd in os.listdir(f"/proc/{pid}/fd"):
+            try:
+                target = os.readlink(f"/proc/{pid}/fd/{fd}")
+            except OSError:
+                continue
+            inodes |= set(re.findall(r"socket:\[(\d+)\]", target))
+    found = []
+    for table in "tcp", "tcp6":
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and fields[9] in inodes:
+                found.append(fields[1].partition(":")[0])
+    return found
+
+
+LOOPBACK = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
+
+
+def _open_sockets(rank, n):
+    dist.init_process_group()
+    dist.all_reduce(torch.ones(1))
+    pids = torch.cat(dist.gather(torch.tensor([os.getpid()]))).tolist()
+    found = _listening([os.getppid(), *pids]) if rank == 0 else []
+    dist.barrier()
+    return found
+
+
+@on_linux
+@pytest.mark.parametrize("n", [2, 3])
+def test_nothing_can_be_reached_from_outside(n):
+    found = dist.launch(_open_sockets, nproc=n)
+    assert len(found) >= n  # gloo listens, in each process
+    assert set(found) <= LOOPBACK
