@@ -347,7 +347,14 @@ def cleanup() -> None:
 
 # -------------------------------------------------------------------------------------------------------- collectives
 
-_OPS = ("sum", "mean", "min", "max", "product")
+# For small tensors by torch's function, for others by the backend's operation.
+_OPS = {
+    "sum": (torch.sum, torch_dist.ReduceOp.SUM),
+    "mean": (torch.sum, torch_dist.ReduceOp.SUM),
+    "min": (torch.amin, torch_dist.ReduceOp.MIN),
+    "max": (torch.amax, torch_dist.ReduceOp.MAX),
+    "product": (torch.prod, torch_dist.ReduceOp.PRODUCT),
+}
 
 
 def _comm_device() -> torch.device | None:
@@ -365,31 +372,37 @@ def _copy(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | None 
     return plain.to(device, dtype or tensor.dtype, copy=True, memory_format=torch.contiguous_format)
 
 
-_DIMS = 8  # shapes of up to 8 dimensions fit into a fingerprint
+_DIMS = 9  # with the hash before them 80 bytes: behind these, data of every dtype is aligned
+_SMALL = 512  # bytes: what is no larger travels with the check, and needs no collective of its own
 
 
-def _check_same_call(call: str, shape: Sequence[int] = ()) -> list[list[int]]:
-    """Every rank's shape, if all ranks make the same call; otherwise RuntimeError on all, with what each has called.
+def _check_same_call(
+    call: str, shape: Sequence[int] = (), data: torch.Tensor | None = None
+) -> tuple[list[list[int]], torch.Tensor]:
+    """Every rank's shape and small data, if all ranks make the same call; otherwise RuntimeError on all, with a table.
 
     The backends don't check: gloo adds 3 elements to 5 and returns garbage, and a wrong dtype aborts the process.  It
-    costs one all-gather of a fingerprint of fixed size, a hash of the call and the shape: [9] int64.  `shape` may
-    differ between the ranks, but not its length, which `call` must tell.
+    costs one all-gather of a message of fixed size: a hash of the call, the shape and the data, [n] uint8, if n <=
+    _SMALL.  The data come back as [world size, _SMALL] uint8.  Shapes may differ, but not their length, which `call`
+    must tell.
     """
     digest = int.from_bytes(hashlib.blake2b(call.encode(), digest_size=7).digest(), "big")
-    mine = torch.zeros(1 + _DIMS, dtype=torch.int64)
-    mine[: 1 + len(shape[:_DIMS])] = torch.tensor([digest, *shape[:_DIMS]])
-    mine = mine.to(_comm_device())
-    everyone = [torch.empty_like(mine) for _ in range(get_world_size())]
-    torch_dist.all_gather(everyone, mine)
-    digests, *dims = torch.stack(everyone, dim=1).tolist()
-    if len(set(digests)) == 1 and len(shape) <= _DIMS:
-        return [list(shape_of_rank) for shape_of_rank in zip(*dims[: len(shape)], strict=True)] or [[] for _ in digests]
+    header = torch.tensor([digest, *shape[:_DIMS], *[0] * (_DIMS - len(shape))]).view(torch.uint8)
+    message = torch.zeros(len(header) + _SMALL, dtype=torch.uint8, device=_comm_device())
+    message[: len(header)] = header
+    if data is not None and len(data) <= _SMALL:
+        message[len(header) : len(header) + len(data)] = data
+    table = message.new_empty(get_world_size(), len(message))
+    torch_dist.all_gather(list(table), message)
+    rows = table[:, : len(header)].view(torch.int64).tolist()
+    if all(row[0] == digest for row in rows) and len(shape) <= _DIMS:
+        return [row[1 : 1 + len(shape)] for row in rows], table[:, len(header) :]
     calls: list = [None] * get_world_size()
     torch_dist.all_gather_object(calls, (call, list(shape)))
     if len({call for call, _ in calls}) > 1:
-        table = "".join(f"\n  rank {rank}: {call} {shape or ''}" for rank, (call, shape) in enumerate(calls))
-        raise RuntimeError(f"the ranks called different things, but all must call the same:{table}")
-    return [shape for _, shape in calls]
+        lines = "".join(f"\n  rank {rank}: {call} {shape or ''}" for rank, (call, shape) in enumerate(calls))
+        raise RuntimeError(f"the ranks called different things, but all must call the same:{lines}")
+    return [shape for _, shape in calls], table[:, len(header) :]
 
 
 def _result_dtype(dtype: torch.dtype, op: str) -> torch.dtype:
@@ -425,9 +438,14 @@ def all_reduce(tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
     device, dtype = _comm_device(), _result_dtype(tensor.dtype, op)
     if device is None:
         return _copy(tensor, tensor.device, dtype)
-    _check_same_call(f"all_reduce {op} of {tensor.dtype} {list(tensor.shape)}")
     result = _copy(tensor, device, _reduction_dtype(tensor.dtype, op))
-    torch_dist.all_reduce(result, getattr(torch_dist.ReduceOp, "SUM" if op == "mean" else op.upper()))
+    call = f"all_reduce {op} of {tensor.dtype} {list(tensor.shape)}"
+    function, backends_op = _OPS[op]
+    _, rows = _check_same_call(call, data=result.flatten().view(torch.uint8))
+    if result.nbytes <= _SMALL:
+        result = function(rows[:, : result.nbytes].view(result.dtype), 0).view(tensor.shape)
+    else:
+        torch_dist.all_reduce(result, backends_op)
     if op == "mean":
         result = result / get_world_size()
     return result.to(tensor.device, dtype)
@@ -447,14 +465,16 @@ def gather(tensor: torch.Tensor) -> list[torch.Tensor]:
     device = _comm_device()
     if device is None:
         return [_copy(tensor, tensor.device)]
-    shapes = _check_same_call(f"gather of {tensor.dtype} with {tensor.dim()} dimension(s)", tensor.shape)
+    data = _copy(tensor, device).flatten().view(torch.uint8)
+    call = f"gather of {tensor.dtype} with {tensor.dim()} dimension(s)"
+    shapes, rows = _check_same_call(call, tensor.shape, data)
     sizes = [math.prod(shape) * tensor.element_size() for shape in shapes]
-    mine = torch.zeros(max(sizes), dtype=torch.uint8, device=device)  # the backends gather equal sizes only
-    mine[: tensor.numel() * tensor.element_size()] = _copy(tensor, device).flatten().view(torch.uint8)
-    rows = [torch.empty_like(mine) for _ in shapes]
-    torch_dist.all_gather(rows, mine)
-    rows = [row[:size].view(tensor.dtype).view(shape) for row, size, shape in zip(rows, sizes, shapes, strict=True)]
-    return [row.to(tensor.device) for row in rows]
+    if max(sizes) > _SMALL:
+        padded = nn.functional.pad(data, (0, max(sizes) - len(data)))  # the backends gather equal sizes only
+        rows = [torch.empty_like(padded) for _ in shapes]
+        torch_dist.all_gather(rows, padded)
+    parts = [row[:size].view(tensor.dtype).view(shape) for row, size, shape in zip(rows, sizes, shapes, strict=True)]
+    return [part.to(tensor.device, copy=True) for part in parts]
 
 
 def sync_params(params: Iterable[torch.Tensor]) -> None:

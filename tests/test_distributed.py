@@ -216,6 +216,47 @@ def test_a_mismatch_is_one_error_on_all_ranks(n, case):
     assert "rank 1: " in run(_mismatch, n, case)
 
 
+SIZES = (1, 64, 65, 1000)  # of 8 bytes each: up to 512 bytes travel with the check, more need a second collective
+
+
+def _sizes(rank, n):
+    for size in SIZES:
+        mine = torch.arange(size, dtype=torch.float64) + rank
+        base, total = torch.arange(size, dtype=torch.float64), n * (n - 1) / 2
+        expected = {"sum": n * base + total, "mean": base + total / n, "min": base, "max": base + n - 1}
+        for op, value in expected.items():
+            answer = dist.all_reduce(mine, op)
+            assert torch.allclose(answer, value, rtol=1e-15), (op, size)
+            assert answer.untyped_storage().nbytes() == mine.nbytes
+        assert dist.all_reduce(torch.full((size,), 2), "product").tolist() == [2**n] * size
+        assert dist.all_reduce(torch.ones(size, dtype=torch.complex128) * 1j).tolist() == [n * 1j] * size
+        uneven = torch.arange(size * 8 * rank)  # small on some ranks, large on others
+        parts = dist.gather(uneven)
+        assert [part.tolist() for part in parts] == [list(range(size * 8 * r)) for r in range(n)]
+        parts[0].add_(1)
+        assert n == 1 or parts[1].tolist() == list(range(size * 8))  # each has memory of its own
+        assert all(part.untyped_storage().nbytes() == part.nbytes for part in parts)
+
+
+@WORLDS
+def test_small_and_large_tensors_take_different_roads_to_the_same_answer(n):
+    run(_sizes, n)
+
+
+def _large_mismatch(rank, n):
+    for mine in torch.zeros(1000 + rank), torch.zeros(1000, dtype=torch.float64 if rank else torch.float32):
+        with pytest.raises(RuntimeError, match="all must call the same"):
+            dist.all_reduce(mine)
+    with pytest.raises(RuntimeError, match="all must call the same"):
+        dist.all_reduce(torch.zeros(1 if rank else 1000))  # small on one rank only
+    assert dist.all_reduce(torch.tensor(1)).item() == n
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_a_mismatch_of_large_tensors(n):
+    run(_large_mismatch, n)
+
+
 def _sync(rank, n):
     a, b = torch.full((3,), float(rank)), torch.full((2, 2), rank).t()
     dist.sync_params([a, b])
