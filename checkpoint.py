@@ -36,15 +36,16 @@ torch's random numbers; Python's and numpy's are not in it).  Rank 0 alone reads
 
 import contextlib
 import io
+import math
 import os
 import pickle
 import re
 import signal
 import sys
+import threading
 import zipfile
 import zlib
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ from torch import distributed as torch_dist
 import distributed as dist
 
 LOCK_TIMEOUT = 10  # seconds to wait for the processes of a killed run to be gone
-_BEST = r"best-(-?[\d.]+)-step-(\d+)\.pt"
+_BEST = r"best-(-?[\d.]+(?:e\+\d+)?)-step-(\d+)\.pt"
 _KEYS = {"step", "config", "parts", "random"}
 
 
@@ -200,6 +201,7 @@ class Keeper:
     def save(self, step: int, score: float | None = None, **extra: Any) -> None:
         """Write last.pt, and best-SCORE-step-STEP.pt if the score is among the best `keep` (the higher the better).
 
+        A score of NaN or infinity, of a run that has diverged, is never among them: only last.pt is written then.
         Every rank must call it, after `step` steps; it returns when rank 0 has written.  extra: more to have back;
         numbers, strings, tensors, lists and dictionaries.  If a file can't be written: CheckpointError, on all ranks,
         with all that was saved before untouched.
@@ -219,8 +221,9 @@ class Keeper:
         except pickle.UnpicklingError as problem:
             kind = re.search(r"GLOBAL ([\w.]+)", str(problem)) or ["something unknown"] * 2
             raise TypeError(f"{kind[1]} can't be read back from a checkpoint: make it a number, a string...") from None
-        if score is not None:
-            best = self.folder / f"best-{score:.4f}-step-{state['step']}.pt"
+        if score is not None and math.isfinite(score):
+            digits = f"{score:.4f}" if abs(score) < 1e15 else f"{score:.4e}"  # a name has at most 255 characters
+            best = self.folder / f"best-{digits}-step-{state['step']}.pt"
             others = [path for path in self.folder.glob("best-*.pt") if re.fullmatch(_BEST, path.name)]
             ranked = sorted({best, *others}, key=_rank_of, reverse=True)
             if best in ranked[: self.keep]:
@@ -267,15 +270,15 @@ def _on_primary(function: Callable, *args: Any) -> Any:
 class Preemption:
     """SIGTERM, as clusters send it to a job that must go: all ranks learn of it at the same step, and can save.
 
-    Make one on every rank, in the main thread, after init_process_group.  It replaces the process's SIGTERM handler.
+    Make one on every rank, in the main thread, after init_process_group.  It replaces the process's SIGTERM handler;
+    processes that are forked from this one get the old handler back.
     """
 
     def __init__(self) -> None:
         self.asked, self.group = False, None
-        signal.signal(signal.SIGTERM, self._ask)
+        self.replaced = signal.signal(signal.SIGTERM, self._ask)
         if dist.get_world_size() > 1:  # on the CPU, so that no GPU waits for it
-            timeout = timedelta(seconds=float(os.environ.get("DIST_TIMEOUT", dist.TIMEOUT)))
-            self.group = torch_dist.new_group(backend="gloo", timeout=timeout)
+            self.group = torch_dist.new_group(backend="gloo", timeout=dist.collective_timeout())
 
     def _ask(self, number: int, frame: Any) -> None:
         self.asked = True
@@ -291,6 +294,32 @@ class Preemption:
         flag = torch.tensor([int(self.asked)])
         torch_dist.all_reduce(flag, torch_dist.ReduceOp.MAX, group=self.group)
         return bool(flag)
+
+
+# A forked process inherits the handler, but never calls `agreed`: it would ignore SIGTERM, and multiprocessing, which
+# ends daemon processes by SIGTERM and then waits for them, would wait for ever.  So a child gets back the handler from
+# before Preemption.  Until it has it, SIGTERM is blocked: the kernel keeps the signal, and delivers it then.
+_forking = threading.local()
+
+
+def _before_fork() -> None:
+    masks = _forking.__dict__.setdefault("masks", [])
+    masks.append(signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM]))
+
+
+def _after_fork_in_parent() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _forking.masks.pop())
+
+
+def _after_fork_in_child() -> None:
+    handler = signal.getsignal(signal.SIGTERM)
+    while isinstance(getattr(handler, "__self__", None), Preemption):
+        handler = handler.__self__.replaced or signal.SIG_DFL  # None: not installed from Python
+        signal.signal(signal.SIGTERM, handler)
+    _after_fork_in_parent()
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)
 
 
 def _note(output_dir: Path) -> tuple[Path, bool] | None:

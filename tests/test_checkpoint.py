@@ -3,18 +3,21 @@
 What is about files runs in pytest's own process, a world of one; what is about ranks in 1, 2 and 3 forked processes.
 """
 
+import ctypes
 import io
+import math
 import multiprocessing
 import os
 import resource
 import signal
 import sys
+import threading
 import time
 import zipfile
 
 import pytest
 import torch
-from test_distributed import WORLDS, run
+from test_distributed import WORLDS, _joined, run
 from torch import nn
 
 import checkpoint
@@ -184,6 +187,36 @@ def test_best(tmp_path, keep, saves, expected):
     assert checkpoint.read(tmp_path / "last.pt")["step"] == saves[-1][1]
 
 
+@pytest.mark.parametrize("score", [-1e300, 1e300], ids=str)
+def test_a_huge_score_is_ranked_too(tmp_path, score):
+    # All its digits would make a name that no file system takes.
+    keeper = checkpoint.Keeper(tmp_path, keep=2, model=linear())
+    for step, value in enumerate((0.5, score, score / 10, 2 * score, 123456.75), 1):
+        keeper.save(step, value)
+    best = {1e300: ["2.0000e+300-step-4", "1.0000e+300-step-2"], -1e300: ["123456.7500-step-5", "0.5000-step-1"]}
+    assert set(names(tmp_path, "best-*")) == {f"best-{name}.pt" for name in best[score]}
+    assert checkpoint.read(tmp_path / "last.pt")["step"] == 5
+
+
+NOT_FINITE = [math.nan, math.inf, -math.inf, torch.tensor(math.nan)]
+
+
+def _diverges(rank, n, folder):
+    """With nothing saved yet, with one good checkpoint, and with as many as are kept."""
+    keeper = checkpoint.Keeper(folder, keep=2, model=linear())
+    best = ["best-0.1000-step-5.pt", "best-0.2000-step-10.pt", "best-0.3000-step-15.pt"]
+    for step, score in enumerate([*NOT_FINITE, 0.1, *NOT_FINITE, 0.2, *NOT_FINITE, 0.3], 1):
+        keeper.save(step, score)
+        assert checkpoint.read(folder / "last.pt")["step"] == step
+        assert step == 1 or checkpoint.read(folder / "previous.pt")["step"] == step - 1
+        assert names(folder, "best-*") == best[: step // 5][-2:]
+
+
+@WORLDS
+def test_a_diverged_run_is_saved_and_is_never_among_the_best(tmp_path, n):
+    run(_diverges, n, tmp_path)
+
+
 def test_a_file_that_only_looks_like_a_best_one_is_left_alone(tmp_path):
     (tmp_path / "best-so-far.pt").write_text("mine")
     keeper = checkpoint.Keeper(tmp_path, keep=1, model=linear())
@@ -228,6 +261,39 @@ def test_write(tmp_path):
     checkpoint.write(path, b"three")
     assert (path.read_bytes(), previous.read_bytes()) == (b"three", b"one")
     assert names(tmp_path) == ["a.csv", "b.csv"]
+
+
+@pytest.mark.parametrize("links", [True, False])
+@pytest.mark.parametrize("content", [b"new", bytes(1_000_000)], ids=["small", "large"])  # with Python's buffer, past it
+def test_a_file_is_on_the_disk_before_its_name_is(tmp_path, monkeypatch, content, links):
+    """The order of the system calls: a power cut after any of them must leave the old file, or the complete new one."""
+    path, previous = tmp_path / "last.pt", tmp_path / "previous.pt"
+    calls, fsync, replace = [], os.fsync, os.replace
+    path.write_bytes(b"old")
+
+    def noted_fsync(descriptor):
+        fsync(descriptor)
+        status = os.fstat(descriptor)
+        synced = [file for file in (tmp_path, *tmp_path.iterdir()) if os.path.samestat(file.stat(), status)]
+        calls.extend(("sync", "folder" if file == tmp_path else file.read_bytes()) for file in synced)
+
+    def noted_replace(source, target):
+        calls.append(("rename", source.read_bytes(), target))
+        replace(source, target)
+
+    def no_link(source, target):
+        raise PermissionError("this file system has no hard links")
+
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    monkeypatch.setattr(os, "replace", noted_replace)
+    if not links:
+        monkeypatch.setattr(os, "link", no_link)
+    checkpoint.write(path, content, previous)
+    first, *_, last_but_one, last = calls
+    assert first == ("sync", content)  # all of it, and before any name changes
+    assert calls[1:-2] == [("rename", b"old", previous)]
+    assert last_but_one == ("rename", content, path)
+    assert last == ("sync", "folder")
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no /dev/full")
@@ -633,6 +699,88 @@ def _told(rank, n, which):
 @WORLDS
 def test_sigterm_to_one_rank_is_agreed_on_at_the_same_call(n):
     run(_told, n, n - 1)
+
+
+def _asleep():
+    time.sleep(60)
+
+
+def _asleep_in_c():
+    ctypes.PyDLL(None).sleep(60)  # PyDLL keeps the GIL: no Python code can run, so no Python handler either
+
+
+def _parent_of_a_sleeper(pipe):
+    child = os.fork()
+    if child == 0:
+        time.sleep(60)
+        os._exit(0)
+    pipe.send(child)
+    pipe.send(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+
+def _ends_its_children(rank, n):
+    stop, context = checkpoint.Preemption(), multiprocessing.get_context("fork")
+    for target in [_asleep, _asleep_in_c] * 3:
+        child = context.Process(target=target, daemon=True)
+        child.start()
+        child.terminate()  # at once: it has hardly run a line
+        child.join(5)
+        code = child.exitcode
+        child.kill()  # or, if this fails, it would sleep on
+        assert code == -signal.SIGTERM
+    ours, theirs = context.Pipe()
+    parent = context.Process(target=_parent_of_a_sleeper, args=(theirs,), daemon=True)
+    thread = threading.Thread(target=parent.start)  # a fork by another thread than the main one
+    thread.start()
+    thread.join()
+    os.kill(ours.recv(), signal.SIGTERM)
+    assert ours.poll(5) and ours.recv() == -signal.SIGTERM
+    assert not stop.agreed()
+    os.kill(os.getpid(), signal.SIGTERM)  # this process itself still handles it
+    assert stop.agreed()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_forked_processes_end_by_sigterm(n):
+    if n == 1:
+        assert in_child(_joined, 0, 1, _ends_its_children, ()) == 0
+    else:
+        run(_ends_its_children, n)
+
+
+def _leaves_a_daemon(rank, n):
+    checkpoint.Preemption()
+    multiprocessing.get_context("fork").Process(target=_asleep, daemon=True).start()
+
+
+@pytest.mark.timeout(20)
+def test_a_run_ends_though_a_daemon_process_of_a_worker_sleeps():
+    # multiprocessing ends the daemons of a process by SIGTERM, and waits for them.
+    started = time.monotonic()
+    run(_leaves_a_daemon, 2)
+    assert time.monotonic() - started < 10
+
+
+def _expect(handler, mask):
+    assert signal.getsignal(signal.SIGTERM) == handler
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == mask
+
+
+def _has_handlers_of_its_own(rank, n):
+    for handler in signal.SIG_IGN, signal.SIG_DFL, print:
+        signal.signal(signal.SIGTERM, handler)
+        for _ in range(2):  # a second training in the same process, too
+            checkpoint.Preemption()
+            for mask in set(), {signal.SIGTERM}:  # `launch` blocks it while it starts the workers
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+                assert in_child(_expect, handler, mask) == 0
+                assert signal.pthread_sigmask(signal.SIG_SETMASK, []) == mask
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def test_forked_processes_get_the_handler_from_before():
+    run(_has_handlers_of_its_own, 1)
 
 
 VARIABLES = (

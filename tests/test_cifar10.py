@@ -30,7 +30,8 @@ from filelock import FileLock
 from forked import ROOT, forker, shell
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from test_scripts import refused
+from test_distributed import run as of_processes
+from test_scripts import in_float16, refused
 from torchvision import datasets
 from tqdm import tqdm
 
@@ -249,6 +250,72 @@ def test_last_has_the_accuracy_that_was_printed(reference):
     assert loss == pytest.approx(row["test_loss"], rel=1e-4)
 
 
+def by_hand(n, epochs, batch, lr, factors, weight_decay, smoothing, seed, count):
+    """The recipe without torch.optim: the mean loss of each epoch, then the weights and the momenta, by name.
+
+    factors: of the learning rate, one for each step.  Each of the n processes has every n-th example of a batch.
+    """
+    digits = data.Images(*data._digits(count, seed=1), (0.21,) * 3, (0.16,) * 3)
+    digits.images = torch.nn.functional.pad(digits.images, [2] * 4).repeat(1, 3, 1, 1)
+    augmented = data.Augmented(digits, seed)
+    torch.manual_seed(seed)
+    model = cifar10_ddp.build("resnet9", 2).to(memory_format=torch.channels_last).train()
+    weights, momenta, losses, factors = dict(model.named_parameters()), {}, [], iter(factors)
+    for epoch in range(epochs):
+        augmented.set_epoch(epoch)
+        order = torch.randperm(count, generator=torch.Generator().manual_seed(seed + epoch)).tolist()
+        of_epoch = []
+        for images, labels in data.batches(data.loader(augmented, batch, order), torch.device("cpu")):
+            gradients = {name: torch.zeros_like(weight) for name, weight in weights.items()}
+            for rank in range(n):  # each normalises its own share, and the gradients are averaged
+                surprise = -model(images[rank::n]).log_softmax(1)  # of each class
+                right = surprise.gather(1, labels[rank::n].view(-1, 1)).mean()
+                loss = (1 - smoothing) * right + smoothing * surprise.mean()
+                of_epoch.append(loss.item())
+                for name, gradient in zip(weights, torch.autograd.grad(loss, weights.values()), strict=True):
+                    gradients[name] += gradient / n
+            rate = lr * next(factors)
+            for name, weight in weights.items():
+                gradient = gradients[name] + weight_decay * weight.data
+                momenta[name] = 0.9 * momenta.get(name, torch.zeros_like(weight)) + gradient
+                weight.data -= rate * (gradient + 0.9 * momenta[name])  # Nesterov: as if the next step's momentum
+        losses.append(sum(of_epoch) / len(of_epoch))
+    return losses, {name: weight.data for name, weight in weights.items()}, momenta
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_recipe(run, tmp_path, n):
+    """Compares with the same steps written out by hand: SGD with Nesterov's momentum, weight decay, warm-up, decay and
+    label smoothing, each with a value that shows after a few steps."""
+    flags = {"--epochs": 2, "--batch-size": 16, "--lr": 0.1, "--weight-decay": 0.05, "--label-smoothing": 0.4}
+    flags |= {"--warmup": 0.375, "--seed": 3, "--width": 2, "--nproc": n, "--dataset": "synthetic"}
+    result = run(*(text for flag in flags.items() for text in flag), TRAIN=64, TEST=16)
+    assert result.code == 0 and result.err == "", result.err
+    # Eight steps, of which three rise; from the third on, five fall to zero, which the step after the last would have.
+    factors = [1 / 3, 2 / 3, 3 / 3, 5 / 5, 4 / 5, 3 / 5, 2 / 5, 1 / 5]
+    losses, weights, momenta = by_hand(
+        n, epochs=2, batch=16, lr=0.1, factors=factors, weight_decay=0.05, smoothing=0.4, seed=3, count=64
+    )
+    folder = the_folder(tmp_path / "cwd")
+    assert [row["training_loss"] for row in rows(folder)] == pytest.approx(losses, rel=1e-4)
+    assert [row["training_lr"] for row in rows(folder)] == pytest.approx([0.1 * factors[3], 0.1 * factors[7]])
+    parts = checkpoint.read(folder / "last.pt")["parts"]
+    for number, name in enumerate(weights):
+        torch.testing.assert_close(parts["model"][name], weights[name], rtol=1e-3, atol=1e-5)
+        momentum = parts["optimizer"]["state"][number]["momentum_buffer"]
+        torch.testing.assert_close(momentum, momenta[name], rtol=1e-3, atol=1e-4)
+
+
+def _train(*args):
+    for _ in cifar10_ddp.train(*args, 0.0, torch.zeros(2, dtype=torch.float64)):
+        pass
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_loss_scaling(n):
+    of_processes(in_float16, n, _train)
+
+
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_every_example_is_evaluated_once(run, tmp_path, n):
     # Neither 200 nor 2000 divides by 3, and no batch divides anything.
@@ -312,7 +379,7 @@ def test_resume_of_a_finished_run(run, reference, finished, tmp_path):
     assert same_end(tmp_path / "cwd" / finished, reference(1)[1])
 
 
-# SIGTERM to the program itself when rank LAST's AT-th batch comes, of training and evaluation.
+# SIGTERM to the program itself, or to one process of it, when rank LAST's AT-th batch comes, of training and evaluation.
 TERMINATE = """
 import signal, time
 batches, seen, script = data.batches, [], os.getpid()
@@ -320,7 +387,7 @@ def counted(loader, device):
     for batch in batches(loader, device):
         seen.append(1)
         if len(seen) == int(os.environ["AT"]) and os.environ.get("RANK", "0") == os.environ["LAST"]:
-            os.kill(script, signal.SIGTERM)
+            os.kill(os.getpid() if os.environ.get("TO_ONE") else script, signal.SIGTERM)
             time.sleep(0.3)  # until all ranks know
         yield batch
 data.batches = counted
@@ -331,9 +398,9 @@ data.batches = counted
 def stopped(start, tmp_path):
     """stopped(nproc, at, ...): a run that was told to stop; returns its folder, the epoch and the batch it was at."""
 
-    def stopped(nproc, at, *flags):
-        before = {"before": TERMINATE, "AT": at, "LAST": nproc - 1}
-        result = start(*(flags or FLAGS), "--nproc", nproc, **before).wait()
+    def stopped(nproc, at, *flags, **environment):
+        environment |= {"before": TERMINATE, "AT": at, "LAST": nproc - 1}
+        result = start(*(flags or FLAGS), "--nproc", nproc, **environment).wait()
         assert result.code == 143, result
         assert result.err == ("launch: SIGTERM: ending 2 processes\n" if nproc > 1 else "")
         folder = the_folder(tmp_path / "cwd")
@@ -359,6 +426,12 @@ def test_sigterm_and_resume(run, reference, stopped, n, at, epoch, batches):
     # Where nothing was left to train, no speed is made up.
     assert ("training_images_per_s" in rows(folder)[epoch - 1]) == (at_batch < 10)
     assert " 0 images/s" not in result.out
+
+
+@pytest.mark.parametrize(("n", "at"), [(2, 16), (3, 11)])
+def test_sigterm_to_one_process_stops_the_run(stopped, n, at):
+    """All ranks save together, and the run ends with 143, as if the program itself had been told."""
+    stopped(n, at, TO_ONE=1)
 
 
 def test_resume_with_another_number_of_processes(run, reference, stopped, tmp_path):
@@ -702,6 +775,7 @@ def test_help_gives_every_default(run):
         re.search(r"--[\w-]+", text)[0]: text for text in re.split(r"^  (?=-)", result.out, flags=re.MULTILINE)[1:]
     }
     given = {"--dataset": "cifar10", "--batch-size": "512", "--lr": "0.4", "--model": "resnet9", "--output-dir": "runs"}
+    given |= {"--epochs": "24", "--weight-decay": "0.0005", "--warmup": "0.2", "--label-smoothing": "0.1"}
     for flag, value in given.items():
         assert f"(default: {value})" in " ".join(flags[flag].split())
     without = {flag for flag, text in flags.items() if "(default: " not in " ".join(text.split())}

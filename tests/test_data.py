@@ -195,6 +195,49 @@ def test_progress_bar_on_rank_0_only(monkeypatch, rank, disable):
     assert [options["disable"] for options in asked] == [disable]  # None: on a terminal only
 
 
+# ------------------------------------------------------------------------------------------------------ augmentation
+
+
+def crops_and_flips(seed, epoch, count=500, batch_size=64, order=None):
+    """Where each example was cropped, and whether it was flipped: (row, column, flip), read from its pixels alone.
+
+    Every pixel holds its place: its row in the first channel, its column in the second, both from 1; the border is 0.
+    """
+    places = torch.arange(1, 33, dtype=torch.uint8).expand(32, 32)
+    images = torch.stack([places.T, places]).expand(count, -1, -1, -1)
+    dataset = data.Augmented(data.Images(images, torch.arange(count), (0.0, 0.0), (1 / 255, 1 / 255)), seed)
+    dataset.set_epoch(epoch)
+    found = torch.full((count, 3), -1)
+    for crops, labels in data.batches(data.loader(dataset, batch_size, order or range(count)), CPU):
+        middle = crops[:, :, 16, 16:18].round().long()  # never of the border: it is 4 wide
+        flip = middle[:, 1, 1] < middle[:, 1, 0]  # the columns go down
+        row, column = middle[:, 0, 0] - 13, middle[:, 1, 0] - 13  # 17 in the centre: cropped at (4, 4)
+        found[labels] = torch.stack([row, torch.where(flip, column + 1, column), flip], dim=1)
+    return found
+
+
+def same(one, other):
+    """The part of the examples that are cropped and flipped alike."""
+    return (one == other).all(1).double().mean().item()
+
+
+def test_each_epoch_has_crops_and_flips_of_its_own():
+    epochs = [crops_and_flips(seed=3, epoch=epoch) for epoch in range(4)]
+    for draws in epochs:
+        assert [column.unique().tolist() for column in draws.T] == [list(range(9)), list(range(9)), [0, 1]]
+        assert (draws / torch.tensor([8, 8, 1])).mean(0).tolist() == pytest.approx([0.5] * 3, abs=0.1)
+    for number, draws in enumerate(epochs):
+        others = [crops_and_flips(seed=4, epoch=number), *epochs[:number]]
+        assert max(same(draws, other) for other in others) < 0.04  # by chance one in 9 x 9 x 2
+
+
+def test_crops_and_flips_depend_on_seed_epoch_and_example_alone():
+    expected = crops_and_flips(seed=3, epoch=2)
+    order = torch.randperm(500, generator=torch.Generator().manual_seed(1)).tolist()
+    torch.rand(7)  # other numbers that were drawn
+    assert torch.equal(crops_and_flips(seed=3, epoch=2, batch_size=7, order=order), expected)
+
+
 # ----------------------------------------------------------------------------------------- errors without a download
 
 

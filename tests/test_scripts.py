@@ -1,18 +1,23 @@
 """The scripts as programs: what they print, what they count, that they learn, and how they refuse bad input."""
 
+import math
 import re
 import socket
 import sys
 from collections import Counter
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
 import torch
 from forked import ROOT, forker, shell
+from test_distributed import run as of_processes
 from torch import nn
 
 import apex_amp
+import data
 import distributed as dist
+import mnist_amp
 
 MNIST_SCRIPTS = ["mnist_single.py", "mnist_dataparallel.py", "mnist_ddp.py", "mnist_amp.py"]
 DDP_SCRIPTS = ["mnist_ddp.py", "mnist_amp.py"]
@@ -119,6 +124,43 @@ def test_amp_computes_almost_what_ddp_computes(run):
     amp, ddp = (epochs(run(s, *DRY), banner(s, 2))[0] for s in ("mnist_amp.py", "mnist_ddp.py"))
     assert amp.loss == pytest.approx(ddp.loss, rel=0.05)
     assert amp.loss != ddp.loss  # bfloat16 has three digits: were they equal, autocast would be off
+
+
+def in_float16(rank, n, train):
+    """Loss scaling, by numbers that are known: three steps of `train` in float16 on the CPU, of which one overflows.
+
+    The model is one weight for each of two classes, the pixel of every example is 1, its class 0: the gradients are
+    (p - 1, 1 - p), p being the probability of class 0, 1/2 at first.  In the last rank's first example the pixel is 2.
+    """
+    pixels = torch.tensor([2 if rank == n - 1 else 1, 1, 1], dtype=torch.uint8).view(3, 1, 1, 1)
+    dataset = data.Images(pixels, torch.zeros(3, dtype=torch.int64), (0.0,), (1 / 255,))
+    model = nn.Sequential(nn.Flatten(), nn.Linear(1, 2, bias=False))
+    nn.init.zeros_(model[1].weight)
+    model = dist.prepare_ddp_model(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=2)
+    weights, scales = [], []
+
+    def step():  # what the scripts call after each step
+        weights.append(dist.unwrap_model(model)[1].weight.flatten().tolist())
+        scales.append(scaler.get_scale())
+
+    loader, autocast = data.loader(dataset, 1, range(3)), torch.autocast("cpu", torch.float16)
+    train(model, loader, optimizer, SimpleNamespace(step=step), torch.device("cpu"), autocast, scaler)
+
+    # The first gradient, 2^16 x 1/2 x 2, is more than float16's 65504: all ranks skip the step, and halve the scale.
+    # The other two fit; after two such steps the scale is doubled.
+    assert scales == [2.0**15, 2.0**15, 2.0**16]
+    assert weights[0] == [0.0, 0.0]
+    assert weights[1] == pytest.approx([0.5, -0.5], rel=1e-3)
+    w = 0.5 + 1 / (1 + math.exp(0.5 - -0.5))  # 1 - p
+    assert weights[2] == pytest.approx([w, -w], rel=1e-3)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("n", [1, 2])
+def test_loss_scaling(n):
+    of_processes(in_float16, n, mnist_amp.train)
 
 
 @pytest.mark.timeout(60)

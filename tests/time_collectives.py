@@ -1,6 +1,6 @@
 """How much the checks of distributed.py's collectives cost: five runs in alternation with torch's own, two processes.
 
-    python tests/time_collectives.py [PROCESSES]
+python tests/time_collectives.py [PROCESSES]
 """
 
 import statistics
