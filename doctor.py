@@ -9,9 +9,9 @@ Each line is ok, or WRONG and what to do.  Exit code 1 if anything is wrong.
 """
 
 import contextlib
+import functools
 import importlib
 import io
-import multiprocessing
 import os
 import platform
 import re
@@ -19,6 +19,7 @@ import shlex
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -27,6 +28,9 @@ from types import FrameType
 
 Finding = tuple[bool, str, str]  # ok?, what was looked at, what was found (and what to do)
 _NUMBER = r"\d+(\.\d+)?"
+_ERROR = r"^[\w.]*(?:Error|Exception)\b.*"  # the last line of a traceback, which names the exception
+
+CUDA_START, CUDA_START_PER_GPU = 30, 10  # seconds in which a new process must have started CUDA; see _time_outs
 
 # ----------------------------------------------------------------------------------------------------- what there is
 
@@ -51,7 +55,7 @@ def look() -> Iterator[Finding]:
     fits = threads is None or threads.isdigit() and 1 <= int(threads) <= cores
     found = f"{cores} cores, OMP_NUM_THREADS {threads or 'not set'}"
     yield _judge(fits, "CPU", found, f"unset it, or take 1 to {cores}")
-    yield _gpus(torch, dist)
+    yield _gpus(torch)
     backends = [name for name in ("gloo", "nccl") if getattr(torch.distributed, f"is_{name}_available")()]
     needed = "nccl" if torch.cuda.device_count() else "gloo"
     nccl = f" {'.'.join(map(str, torch.cuda.nccl.version()))}" if "nccl" in backends else ""
@@ -95,7 +99,7 @@ def _torchvision() -> Finding:
         return False, "torchvision", f"{reason}: pip install --upgrade torch torchvision (data.py needs it)"
 
 
-def _gpus(torch: object, dist: object) -> Finding:
+def _gpus(torch: object) -> Finding:
     chosen, count = os.environ.get("CUDA_VISIBLE_DEVICES"), torch.cuda.device_count()
     visible = f"CUDA_VISIBLE_DEVICES {'not set' if chosen is None else chosen or 'empty'}"
     if chosen and chosen != "-1" and count < len(chosen.split(",")):
@@ -105,18 +109,51 @@ def _gpus(torch: object, dist: object) -> Finding:
         return False, "GPUs", f"there is one, but torch can't use it ({built}): compare nvidia-smi's CUDA version"
     if not count:
         return True, "GPUs", f"none ({visible}): everything runs on the CPU"
-    # in a process of its own: this one must not load CUDA, or none could be forked from it any more
-    method = "fork" if dist._fork_is_safe() else "spawn"
-    with multiprocessing.get_context(method).Pool(1) as pool:
-        names = pool.apply(_describe_gpus, (count,))
-    return True, "GPUs", "\n".join([f"{count} ({visible})", *names])
+    found = f"{count} ({visible})"
+    described, problem = _start_cuda(count)
+    if problem:
+        built = (torch.version.cuda or torch.version.hip or "").partition(".")[0]  # a driver serves all of 13.x
+        needed = f"nvidia-smi must show CUDA {built} or newer" if torch.version.cuda else f"it needs ROCm {built}"
+        advice = f"{needed}: update the driver, or install a torch that is built for an older one. "
+        advice += "CUDA_VISIBLE_DEVICES=-1 hides the GPUs: everything then runs on the CPU"
+        return False, "GPUs", f"{found}, but CUDA can't start: {problem}: {advice}"
+    return True, "GPUs", "\n".join([found, *described])
 
 
-def _describe_gpus(count: int) -> list[str]:
-    import torch
+# Started by `python -c`, with the number of GPUs as its argument.
+_DESCRIBE_GPUS = """
+import sys
+import torch
+for i in range(int(sys.argv[1])):
+    gpu = torch.cuda.get_device_properties(i)
+    print(f"{i}: {gpu.name}, {gpu.major}.{gpu.minor}, {gpu.total_memory / 2**30:.0f} GiB")
+"""
 
-    every = [torch.cuda.get_device_properties(i) for i in range(count)]
-    return [f"{i}: {p.name}, {p.major}.{p.minor}, {p.total_memory / 2**30:.0f} GiB" for i, p in enumerate(every)]
+
+@functools.cache
+def _start_cuda(count: int) -> tuple[list[str], str]:
+    """Start CUDA for the first time: a line about each GPU, or why it can't start, in one line.
+
+    device_count only asks the driver's library NVML, which counts GPUs that torch can't use.  CUDA starts in a new
+    process, because after that no process could be forked from this one.
+    """
+    limit = CUDA_START + CUDA_START_PER_GPU * count
+    pipe, command = subprocess.PIPE, [sys.executable, "-c", _DESCRIBE_GPUS, str(count)]
+    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True)
+    try:
+        out, err = child.communicate(timeout=limit)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # a process that hangs inside the driver can't be killed
+            child.wait(1)
+        return [], f"no answer within {limit:.0f} s"
+    if child.returncode == 0:
+        return out.splitlines(), ""
+    if errors := re.findall(_ERROR, err, re.MULTILINE):
+        return [], errors[-1]
+    if child.returncode < 0:
+        return [], f"ended by {signal.Signals(-child.returncode).name}"
+    return [], f"ended with exit code {child.returncode}"
 
 
 def _limits() -> Finding:
@@ -206,22 +243,43 @@ def self_test() -> Iterator[Finding]:
     ]
     for name in looked_at:
         os.environ.pop(name, None)  # what is wrong with them has been said
-    limit = 0.0
-    for name, seconds in (("DIST_INIT_TIMEOUT", 10.0), ("DIST_TIMEOUT", 5.0)):  # the environment can lower them
-        with contextlib.suppress(ValueError):
-            seconds = min(seconds, float(os.environ[name])) if name in os.environ else seconds
-        os.environ[name] = str(seconds)
-        limit += seconds
+    given = dict(os.environ)
     chosen, gpus = os.environ.get("CUDA_VISIBLE_DEVICES"), torch.cuda.device_count()
-    for backend, n in [("gloo", 2)] + [("nccl", gpus)] * bool(gpus):
+    can_start = gpus and not _start_cuda(gpus)[1]  # if not, the line about the GPUs has said why
+    for backend, n in [("gloo", 2)] + [("nccl", gpus)] * bool(can_start):
+        limit = _set_time_outs(backend, n, given)
         os.environ["CUDA_VISIBLE_DEVICES"] = "" if backend == "gloo" else chosen or ""
         if backend == "nccl" and chosen is None:
             del os.environ["CUDA_VISIBLE_DEVICES"]
         for check in (check_collectives, check_training):
             started = time.perf_counter()
-            problem = _trouble(check, backend, n, limit + 5)
+            problem = _trouble(check, backend, n, limit)
             found = problem or f"{n} process{'es' * (n > 1)}, right answers in {time.perf_counter() - started:.1f} s"
             yield not problem, f"{check.__name__.removeprefix('check_')}, {backend}", found
+
+
+def _time_outs(backend: str, n: int) -> dict[str, float]:
+    """The time-outs of a check with n processes, in seconds."""
+    if backend == "gloo":
+        return {"DIST_INIT_TIMEOUT": 10, "DIST_TIMEOUT": 5}
+    # Without persistence mode the driver unloads a GPU that no process uses.  The processes of each check then start
+    # all GPUs again, which takes up to some seconds for each, and only then do they come together.  NCCL connects all
+    # GPUs with each other before or in the first collective, which takes longer the more there are.
+    return {"DIST_INIT_TIMEOUT": 20 + 5 * n, "DIST_TIMEOUT": 10 + 3 * n}
+
+
+def _set_time_outs(backend: str, n: int, given: dict[str, str]) -> float:
+    """Set the environment's time-outs for a check; returns the seconds after which the whole check is given up.
+
+    given: the user's own settings.  They can lower the time-outs, but not raise them.
+    """
+    limit = 5.0  # for starting and ending the processes
+    for name, seconds in _time_outs(backend, n).items():
+        with contextlib.suppress(KeyError, ValueError):
+            seconds = min(seconds, float(given[name]))
+        os.environ[name] = str(seconds)
+        limit += seconds
+    return limit
 
 
 def _trouble(check: Callable, backend: str, n: int, limit: float) -> str:
@@ -251,7 +309,7 @@ def _trouble(check: Callable, backend: str, n: int, limit: float) -> str:
         for signum, handler in handlers.items():
             signal.signal(signum, handler)
     head, _, stand = text.partition("where each rank stands:\n")
-    errors = re.findall(r"^[\w.]*(?:Error|Exception)\b.*", head, re.MULTILINE)  # not the whole traceback
+    errors = re.findall(_ERROR, head, re.MULTILINE)  # not the whole traceback
     first = re.match(r"rank \d+ of \d+ failed first: ?", head)
     cause = (
         f"{first[0].strip() if first else ''} {errors[-1] if errors else head[first.end() if first else 0 :].strip()}"

@@ -379,7 +379,7 @@ def test_resume_of_a_finished_run(run, reference, finished, tmp_path):
     assert same_end(tmp_path / "cwd" / finished, reference(1)[1])
 
 
-# SIGTERM to the program itself, or to one process of it, when rank LAST's AT-th batch comes, of training and evaluation.
+# SIGTERM to the program itself (or to one process) when rank LAST gets its AT-th batch, of training and evaluation.
 TERMINATE = """
 import signal, time
 batches, seen, script = data.batches, [], os.getpid()
@@ -402,7 +402,7 @@ def stopped(start, tmp_path):
         environment |= {"before": TERMINATE, "AT": at, "LAST": nproc - 1}
         result = start(*(flags or FLAGS), "--nproc", nproc, **environment).wait()
         assert result.code == 143, result
-        assert result.err == ("launch: SIGTERM: ending 2 processes\n" if nproc > 1 else "")
+        assert result.err == (f"launch: SIGTERM: ending {nproc} processes\n" if nproc > 1 else "")
         folder = the_folder(tmp_path / "cwd")
         pattern = r"SIGTERM: saved at epoch (\d), batch (\d+) of \d+; go on with --resume runs/(.+)"
         epoch, batch, name = re.fullmatch(pattern, result.out.splitlines()[-1]).groups()

@@ -3,6 +3,7 @@
 import os
 import re
 import socket
+import sys
 import time
 from unittest import mock
 
@@ -208,11 +209,91 @@ def test_a_rank_that_dies(tmp_path):
 # -------------------------------------------------------------------------------------------- what a CPU can't show
 
 
-def test_gpus_are_described():
+def test_gpus_are_described(monkeypatch, capsys):
     gpu = mock.Mock(major=9, minor=0, total_memory=139 * 2**30)
     gpu.name = "NVIDIA H200"
-    with mock.patch.object(torch.cuda, "get_device_properties", return_value=gpu):
-        assert doctor._describe_gpus(2) == ["0: NVIDIA H200, 9.0, 139 GiB", "1: NVIDIA H200, 9.0, 139 GiB"]
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
+    monkeypatch.setattr(sys, "argv", ["-c", "2"])
+    exec(doctor._DESCRIBE_GPUS, {})
+    assert capsys.readouterr().out == "0: NVIDIA H200, 9.0, 139 GiB\n1: NVIDIA H200, 9.0, 139 GiB\n"
+
+
+@whole_table
+def test_cuda_that_cannot_start():
+    """device_count counts the GPUs of a driver that is too old; only the start of CUDA fails."""
+    old_driver = "import torch; torch.cuda.device_count = lambda: int(os.environ.get('CUDA_VISIBLE_DEVICES') != '')"
+    # On a machine with GPUs, too, there is no GPU 97: CUDA can't start, whatever the driver is.
+    table, wrong = examined(python("doctor.py", before=old_driver, CUDA_VISIBLE_DEVICES="97"))
+    wrong.pop("backends", None)  # a torch for the CPU only has no nccl
+    assert list(wrong) == ["GPUs"], table
+    says = r"1 \(CUDA_VISIBLE_DEVICES 97\), but CUDA can't start: \w+Error: .*\w.*: nvidia-smi must show CUDA .*"
+    assert re.fullmatch(says, wrong["GPUs"])
+    assert list(table) == ROWS, "the self-test on GPUs could only say the same again"
+
+
+@pytest.fixture
+def two_gpus(monkeypatch):
+    """A machine that has counted two GPUs, without the GPUs; what starts CUDA there is replaced by the test."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    doctor._start_cuda.cache_clear()
+    yield monkeypatch
+    doctor._start_cuda.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("start", "reason"),
+    [
+        ("raise RuntimeError('The driver is too old\\nfound version 11040')", "RuntimeError: The driver is too old"),
+        ("import os; os.kill(os.getpid(), 11)", "ended by SIGSEGV"),
+        ("import os; os._exit(3)", "ended with exit code 3"),
+        ("import time; time.sleep(60)", "no answer within 1 s"),
+    ],
+    ids=["raises", "dies", "exits", "hangs"],
+)
+def test_a_start_of_cuda_that_fails(start, reason, two_gpus):
+    two_gpus.setattr(doctor, "_DESCRIBE_GPUS", start)
+    two_gpus.setattr(doctor, "CUDA_START", 0.5)
+    two_gpus.setattr(doctor, "CUDA_START_PER_GPU", 0.25)
+    started = time.monotonic()
+    ok, _, found = doctor._gpus(torch)
+    assert not ok and "\n" not in found
+    assert found.startswith(f"2 (CUDA_VISIBLE_DEVICES not set), but CUDA can't start: {reason}: "), found
+    assert time.monotonic() - started < 10
+
+
+def test_a_start_of_cuda_that_works(two_gpus):
+    two_gpus.setattr(doctor, "_DESCRIBE_GPUS", "import sys; print(f'0: one of {sys.argv[1]}\\n1: another')")
+    ok, what, found = doctor._gpus(torch)
+    assert (ok, what, found) == (True, "GPUs", "2 (CUDA_VISIBLE_DEVICES not set)\n0: one of 2\n1: another")
+
+
+@pytest.mark.parametrize("given", [{}, {"DIST_INIT_TIMEOUT": "3", "DIST_TIMEOUT": "1"}], ids=["default", "lowered"])
+def test_the_more_gpus_the_more_time(given, monkeypatch):
+    """Eight GPUs that no process has used take longer than 10 s to start."""
+    runs = []
+
+    def record(check, backend, n, limit):
+        runs.append((backend, n, *(float(os.environ[name]) for name in ("DIST_INIT_TIMEOUT", "DIST_TIMEOUT")), limit))
+        return ""
+
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("DIST_", "CUDA_"))}
+    monkeypatch.setattr(doctor, "_start_cuda", lambda count: ([], ""))
+    monkeypatch.setattr(doctor, "_trouble", record)
+    for gpus in (1, 8):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
+        with mock.patch.dict(os.environ, clean | given, clear=True):
+            assert all(ok for ok, _, _ in doctor.self_test())
+    assert [run[:2] for run in runs[::2]] == [("gloo", 2), ("nccl", 1), ("gloo", 2), ("nccl", 8)]
+    assert runs[::2] == runs[1::2], "both checks have the same time"
+    for backend, n, join, call, limit in runs:
+        assert join + call < limit
+        if given:
+            assert (join, call) == (3, 1)
+        elif backend == "gloo":
+            assert (join, call) == (10, 5)
+        else:
+            assert join >= 20 + 5 * n and call >= 10 + 2 * n and limit < 240
 
 
 @pytest.mark.parametrize(
@@ -224,14 +305,14 @@ def test_gpus_that_are_asked_for_and_not_there(chosen, count, ok, monkeypatch):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     monkeypatch.setattr(os.path, "exists", lambda path: False)
-    assert doctor._gpus(torch, None)[0] == ok
+    assert doctor._gpus(torch)[0] == ok
 
 
 def test_a_torch_that_can_not_use_the_gpu(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(os.path, "exists", lambda path: path == "/dev/nvidia0")
-    ok, _, found = doctor._gpus(torch, None)
+    ok, _, found = doctor._gpus(torch)
     assert not ok and "torch can't use it" in found
 
 
