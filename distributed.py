@@ -870,12 +870,15 @@ class _Run:
         """
         context = multiprocessing.get_context(method)
         if method == "spawn":
-            resource_tracker.ensure_running()  # Python starts it anyway, and that would unblock the signals
-        self.folder = tempfile.mkdtemp(prefix="dist-")
+            resource_tracker.ensure_running()  # Python starts it anyway, and that unblocks signals:
+            signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # once more
+        # Made when the guard already knows it: a SIGKILL in between would leave it behind.
+        self.folder = os.path.join(tempfile.gettempdir(), f"dist-{os.urandom(8).hex()}")
         guards_end, self.guard_pipe = os.pipe()
         quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "start_new_session": True, "cwd": "/"}
         self.guard = subprocess.Popen(["/bin/sh", "-c", _GUARD, self.folder], stdin=guards_end, **quiet)
         os.close(guards_end)
+        os.mkdir(self.folder, 0o700)
         with socket.create_server(("127.0.0.1", 0)) as free:  # for a worker_fn that calls torch's own init
             port = free.getsockname()[1]
         environment = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(self.nproc))
@@ -885,10 +888,11 @@ class _Run:
             receive, send = context.Pipe(duplex=False)
             environment |= dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
             guard_pipe = self.guard_pipe if method == "fork" else None  # spawn doesn't hand it down
-            job = (worker_fn, args, dict(environment), threads, guard_pipe, send)
+            job = (worker_fn, args, dict(environment), threads, os.getpid(), guard_pipe, send)
             process = context.Process(target=_worker, args=job, name=f"rank {rank}")
             process.start()
-            os.write(self.guard_pipe, f"{process.pid}\n".encode())
+            if method == "spawn":  # a forked process tells the guard itself: then none is without it for a moment
+                os.write(self.guard_pipe, f"{process.pid}\n".encode())
             send.close()
             self.processes.append(process)
             self.pipes.append(receive)
@@ -904,7 +908,7 @@ class _Run:
             self.answer_requests()
             if self.stops:
                 number = self.stops[0][0]
-                print(f"launch: {signal.Signals(number).name}: ending {self.nproc} processes", file=sys.stderr)
+                _say(f"launch: {signal.Signals(number).name}: ending {self.nproc} processes")
                 self.grace = self.stop_grace
                 raise _stopped_by(number)
             codes = [_exit_code(process) for process in self.processes]  # first: who is gone has said what it had to
@@ -921,7 +925,7 @@ class _Run:
     def answer_requests(self) -> None:
         while self.requests:
             if self.requests.pop(0) == signal.SIGUSR1:
-                print(self.where(), file=sys.stderr, flush=True)
+                _say(self.where())
             else:  # Ctrl-Z reaches this process alone: the others have groups of their own
                 self.send(signal.SIGSTOP)
                 noted = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
@@ -1081,18 +1085,34 @@ def _innermost(frames: list[tuple[str, str, str]]) -> str:
     return ""
 
 
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # the terminal may be gone: no reason to fail
+        print(text, file=sys.stderr, flush=True)
+
+
 def _worker(
-    worker_fn: Callable, args: tuple, environment: dict, threads: int | None, guard_pipe: int | None, pipe: Any
+    worker_fn: Callable,
+    args: tuple,
+    environment: dict,
+    threads: int | None,
+    parent: int,
+    guard_pipe: int | None,
+    pipe: Any,
 ) -> None:
     """What runs in each started process."""
-    if guard_pipe is not None:
-        os.close(guard_pipe)  # or the guard would wait for this process, too
     os.setpgid(0, 0)  # a group of its own: Ctrl-C hits the parent alone, and what the process starts ends with it
+    if guard_pipe is not None:
+        os.write(guard_pipe, f"{os.getpid()}\n".encode())
+        os.close(guard_pipe)  # or the guard would wait for this process, too
+    elif os.getppid() != parent:  # which was killed before it could tell the guard
+        os._exit(1)
     os.environ |= environment
     world, folder = _world(), os.path.dirname(environment["DIST_STORE"])
     faulthandler.unregister(signal.SIGUSR1)  # the caller's
     for number in (*_SIGNALS, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
+    # Where multiprocessing keeps its sockets, those of DataLoader workers, too: killed, they can't remove them.
+    multiprocessing.current_process()._config["tempdir"] = folder
     stack = open(os.path.join(folder, f"stack{world.rank}"), "a")  # noqa: SIM115  open for the life of the process
     faulthandler.enable(file=stack)
     faulthandler.register(signal.SIGUSR1, file=stack)

@@ -202,8 +202,11 @@ def test_ranks_that_all_hang(tmp_path):
 
 @whole_table
 def test_a_rank_that_dies(tmp_path):
-    _, wrong = planted("a rank dies", tmp_path)
-    assert wrong == {"collectives, gloo": "rank 1 of 2 failed first: ended by SIGSEGV: report this"}
+    path, wrong = planted("a rank dies", tmp_path)
+    assert list(wrong) == ["collectives, gloo"]
+    first, *stand = wrong["collectives, gloo"].splitlines()
+    assert first == "rank 1 of 2 failed first: ended by SIGSEGV: report this"
+    assert [re.sub(r"\d+, ", "N, ", line) for line in stand] == [f"rank {r}: {path}:N, gather" for r in (0, 1)]
 
 
 # -------------------------------------------------------------------------------------------- what a CPU can't show
