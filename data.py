@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from torchvision import datasets
 from tqdm import tqdm
 
-DATASETS = ("mnist", "synthetic")
+DATASETS = ("mnist", "cifar10", "synthetic")
 COLOUR_DATASETS = ("cifar10", "synthetic")
 LOCK_TIMEOUT = 600  # seconds to wait for another process that downloads
 DOWNLOAD_TIMEOUT = 30  # seconds without a byte from the server
@@ -51,6 +51,7 @@ class Images(Dataset):
 
     def __init__(self, images: torch.Tensor, labels: torch.Tensor, mean: tuple, std: tuple) -> None:
         self.images, self.labels, self.mean, self.std = images, labels, mean, std
+        self.channels, self.side = images.shape[1], images.shape[3]
 
     def __len__(self) -> int:
         return len(self.labels)

@@ -39,7 +39,8 @@ def look() -> Iterator[Finding]:
     """What there is, without starting anything."""
     import torch
 
-    import distributed as dist
+    import launcher
+    import rendezvous
 
     yield True, "command", shlex.join(["python", *sys.argv])
     version = f"{platform.python_version()} on {platform.platform(terse=True)}, {platform.machine()}"
@@ -62,10 +63,10 @@ def look() -> Iterator[Finding]:
     found = ", ".join(name + nccl * (name == "nccl") for name in backends) or "none"
     yield _judge(needed in backends, "backends", found, f"this machine needs {needed}: install a torch that has it")
     try:
-        world = dist._world()
-        found = f"{world.starter}: rank {world.rank} of {world.world_size}, {world.local_world_size} on this machine"
-        if not world.starter:
-            found = f"none: launch will start the processes ({dist.plan()} by default; NPROC, nproc= or --nproc)"
+        world = rendezvous.world()
+        found = f"{world.launcher}: rank {world.rank} of {world.world_size}, {world.local_world_size} on this machine"
+        if not world.launcher:
+            found = f"none: launch will start the processes ({launcher.plan()} by default; NPROC, nproc= or --nproc)"
         yield True, "launcher", found
     except ValueError as problem:
         yield False, "launcher", str(problem)
@@ -235,9 +236,9 @@ def self_test() -> Iterator[Finding]:
     """Run both checks for real: on two processes with gloo on the CPU, and on all GPUs with nccl if there are any."""
     import torch
 
-    import distributed as dist
+    import rendezvous
 
-    looked_at = [*sum(dist._LAUNCHERS.values(), ()), "NPROC"]
+    looked_at = [*sum(rendezvous.LAUNCHERS.values(), ()), "NPROC", "DIST_LAUNCHER"]
     looked_at += [
         name for name in ("OMP_NUM_THREADS", "DIST_GRACE") if not re.fullmatch(_NUMBER, os.environ.get(name, ""))
     ]
@@ -337,7 +338,11 @@ def main(sections: tuple[Callable[[], Iterator[Finding]], ...] = (look, self_tes
         try:
             importlib.import_module(needed)
         except Exception as problem:
-            advice = "pip install torch" if needed == "torch" else "put distributed.py beside this file"
+            advice = (
+                "pip install torch"
+                if needed == "torch"
+                else "put distributed.py, rendezvous.py and launcher.py beside this file"
+            )
             show(False, needed, f"{problem}: {advice}")
             return 1
     if os.environ.get("LOCAL_RANK", "0") != "0":  # under a launcher: one table per machine

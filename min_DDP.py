@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import distributed as dist
 
 
-def main_worker(gpu, world_size, args):
-    dist.init_process_group(gpu, world_size, args.backend)
+def main_worker(local_rank, world_size, args):
+    dist.init_process_group(backend=args.backend)
     device = dist.get_device()
     torch.manual_seed(0)  # the same data and the same weights in every process
 
@@ -28,12 +28,12 @@ def main_worker(gpu, world_size, args):
     loader = DataLoader(dataset, args.batch_size // world_size, shuffle=sampler is None, sampler=sampler)
 
     model = nn.Linear(8, 8).to(device)
-    model = dist.prepare_ddp_model(model, device_ids=[gpu])
+    model = dist.prepare_ddp_model(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
 
     for epoch in range(args.epochs):
         if is_distributed:
-            sampler.set_epoch(epoch)  # or every epoch has the same order
+            sampler.set_epoch(epoch)  # a different order in each epoch
         for inputs, labels in loader:
             logits = model(inputs.to(device))
             loss = F.cross_entropy(logits, labels.to(device))
@@ -41,7 +41,7 @@ def main_worker(gpu, world_size, args):
             optimizer.step()
             optimizer.zero_grad()
         correct = logits.argmax(1) == labels.to(device)
-        loss = dist.reduce(loss.detach())  # the average over all processes
+        loss = dist.reduce(loss.detach())  # the average over all processes; exact, as their shares are equal
         correct = torch.cat(dist.gather(correct.detach()))  # the last batch, from all processes
         dist.print_primary(f"epoch {epoch}  loss {loss:.4f}  right {correct.sum()} of {len(correct)} in the last batch")
 

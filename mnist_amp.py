@@ -10,26 +10,30 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import apex_amp
 import data
 import distributed as dist
 
 
-class ConvNet(nn.Module):
-    """Two blocks of convolution, BatchNorm, ReLU and max-pool, then one linear layer: [N, 1, 28, 28] -> [N, 10]."""
+class ConvNet(nn.Sequential):
+    """Images [N, channels, side, side] -> logits [N, 10]: two convolutions, then a linear layer."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer1 = nn.Sequential(nn.Conv2d(1, 16, 5, padding=2), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2))
-        self.layer2 = nn.Sequential(nn.Conv2d(16, 32, 5, padding=2), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(2))
-        self.fc = nn.Linear(32 * 7 * 7, 10)
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        return self.fc(self.layer2(self.layer1(images)).flatten(1))
+    def __init__(self, channels: int, side: int) -> None:
+        super().__init__(
+            nn.Conv2d(channels, 16, 5, padding=2),
+            nn.BatchNorm2d(16),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(16, 32, 5, padding=2),
+            nn.BatchNorm2d(32),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Flatten(),
+            nn.Linear(32 * (side // 4) ** 2, 10),
+        )
 
 
 def train(model, loader, optimizer, scheduler, device, autocast, scaler):
-    """One epoch; returns the sum of this process's losses and its number of examples, [2] float64."""
+    """One epoch; returns the sum of the losses and the number of examples, [2] float64."""
     model.train()
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     for images, labels in data.batches(loader, device):
@@ -42,12 +46,12 @@ def train(model, loader, optimizer, scheduler, device, autocast, scaler):
         scheduler.step()
         sums[0] += loss.detach() * len(labels)
         sums[1] += len(labels)
-    return sums.cpu()  # waits for the device, so that whoever measures the time measures all of it
+    return sums.cpu()  # waits for the device, so that the measured time is that of all the work
 
 
 @torch.no_grad()
 def evaluate(model, loader, device):
-    """The sum of this process's losses, its right answers and its number of examples, [3] float64."""
+    """The sum of the losses, the number of right answers and the number of examples, [3] float64."""
     model.eval()
     sums = torch.zeros(3, dtype=torch.float64, device=device)
     for images, labels in data.batches(loader, device):
@@ -59,35 +63,32 @@ def evaluate(model, loader, device):
 
 
 def main(local_rank, world_size, args):
-    dist.init_process_group(local_rank, world_size, args.backend, checked=args.dry_run)
+    dist.init_process_group(backend=args.backend, checked=args.dry_run)
     log, device = dist.print_primary, dist.get_device()
-    torch.manual_seed(args.seed)  # the same initial weights in every process
+    torch.manual_seed(args.seed)  # the same initial weights every time
 
-    batch_size = args.batch_size // world_size  # this process's share of the global batch
+    batch_size = args.batch_size // world_size  # each process's share of the global batch
     train_set, test_set = data.load(args.dataset, args.data_dir, 2 * batch_size * world_size if args.dry_run else None)
     train_sampler = dist.data_sampler(train_set, distributed=True)
     test_sampler = dist.data_sampler(test_set, distributed=True, shuffle=False, pad=False)
     train_loader = data.loader(train_set, batch_size, train_sampler)
     test_loader = data.loader(test_set, batch_size, test_sampler)
 
-    model = ConvNet().to(device, memory_format=torch.channels_last)  # channels_last: the faster layout for convolutions
+    model = ConvNet(train_set.channels, train_set.side)
+    model = model.to(device, memory_format=torch.channels_last)  # the faster layout for convolutions
     optimizer = torch.optim.SGD(model.parameters(), args.lr, momentum=0.9)
-    # bfloat16 has float32's range and needs no loss scaling; GPUs before Ampere (8.0) compute fast in float16 only
-    dtype = (
-        torch.bfloat16 if device.type == "cpu" or torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
-    )
-    autocast = torch.autocast(device.type, dtype, enabled=args.amp == "native")
+    before_ampere = device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)
+    dtype = torch.float16 if before_ampere else torch.bfloat16  # which has float32's range, and needs no loss scaling
+    autocast = torch.autocast(device.type, dtype)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-    if args.amp == "apex":
-        model, optimizer, scaler = apex_amp.initialize(model, optimizer, args.opt_level)
     model = dist.prepare_ddp_model(model)  # averages the gradients of all processes
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, total_steps=args.epochs * len(train_loader))
-    used = f"{world_size * batch_size} = {world_size} x {batch_size}"  # less than asked for, where it doesn't divide
+    used = f"{world_size * batch_size} = {world_size} x {batch_size}"  # less than --batch-size if it doesn't divide
     log(f"{args.dataset} on {device}, --batch-size {args.batch_size}: global batch {used}")
 
     started = time.perf_counter()
     for epoch in range(args.epochs):
-        train_sampler.set_epoch(epoch)  # another order each epoch
+        train_sampler.set_epoch(epoch)  # a different order in each epoch
         epoch_started = time.perf_counter()
         trained = train(model, train_loader, optimizer, scheduler, device, autocast, scaler)
         seconds = time.perf_counter() - epoch_started
@@ -107,21 +108,15 @@ def parse_args():
         description=__doc__, usage=argparse.SUPPRESS, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--dataset", default="mnist", choices=data.DATASETS, help="(default: %(default)s)")
-    parser.add_argument("--data-dir", default="data", help="MNIST is kept here (default: %(default)s)")
+    parser.add_argument("--data-dir", default="data", help="data sets are kept here (default: %(default)s)")
     parser.add_argument("--epochs", type=int, default=3, help="(default: %(default)s)")
     parser.add_argument("--batch-size", type=int, default=200, help="of all processes together (default: %(default)s)")
     parser.add_argument("--lr", type=float, default=0.1, help="peak learning rate (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
     parser.add_argument("--dry-run", action="store_true", help="one epoch of two batches, to see that all of it runs")
-    parser.add_argument("--amp", default="native", choices=["native", "apex"], help="(default: %(default)s)")
-    parser.add_argument(
-        "--opt-level", default="O2", choices=["O0", "O1", "O2", "O3"], help="Apex's (default: %(default)s)"
-    )
     args = dist.parse_args(parser)  # with --nproc and --backend
     if min(args.epochs, args.batch_size) < 1 or not 0 < args.lr < float("inf"):
         parser.error("--epochs and --batch-size must be at least 1, --lr greater than 0 and finite")
-    if args.amp == "apex":
-        apex_amp.check(parser.error)
     data.prepare(args.dataset, args.data_dir, error=parser.error)
     args.epochs = 1 if args.dry_run else args.epochs
     return args

@@ -1,4 +1,4 @@
-"""pytest's own process must stay fit to be forked (distributed._fork_is_safe): spawned workers take seconds each."""
+"""pytest's own process must stay fit to be forked (launcher.fork_is_safe): spawned workers take seconds each."""
 
 import pytest
 import torch

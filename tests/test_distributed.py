@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import distributed as dist
+import launcher
 
 WORLDS = pytest.mark.parametrize("n", [1, 2, 3])
 
@@ -560,7 +561,7 @@ def test_launch_spawns_where_it_must_not_fork():
     thread = threading.Thread(target=done.wait)
     thread.start()
     try:
-        assert not dist._fork_is_safe()
+        assert not launcher.fork_is_safe()
         assert dist.launch(_who, nproc=2)[0] == [[0, 0, 2, 0, 2], [1, 1, 2, 1, 2]]
         before = time.monotonic()
         with pytest.raises(Exception, match="pickle"):  # before any process is started
@@ -572,15 +573,15 @@ def test_launch_spawns_where_it_must_not_fork():
 
 
 POOL = """
-import sys, torch, distributed as dist
+import sys, torch, launcher, distributed as dist
 def work(rank, n):
     torch.set_num_threads(2)
     (torch.ones(3000, 3000) + 1).sum()  # hangs in a process that was forked after this
 def main():
-    assert dist._fork_is_safe()
+    assert launcher.fork_is_safe()
     torch.set_num_threads(4)
     (torch.ones(3000, 3000) + 1).sum()
-    assert not dist._fork_is_safe()
+    assert not launcher.fork_is_safe()
     dist.launch(work, nproc=2)
     print("done")
 if __name__ == "__main__":
@@ -684,14 +685,14 @@ def _local_ranks(rank, n):
 def test_plan_refuses_what_cannot_run(monkeypatch):
     for nproc in (0, -1, "x"):
         with pytest.raises(ValueError, match="start at least 1"):
-            dist.plan(nproc)
+            launcher.plan(nproc)
     with pytest.raises(ValueError, match="use gloo"):
-        dist.plan(1, "nccl")
+        launcher.plan(1, "nccl")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert dist.plan() == 2
-    assert dist.plan(4, "gloo") == 4  # several processes may share a GPU
+    assert launcher.plan() == 2
+    assert launcher.plan(4, "gloo") == 4  # several processes may share a GPU
     with pytest.raises(ValueError, match="3 processes, but 2 visible"):
-        dist.plan(3)
+        launcher.plan(3)
     monkeypatch.setenv("LOCAL_RANK", "3")
     for name, value in {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}.items():
         monkeypatch.setenv(name, value)
@@ -773,10 +774,12 @@ class _SlowToDie:
 
 
 def test_a_death_that_shows_after_its_consequence_is_still_the_cause(monkeypatch):
-    monkeypatch.setattr(dist, "_exit_code", lambda process: process.exitcode)
+    monkeypatch.setattr(launcher, "_exit_code", lambda process: process.exitcode)
     pipes = [multiprocessing.Pipe(duplex=False) for _ in range(2)]
-    pipes[0][1].send_bytes(pickle.dumps(dist._Report(time.monotonic(), "\n\nRuntimeError: Connection closed by peer")))
-    run = dist._Run(2)
+    pipes[0][1].send_bytes(
+        pickle.dumps(launcher._Report(time.monotonic(), "\n\nRuntimeError: Connection closed by peer"))
+    )
+    run = launcher._Run(2)
     run.processes, run.pipes = [_SlowToDie(None), _SlowToDie(None, -9)], [pipe[0] for pipe in pipes]
     with pytest.raises(SystemExit, match="rank 1 of 2 failed first: ended by SIGKILL"):
         run.watch()

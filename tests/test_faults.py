@@ -30,6 +30,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import distributed as dist
+import launcher
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 ENDS_WITHIN = 5  # seconds; the promise
@@ -236,7 +237,7 @@ def be_parent(run, shell):
         sys.stdout = sys.stderr = open(1, "w", closefd=False)
         tempfile.tempdir = run.temporary  # Python remembers the folder that it has found once,
         multiprocessing.current_process()._config.pop("tempdir", None)  # and multiprocessing the one that it has made
-        dist._fork_is_safe = lambda: run.case.start == "fork"
+        launcher.fork_is_safe = lambda: run.case.start == "fork"
         if run.case.target == "its start":
             start_slowly()
         dist.launch(worker, run.case.phase, run.folder, nproc=2)

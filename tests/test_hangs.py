@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import distributed as dist
+import rendezvous
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -25,7 +26,7 @@ def _late(rank, n, missing, seconds):
 
 @pytest.mark.parametrize(("n", "missing", "names"), [(2, [1], "rank 1 of 2"), (4, [1, 3], "rank 1, rank 3 of 4")])
 def test_the_roll_call_names_the_missing_and_goes_on_when_they_come(n, missing, names, monkeypatch, capfd):
-    monkeypatch.setattr(dist, "PATIENCE", 0.5)
+    monkeypatch.setattr(rendezvous, "REPORT_MISSING_AFTER", 0.5)
     assert dist.launch(_late, missing, 1.5, nproc=n) == n
     assert capfd.readouterr().err == f"distributed: waiting for {names}\n"
 
@@ -218,15 +219,15 @@ def test_unwrap_model_and_sync_bn():
 
 
 def test_two_ranks_on_one_gpu_are_named():
-    store = torch.distributed.HashStore()
+    store, world = torch.distributed.HashStore(), rendezvous.World("", 0, 3, 0, 3)
     for rank, gpu in [(0, "host, GPU a"), (1, "host, GPU b"), (2, "host, GPU a")]:
         store.set(f"rank {rank}", f"machine 0\n{gpu}")
     with pytest.raises(RuntimeError, match=r"rank 0 and rank 2 use the same GPU \(host, GPU a\)"):
-        dist._roll_call(store, 2, 3, 5.0, "machine 0", "host, GPU a")
-    assert dist._roll_call(store, 1, 3, 5.0, "machine 0", "host, GPU b") == ["machine 0"] * 3
+        rendezvous._roll_call(store, world._replace(rank=2), 5.0, "machine 0", "host, GPU a")
+    assert rendezvous._roll_call(store, world._replace(rank=1), 5.0, "machine 0", "host, GPU b") == ["machine 0"] * 3
     for rank in range(3):  # gloo: no GPU is named, and the CPU may be shared
         store.set(f"rank {rank}", "machine 0\n")
-    assert dist._roll_call(store, 0, 3, 5.0, "machine 0", "") == ["machine 0"] * 3
+    assert rendezvous._roll_call(store, world, 5.0, "machine 0", "") == ["machine 0"] * 3
 
 
 if __name__ == "__main__":  # the texts, to look at:  PYTHONPATH=. python tests/test_hangs.py

@@ -179,7 +179,7 @@ def test_children_that_the_caller_does_not_wait_for(tmp_path, reaps, thread):
         + ("t = threading.Thread(target=main); t.start(); t.join()\n" if thread else "main()\n")
         + "print(signal.getsignal(signal.SIGCHLD) == handler)\n"
     )
-    before = "import distributed; distributed._start_method = lambda *_: ('fork', 1)"  # a thread would make it spawn
+    before = "import launcher; launcher._start_method = lambda *_: ('fork', 1)"  # a thread would make it spawn
     result = run(tmp_path, code, before=before, timeout=20)
     how = r"(by os\._exit\(3\)|and nobody knows how)" if thread else r"by os\._exit\(3\)"
     assert re.fullmatch(rf"2\nrank 1 of 2 failed first: ended {how}\nTrue\n", result.out), result
@@ -324,13 +324,13 @@ import os, sys, time, torch
 def parallel(): (torch.ones(3000, 3000) + 1).sum()
 if sys.argv[1] == "before the import":
     parallel()
-import distributed as dist
-print(dist._fork_is_safe())
+import distributed as dist, launcher
+print(launcher.fork_is_safe())
 def work(rank, n): return n
 if sys.argv[1] != "before the import":
     dist.launch(work, nproc=2)  # ends the threads of OpenBLAS
     parallel()  # starts as many others
-    print(dist._fork_is_safe())
+    print(launcher.fork_is_safe())
 """
 
 

@@ -13,8 +13,10 @@ GOALS = [  # lines added + removed, at most
     ("mnist_single.py", "mnist_dataparallel.py", 5),
     ("mnist_dataparallel.py", "mnist_ddp.py", 22),
     ("mnist_single.py", "mnist_ddp.py", 20),
-    ("mnist_ddp.py", "mnist_amp.py", 30),
+    ("mnist_ddp.py", "mnist_amp.py", 19),
+    ("mnist_ddp.py", "mnist_apex.py", 36),
 ]
+SCRIPTS = [*CHAIN, "mnist_apex.py"]  # a branch of mnist_ddp.py
 
 
 def source(script, name=None):
@@ -35,8 +37,8 @@ def loop(script):
 
 
 def test_no_script_is_excluded():
-    assert sorted(path.name for path in ROOT.glob("mnist_*.py")) == sorted(CHAIN)
-    assert {script for before, after, _ in GOALS for script in (before, after)} == set(CHAIN)
+    assert sorted(path.name for path in ROOT.glob("mnist_*.py")) == sorted(SCRIPTS)
+    assert {script for before, after, _ in GOALS for script in (before, after)} == set(SCRIPTS)
 
 
 @pytest.mark.parametrize(("before", "after", "goal"), GOALS)
@@ -48,25 +50,28 @@ def test_a_step_is_small(before, after, goal):
     assert 0 < added + removed <= goal
 
 
-@pytest.mark.parametrize("script", CHAIN[1:])
+@pytest.mark.parametrize("script", SCRIPTS[1:])
 def test_what_scripts_share_is_the_same_text(script):
     first = CHAIN[0]
-    shared = ["ConvNet", "evaluate"] if script == "mnist_amp.py" else ["ConvNet", "train", "evaluate"]
+    shared = ["ConvNet", "train", "evaluate"]
+    if script in ("mnist_amp.py", "mnist_apex.py"):
+        shared.remove("train")
     for name in shared:
         assert source(script, name) == source(first, name), f"{name} differs between {first} and {script}"
 
 
-@pytest.mark.parametrize("script", CHAIN)
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_the_skeleton_is_the_same(script):
     body = ast.parse(source(script)).body
     names = [node.name for node in body if isinstance(node, (ast.ClassDef, ast.FunctionDef))]
-    assert names == ["ConvNet", "train", "evaluate", "main", "parse_args"]
+    added = ["check_apex"] if script == "mnist_apex.py" else []
+    assert names == ["ConvNet", "train", "evaluate", "main", *added, "parse_args"]
     assert source(script).splitlines()[1:4] == source(CHAIN[0]).splitlines()[1:4]  # the docstring but its first line
 
 
 def test_the_loop_over_epochs_grows_by_the_idea_alone():
-    single, parallel, ddp, amp = (loop(script) for script in CHAIN)
-    assert parallel == single
+    single, parallel, ddp, amp, apex = (loop(script) for script in SCRIPTS)
+    assert parallel == single and apex == ddp
     added = [line for line in ddp if line not in single]
     assert [line for line in ddp if line in single] == single
     assert all("dist." in line or "set_epoch" in line for line in added) and len(added) <= 3
@@ -74,7 +79,8 @@ def test_the_loop_over_epochs_grows_by_the_idea_alone():
 
 
 def test_mixed_precision_has_no_if_in_the_training_loop():
-    assert not [node for node in ast.walk(ast.parse(source("mnist_amp.py", "train"))) if isinstance(node, ast.If)]
+    for script in "mnist_amp.py", "mnist_apex.py":
+        assert not [node for node in ast.walk(ast.parse(source(script, "train"))) if isinstance(node, ast.If)]
 
 
 def test_flags_are_the_same_in_the_same_order():
@@ -85,13 +91,13 @@ def test_flags_are_the_same_in_the_same_order():
         calls = [call for call in calls if getattr(call.func, "attr", None) == "add_argument"]
         return [ast.unparse(call) for call in sorted(calls, key=lambda call: call.lineno)]
 
-    single, parallel, ddp, amp = (flags(script) for script in CHAIN)
+    single, parallel, ddp, amp, apex = (flags(script) for script in SCRIPTS)
     assert len(single) >= 7
-    assert single == parallel == ddp
-    assert amp[: len(ddp)] == ddp
+    assert single == parallel == ddp == amp
+    assert apex[:-1] == ddp
 
 
-@pytest.mark.parametrize("script", CHAIN)
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_flags_are_checked_in_the_same_way(script):
     """From the first check to the end parse_args is the same, but for lines that are added."""
     kept = source(CHAIN[0], "parse_args").partition("parser.parse_args()\n")[2].splitlines()

@@ -1,5 +1,6 @@
 """The scripts as programs: what they print, what they count, that they learn, and how they refuse bad input."""
 
+import importlib
 import math
 import re
 import socket
@@ -14,10 +15,11 @@ from forked import ROOT, forker, shell
 from test_distributed import run as of_processes
 from torch import nn
 
-import apex_amp
 import data
 import distributed as dist
+import launcher
 import mnist_amp
+import mnist_apex
 
 MNIST_SCRIPTS = ["mnist_single.py", "mnist_dataparallel.py", "mnist_ddp.py", "mnist_amp.py"]
 DDP_SCRIPTS = ["mnist_ddp.py", "mnist_amp.py"]
@@ -322,16 +324,16 @@ def test_more_processes_than_gpus(run, script):
 def test_plan_with_gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.delenv("NPROC", raising=False)
-    assert dist.plan() == dist.plan(on_cpu=5) == 2
-    assert dist.plan(1) == 1 and dist.plan(2, "nccl") == 2
-    assert dist.plan(3, "gloo") == 3  # gloo lets processes share a GPU
+    assert launcher.plan() == launcher.plan(on_cpu=5) == 2
+    assert launcher.plan(1) == 1 and launcher.plan(2, "nccl") == 2
+    assert launcher.plan(3, "gloo") == 3  # gloo lets processes share a GPU
     for backend in (None, "nccl"):
         with pytest.raises(ValueError, match=r"^3 processes, but 2 visible GPU"):
-            dist.plan(3, backend)
+            launcher.plan(3, backend)
     monkeypatch.setenv("NPROC", "3")
     with pytest.raises(ValueError, match=r"^3 processes, but 2 visible GPU"):
-        dist.plan()
-    assert dist.plan(1) == 1  # what is asked for goes before NPROC
+        launcher.plan()
+    assert launcher.plan(1) == 1  # what is asked for goes before NPROC
 
 
 @pytest.mark.timeout(30)
@@ -408,8 +410,8 @@ def test_apex_that_cant_be_used(run, tmp_path, kind):
     files, words = APEXES[kind]
     write(tmp_path / "lib", files)
     hide = HIDE_APEX if kind == "none" else ""  # even if this machine has one
-    result = run("mnist_amp.py", *DRY, "--amp", "apex", path=[tmp_path / "lib"], before=hide, timeout=10)
-    assert refused(result, "mnist_amp.py", words, "--amp native")
+    result = run("mnist_apex.py", *DRY, path=[tmp_path / "lib"], before=hide, timeout=10)
+    assert refused(result, "mnist_apex.py", words, "mnist_amp.py")
     assert ("25.04" in result.err) == (kind != "without CUDA")  # no other Apex would help there
 
 
@@ -432,7 +434,7 @@ def scale_loss(loss, optimizer):
 """
 
 
-def test_apex_scaler_keeps_apexs_order(tmp_path, monkeypatch):
+def test_the_loop_keeps_apexs_order(tmp_path, monkeypatch):
     """Only the order of the calls, against a stand-in of a few lines; the real Apex was not run, it needs CUDA."""
     write(tmp_path, {"apex/__init__.py": "", "apex/amp.py": AMP})
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -441,18 +443,20 @@ def test_apex_scaler_keeps_apexs_order(tmp_path, monkeypatch):
     model = nn.Linear(1, 1, bias=False)
     model.weight.data.fill_(2.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    same_model, same_optimizer, scaler = apex_amp.initialize(model, optimizer, "O1")
-    assert same_model is model and same_optimizer is optimizer
-
-    loss = (model(torch.tensor([[3.0]])) ** 2).sum()  # (2 * 3)^2 = 36, its gradient 2 * 6 * 3 = 36
-    scaler.scale(loss).backward()  # as in the training loop of mnist_amp.py
-    scaler.step(optimizer)
-    scaler.update()
+    amp = importlib.import_module("apex.amp")
+    amp.initialize(model, optimizer)
+    pixel = data.Images(torch.full((1, 1, 1, 1), 3, dtype=torch.uint8), torch.zeros(1), (0.0,), (1 / 255,))
+    monkeypatch.setattr(mnist_apex.F, "cross_entropy", lambda logits, labels: logits.square().sum())
+    loader = data.loader(pixel, 1, [0])
+    # (2 * 3)^2 = 36, its gradient 2 * 6 * 3 = 36
+    mnist_apex.train(model, loader, optimizer, SimpleNamespace(step=lambda: None), torch.device("cpu"))
 
     calls = sys.modules["apex.amp"].calls
     for name in ("apex", "apex.amp"):
         monkeypatch.delitem(sys.modules, name)
-    (_, options), *rest = calls
-    assert options["opt_level"] == "O1"
-    assert rest == [("scale", 36.0), ("unscale", 36.0), ("step", 36.0)]  # one step, after the gradient was unscaled
+    assert calls[1:] == [
+        ("scale", 36.0),
+        ("unscale", 36.0),
+        ("step", 36.0),
+    ]  # one step, after the gradient was unscaled
     assert model.weight.item() == 2.0 - 0.5 * 36.0

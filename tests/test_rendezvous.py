@@ -1,4 +1,4 @@
-"""Launchers: which variables mean what, and the real ones, with real processes, on one machine and on two.
+"""rendezvous.py under launchers: which variables mean what; the real ones, with real processes, on one machine and two.
 
 A launcher that is not installed skips its test and says how to get it.
 """
@@ -25,6 +25,7 @@ import torch
 
 import data
 import distributed as dist
+import rendezvous
 
 # ------------------------------------------------------------------------------------------------ recognised, or not
 # Two tasks on one machine each, as the launchers set them (Open MPI 4.1, MPICH 4.0, SLURM 22.05, torch 2.15).
@@ -47,7 +48,7 @@ ONE = srun(0, 1, 0, "1")  # srun -n 1
 LAUNCHERS = {"torchrun": TORCHRUN, "mpirun (Open MPI)": OPENMPI, "mpirun (MPICH)": MPICH, "srun": SRUN}
 
 
-def under(env, function=dist._world, *args):
+def under(env, function=rendezvous.world, *args):
     with mock.patch.dict(os.environ, env, clear=True):
         return function(*args)
 
@@ -99,7 +100,7 @@ RECOGNISED = {
 @pytest.mark.parametrize("case", RECOGNISED)
 def test_the_world_is_the_launchers(case):
     env, world = RECOGNISED[case]
-    assert under(env) == dist.World(*world)
+    assert under(env) == rendezvous.World(*world)
 
 
 @pytest.mark.parametrize("first", range(4))
@@ -109,8 +110,8 @@ def test_of_several_launchers_the_innermost_counts(first):
     sets[0] = {name: value for name, value in TORCHRUN.items() if name != "GROUP_WORLD_SIZE"}  # RANK ... by hand
     sets[3] = srun(1, 2, 0, "1(x2)", 1) | {"SLURM_STEP_NUM_NODES": "2"}  # as mpirun starts its own proxies in a job
     merged = {name: value for env in sets[:first:-1] + [sets[first]] for name, value in env.items()}
-    assert under(merged).starter == list(LAUNCHERS)[first]
-    assert under(dict(reversed(merged.items()))).starter == list(LAUNCHERS)[first]
+    assert under(merged).launcher == list(LAUNCHERS)[first]
+    assert under(dict(reversed(merged.items()))).launcher == list(LAUNCHERS)[first]
 
 
 @pytest.mark.parametrize(
@@ -129,20 +130,20 @@ def test_torchrun_in_each_of_several_tasks_is_refused(env, name):
 
 
 NEEDED = [("srun", f"SLURM_{name}") for name in ("PROCID", "LOCALID", "STEP_TASKS_PER_NODE")]
-for starter in "torchrun", "mpirun (Open MPI)", "mpirun (MPICH)":
-    NEEDED += [(starter, name) for name in LAUNCHERS[starter] if name not in ("GROUP_WORLD_SIZE", "PMI_FD")]
+for launcher in "torchrun", "mpirun (Open MPI)", "mpirun (MPICH)":
+    NEEDED += [(launcher, name) for name in LAUNCHERS[launcher] if name not in ("GROUP_WORLD_SIZE", "PMI_FD")]
 
 
-@pytest.mark.parametrize(("starter", "name"), NEEDED)
+@pytest.mark.parametrize(("launcher", "name"), NEEDED)
 @pytest.mark.parametrize("value", [None, "", "two", "-1"])
-def test_a_variable_that_is_missing_or_no_number_is_named(starter, name, value):
-    env = {n: v for n, v in LAUNCHERS[starter].items() if n != name} | ({} if value is None else {name: value})
-    with pytest.raises(ValueError, match=f"^{name} is {value or 'not set'}, but {re.escape(starter)} sets all of"):
+def test_a_variable_that_is_missing_or_no_number_is_named(launcher, name, value):
+    env = {n: v for n, v in LAUNCHERS[launcher].items() if n != name} | ({} if value is None else {name: value})
+    with pytest.raises(ValueError, match=f"^{name} is {value or 'not set'}, but {re.escape(launcher)} sets all of"):
         under(env, dist.launch, print)
 
 
 @pytest.mark.parametrize(
-    ("starter", "name", "value"),
+    ("launcher", "name", "value"),
     [
         ("torchrun", "RANK", "2"),  # of 2
         ("torchrun", "LOCAL_WORLD_SIZE", "3"),  # of 2
@@ -155,10 +156,10 @@ def test_a_variable_that_is_missing_or_no_number_is_named(starter, name, value):
         ("srun", "SLURM_LOCALID", "2"),
     ],
 )
-def test_variables_that_contradict_each_other_are_shown(starter, name, value):
-    message = f"contradict each other.*'{name}': '{value}'.*start with {re.escape(starter)}"
+def test_variables_that_contradict_each_other_are_shown(launcher, name, value):
+    message = f"contradict each other.*'{name}': '{value}'.*start with {re.escape(launcher)}"
     with pytest.raises(ValueError, match=message):
-        under(LAUNCHERS[starter] | {name: value}, dist.launch, print)
+        under(LAUNCHERS[launcher] | {name: value}, dist.launch, print)
 
 
 @pytest.mark.parametrize("node", [None, "", "4", "x"])
@@ -172,7 +173,7 @@ def test_a_node_that_is_not_in_the_list_is_named(node):
 def test_mpirun_in_each_of_several_tasks_is_refused_but_not_its_own_proxies(env):
     with pytest.raises(ValueError, match="SLURM_STEP_NUM_TASKS is 2: that many mpiruns"):
         under(SRUN | {"SLURM_STEP_NUM_NODES": "1"} | env, dist.launch, print)
-    assert under(srun(1, 2, 0, "1(x2)", 1) | {"SLURM_STEP_NUM_NODES": "2"} | env).starter.startswith("mpirun")
+    assert under(srun(1, 2, 0, "1(x2)", 1) | {"SLURM_STEP_NUM_NODES": "2"} | env).launcher.startswith("mpirun")
 
 
 def test_mpich_over_several_machines_needs_master_port():
@@ -180,22 +181,22 @@ def test_mpich_over_several_machines_needs_master_port():
         meeting_point(MPICH | {"PMI_SIZE": "4", "MASTER_ADDR": "there"})
 
 
-@pytest.mark.parametrize("starter", LAUNCHERS)
-def test_the_place_is_repeated_in_torchruns_variables(starter):
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_the_place_is_repeated_in_torchruns_variables(launcher):
     """For all that read those, such as data.py's progress bar; the launcher's name stays known."""
 
     def ask_twice():
-        first, second = dist._world(), dist._world()
-        return first, second, {name: os.environ.get(name) for name in ("RANK", *dist._LAUNCHERS["torchrun"])}
+        first, second = rendezvous.world(), rendezvous.world()
+        return first, second, {name: os.environ.get(name) for name in ("RANK", *rendezvous.LAUNCHERS["torchrun"])}
 
-    first, second, said = under(LAUNCHERS[starter], ask_twice)
-    assert first == second == dist.World(starter, 1, 2, 1, 2)
+    first, second, said = under(LAUNCHERS[launcher], ask_twice)
+    assert first == second == rendezvous.World(launcher, 1, 2, 1, 2)
     assert said == {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 
 
 def test_torchrun_inside_a_translated_task_is_torchrun():
     translated = SRUN | {"DIST_LAUNCHER": "srun"} | {"SLURM_STEP_NUM_TASKS": "1"}
-    assert under(translated | TORCHRUN | {"TORCHELASTIC_RUN_ID": "none"}).starter == "torchrun"
+    assert under(translated | TORCHRUN | {"TORCHELASTIC_RUN_ID": "none"}).launcher == "torchrun"
 
 
 def _shows_a_bar(env):
@@ -221,12 +222,12 @@ def _shows_a_bar(env):
     return b"it/s" in seen or b"%|" in seen
 
 
-@pytest.mark.parametrize("starter", LAUNCHERS)
-def test_progress_bars_are_shown_by_rank_0_alone(starter):
-    first = {name: "0" if re.search("RANK|PROCID|LOCALID", name) else v for name, v in LAUNCHERS[starter].items()}
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_progress_bars_are_shown_by_rank_0_alone(launcher):
+    first = {name: "0" if re.search("RANK|PROCID|LOCALID", name) else v for name, v in LAUNCHERS[launcher].items()}
     first = {name: "2" if name == "MPI_LOCALNRANKS" else value for name, value in first.items()}
     assert _shows_a_bar(first)
-    assert not _shows_a_bar(LAUNCHERS[starter])
+    assert not _shows_a_bar(LAUNCHERS[launcher])
 
 
 def _parsed(gpus, argv, env):
@@ -237,11 +238,11 @@ def _parsed(gpus, argv, env):
     return under(env, parse)
 
 
-@pytest.mark.parametrize("starter", LAUNCHERS)
-def test_tasks_that_see_one_gpu_each_are_not_refused(starter):
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_tasks_that_see_one_gpu_each_are_not_refused(launcher):
     """srun --gpus-per-task=1: whether two share a card is for the roll-call to see."""
-    assert _parsed(1, [], LAUNCHERS[starter]).nproc == 2
-    assert _parsed(1, ["--backend", "nccl"], LAUNCHERS[starter]).nproc == 2
+    assert _parsed(1, [], LAUNCHERS[launcher]).nproc == 2
+    assert _parsed(1, ["--backend", "nccl"], LAUNCHERS[launcher]).nproc == 2
 
 
 def test_nccl_without_a_gpu_is_refused_under_a_launcher_too(capsys):
@@ -254,15 +255,15 @@ def test_nccl_without_a_gpu_is_refused_under_a_launcher_too(capsys):
 
 
 def meeting_point(env):
-    return under(env, lambda: dist._meeting_point(dist._world()))
+    return under(env, lambda: rendezvous.meeting_point(rendezvous.world()))
 
 
-@pytest.mark.parametrize("starter", LAUNCHERS)
-def test_master_addr_and_master_port_win(starter):
-    env = LAUNCHERS[starter]
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_master_addr_and_master_port_win(launcher):
+    env = LAUNCHERS[launcher]
     assert meeting_point(env | {"MASTER_ADDR": "there", "MASTER_PORT": "123"}) == ("there", 123)
     for name, value in ("MASTER_ADDR", "there"), ("MASTER_PORT", "123"):
-        if starter == "torchrun":  # it always sets both
+        if launcher == "torchrun":  # it always sets both
             with pytest.raises(ValueError, match="MASTER_ADDR and MASTER_PORT must say"):
                 meeting_point(env | {name: value})
         else:
