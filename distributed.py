@@ -143,7 +143,6 @@ def cleanup() -> None:
     # a deadlock, when Python ends it aborts the process (pytorch#179291).
     time.sleep(0.1)
     torch_dist.destroy_process_group()
-    rendezvous.leave()
     _outer_error = None
 
 
@@ -237,7 +236,13 @@ def all_reduce(tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
     if result.nbytes <= _SMALL:
         result = function(everyone[:, : result.nbytes].view(wide), 0).view(tensor.shape)
     else:
+        nan = None
+        if op in ("min", "max") and wide.is_floating_point:  # gloo's minimum and maximum may drop a NaN
+            nan = result.isnan().to(torch.uint8)
+            torch_dist.all_reduce(nan, torch_dist.ReduceOp.MAX)
         torch_dist.all_reduce(result, backends_op)
+        if nan is not None:
+            result[nan.bool()] = math.nan
     if op == "mean":
         result = result / get_world_size()
     return result.to(tensor.device, dtype)
@@ -349,12 +354,15 @@ class _DDP(nn.parallel.DistributedDataParallel):
     def __init__(self, module: nn.Module, sync_on_eval: bool, **kwargs: Any) -> None:
         super().__init__(module, **kwargs)
         self.sync_on_eval = sync_on_eval
-        # In DDP's own order, and as they are now: who freezes some later doesn't change DDP's numbers.
-        params = [item for item in module.named_parameters() if item[0] not in self.parameters_to_ignore]
-        self.names = [name for name, param in params if param.requires_grad]
+
+    def _build_params_for_reducer(self) -> tuple:  # DDP calls this once: the parameters, as it will number them
+        parameters, *rest = super()._build_params_for_reducer()
+        names = {param: name for name, param in self.module.named_parameters()}
+        self.names = [names[param] for param in parameters]
+        return parameters, *rest
 
     def will_sync_module_buffers(self) -> bool:  # DDP asks this in every forward
-        return torch.is_grad_enabled() and super().will_sync_module_buffers()
+        return self.training and torch.is_grad_enabled() and super().will_sync_module_buffers()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         try:

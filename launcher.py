@@ -30,7 +30,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from multiprocessing import connection, resource_tracker
+from multiprocessing import resource_tracker
 from typing import Any, NamedTuple
 
 import torch
@@ -233,7 +233,10 @@ def _start_method(function: Callable, nproc: int) -> tuple[str, int | None]:
 
 
 _GUARD = """
-while read -r pid; do pids="$pids $pid"; done
+PATH=/usr/bin:/bin:$PATH
+while read -r pid; do
+    case $pid in ''|0|1|*[!0-9]*) ;; *) pids="$pids $pid" ;; esac  # what else is written there by mistake is no pid
+done
 for pid in $pids; do kill -9 $pid -$pid; done
 sleep 0.1
 rm -rf "$0"
@@ -263,7 +266,7 @@ class _Run:
 
     def __init__(self, nproc: int) -> None:
         self.nproc = nproc
-        self.processes, self.pipes = [], []
+        self.processes: list[multiprocessing.Process] = []
         self.reports: dict[int, _Report] = {}
         self.stops: list[tuple[int, float]] = []  # signals that end the run, and when they came
         self.requests: list[int] = []  # SIGUSR1 and Ctrl-Z
@@ -321,16 +324,13 @@ class _Run:
         context = multiprocessing.get_context(method)
         guard_pipe = self.guard_pipe if method == "fork" else None  # spawn doesn't hand it down
         for rank in range(self.nproc):
-            receive, send = context.Pipe(duplex=False)
             environment |= dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
-            arguments = (job, dict(environment), os.getpid(), guard_pipe, send)
+            arguments = (job, dict(environment), os.getpid(), guard_pipe)
             process = context.Process(target=_work, args=arguments, name=f"rank {rank}")
             process.start()
+            self.processes.append(process)
             if method == "spawn":  # a forked process tells the guard itself: then none is without it for a moment
                 os.write(self.guard_pipe, f"{process.pid}\n".encode())
-            send.close()
-            self.processes.append(process)
-            self.pipes.append(receive)
 
     # ---------------------------------------------------------------------------------------------------------- watch
 
@@ -338,12 +338,11 @@ class _Run:
         """Wait for all processes; returns rank 0's result, or raises what ended the run."""
         settled = False
         while True:
-            # Not for the sentinels: a process's data loader workers hold its sentinel open after its death.
-            connection.wait([pipe for pipe in self.pipes if not pipe.closed], timeout=0.02)
+            time.sleep(0.005)
             self.answer_requests()
             if self.stops:
                 number = self.stops[0][0]
-                _say(f"launch: {signal.Signals(number).name}: ending {self.nproc} processes")
+                _say(f"launch: {_name(number)}: ending {self.nproc} processes")
                 self.grace = self.stop_grace
                 raise _stopped_by(number)
             codes = [_exit_code(process) for process in self.processes]  # first: who is gone has said what it had to
@@ -357,33 +356,44 @@ class _Run:
             elif None not in codes:
                 return self.reports[0].result
 
-    def answer_requests(self) -> None:
+    def answer_requests(self) -> float:
+        """SIGUSR1 and Ctrl-Z; returns for how many seconds this process was stopped."""
+        stopped = 0.0
         while self.requests:
             if self.requests.pop(0) == signal.SIGUSR1:
                 _say(self.stack_table())
-            else:  # Ctrl-Z reaches this process alone: the others have groups of their own
-                self.send(signal.SIGSTOP)
-                noted = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
-                os.kill(os.getpid(), signal.SIGTSTP)  # this process stops here, until `fg`
-                signal.signal(signal.SIGTSTP, noted)
-                self.send(signal.SIGCONT)
+                continue
+            began = time.monotonic()
+            self.send(signal.SIGSTOP)  # Ctrl-Z reaches this process alone: the others have groups of their own
+            noted = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTSTP)  # this process stops here, until `fg`
+            signal.signal(signal.SIGTSTP, noted)
+            self.send(signal.SIGCONT)
+            stopped += time.monotonic() - began
+        return stopped
 
     def send(self, number: int) -> None:
         """Send a signal to all processes that still run, with all that they have started."""
         for process in self.processes:
             if _exit_code(process) is None:
-                try:
-                    os.killpg(process.pid, number)
-                except ProcessLookupError:  # it has just been started, and has no group of its own yet
-                    os.kill(process.pid, number)
+                _kill(process.pid, number)
+                _kill(-process.pid, number)
 
     def read_reports(self) -> None:
-        for rank, pipe in enumerate(self.pipes):
-            if not pipe.closed and pipe.poll():
-                with contextlib.suppress(EOFError), pipe:
-                    self.reports[rank] = pickle.loads(pipe.recv_bytes())
-                    if self.reports[rank].stopped_by:  # it was told to stop, so the run was
-                        self.stops.append((self.reports[rank].stopped_by, time.monotonic()))
+        """A report is a file, as a pipe could be left half full, and held open, by a process that was killed."""
+        for rank in range(len(self.processes)):
+            path = self.file("report", rank)
+            if rank in self.reports or not os.path.exists(path):
+                continue
+            with open(path, "rb") as file:
+                content = file.read()
+            try:
+                report = pickle.loads(content)
+            except Exception as problem:  # of a class that can't be made here, say
+                report = _Report(time.monotonic(), f"its result can't be read: {problem}")
+            self.reports[rank] = report
+            if report.stopped_by:  # it was told to stop, so the run was
+                self.stops.append((report.stopped_by, time.monotonic()))
 
     def causes(self, codes: list) -> list[tuple[float, int, str]]:
         """When, which rank and what, for each process that has failed.
@@ -397,14 +407,13 @@ class _Run:
                 continue
             what = "and nobody knows how" if code == _UNKNOWN else f"by os._exit({code})"
             if code < 0:
-                what = f"by {signal.Signals(-code).name}"
+                what = f"by {_name(-code)}"
             if code == -signal.SIGKILL:
                 what += " (by hand, or by the kernel for want of memory: see dmesg)"
             if rank in self.reports:
                 what += " after its work"
             found.append((0.0, rank, f"ended {what}"))
-            with contextlib.suppress(OSError):
-                os.killpg(self.processes[rank].pid, signal.SIGKILL)  # its data loader workers, likewise
+            _kill(-self.processes[rank].pid, signal.SIGKILL)  # its data loader workers, likewise
         return found
 
     # -------------------------------------------------------------------------------------------------------- explain
@@ -423,13 +432,13 @@ class _Run:
         """A line for each rank that says where it stands: its main thread's innermost frame outside torch and this."""
         asked = [rank for rank, process in enumerate(self.processes) if _exit_code(process) is None]
         for rank in asked:
-            open(self.stack_file(rank), "w").close()  # what it said when it was last asked
-            os.kill(self.processes[rank].pid, signal.SIGUSR1)  # faulthandler answers, from C: in a collective, too
+            open(self.file("stack", rank), "w").close()  # what it said when it was last asked
+            _kill(self.processes[rank].pid, signal.SIGUSR1)  # faulthandler answers, from C: in a collective, too
         time.sleep(0.3)
         lines = ["where each rank stands:"]
         for rank, process in enumerate(self.processes):
             state = f"no answer (if it was stopped: kill -CONT {process.pid})" if rank in asked else "gone"
-            with contextlib.suppress(FileNotFoundError), open(self.stack_file(rank)) as file:
+            with contextlib.suppress(FileNotFoundError), open(self.file("stack", rank)) as file:
                 dump = file.read()
                 if rank not in asked:  # a crash has left its last stack
                     dump = dump.rpartition("Fatal Python error")[2] if "Fatal Python error" in dump else ""
@@ -441,30 +450,41 @@ class _Run:
             lines.append(f"  rank {rank}: {state}")
         return "\n".join(lines)
 
-    def stack_file(self, rank: int) -> str:
-        return os.path.join(self.folder, f"stack{rank}")
+    def file(self, name: str, rank: int) -> str:
+        return os.path.join(self.folder, f"{name}{rank}")
 
     # ------------------------------------------------------------------------------------------------------------ end
 
     def end(self) -> None:
         """SIGTERM to whoever handles it, to save a checkpoint, say; then SIGKILL to all and to what they started."""
+        try:
+            self.let_them_save()
+        finally:
+            for process in self.processes:
+                _kill(-process.pid, signal.SIGKILL)  # all at once, or its data loader workers would cry
+                if _exit_code(process) is None:
+                    _kill(process.pid, signal.SIGKILL)
+                process.join()
+            if self.guard:
+                self.guard.kill()
+                self.guard.wait()
+                os.close(self.guard_pipe)
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def let_them_save(self) -> None:
+        had_failed = {rank for rank, report in self.reports.items() if report.error}
         for process in filter(_handles_sigterm, self.processes):
-            os.kill(process.pid, signal.SIGTERM)
+            _kill(process.pid, signal.SIGTERM)
         deadline = time.monotonic() + self.grace
         while any(map(_handles_sigterm, self.processes)) and time.monotonic() < deadline and not self.told_again():
-            self.answer_requests()
+            deadline += self.answer_requests()
             time.sleep(0.01)
-        for process in self.processes:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)  # all at once, or its data loader workers would cry
-            if _exit_code(process) is None:
-                os.kill(process.pid, signal.SIGKILL)
-            process.join()
-        if self.guard:
-            self.guard.kill()
-            self.guard.wait()
-            os.close(self.guard_pipe)
-        shutil.rmtree(self.folder, ignore_errors=True)
+        if not self.stops:
+            return
+        self.read_reports()
+        for rank, report in self.reports.items():
+            if report.error and rank not in had_failed:  # it could not save, perhaps
+                _say(f"rank {rank} of {self.nproc} failed while it was ending: {report.error.rstrip()}")
 
     def told_again(self) -> bool:
         """A person or a scheduler has lost patience.  GNU timeout and a closing terminal signal twice at once."""
@@ -484,10 +504,23 @@ def _exit_code(process: multiprocessing.Process) -> int | None:
     return state.si_status if state.si_code == os.CLD_EXITED else -state.si_status
 
 
+def _kill(pid: int, number: int) -> None:
+    """Send a signal; to the process group -pid, if pid is negative.  Whoever is gone needs none."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, number)
+
+
+def _name(number: int) -> str:
+    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+
+
 def _catches(pid: int, number: int) -> bool:
     """Whether the process has a handler of its own for this signal.  Only Linux tells."""
-    with open(f"/proc/{pid}/status") as status:
-        mask = re.search(r"SigCgt:\s*(\w+)", status.read())  # a bit for each signal that it handles
+    try:
+        with open(f"/proc/{pid}/status") as status:
+            mask = re.search(r"SigCgt:\s*(\w+)", status.read())  # a bit for each signal that it handles
+    except OSError:  # it is gone
+        return False
     return bool(mask and int(mask[1], 16) >> (number - 1) & 1)
 
 
@@ -523,7 +556,7 @@ def _say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-def _work(job: _Job, environment: dict, parent: int, guard_pipe: int | None, pipe: Any) -> None:
+def _work(job: _Job, environment: dict, parent: int, guard_pipe: int | None) -> None:
     """What runs in each started process."""
     os.setpgid(0, 0)  # a group of its own: Ctrl-C hits the parent alone, and what the process starts ends with it
     if guard_pipe is not None:
@@ -533,13 +566,15 @@ def _work(job: _Job, environment: dict, parent: int, guard_pipe: int | None, pip
         os._exit(1)
     os.environ |= environment
     world, folder = rendezvous.world(), os.path.dirname(environment["DIST_STORE"])
-    faulthandler.unregister(signal.SIGUSR1)  # the caller's
+    signal.set_wakeup_fd(-1)  # the caller's, and so is the next: asyncio and faulthandler share theirs with children
+    faulthandler.unregister(signal.SIGUSR1)
     for number in (*_SIGNALS, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
     # Where multiprocessing keeps its sockets, those of DataLoader workers, too: killed, they can't remove them.
     multiprocessing.current_process()._config["tempdir"] = folder
     stack = open(os.path.join(folder, f"stack{world.rank}"), "a")  # noqa: SIM115  open for the life of the process
-    faulthandler.enable(file=stack)
+    os.register_at_fork(after_in_child=faulthandler.enable if faulthandler.is_enabled() else faulthandler.disable)
+    faulthandler.enable(file=stack)  # of this process alone, so not of its children
     faulthandler.register(signal.SIGUSR1, file=stack)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     if job.threads:
@@ -549,14 +584,20 @@ def _work(job: _Job, environment: dict, parent: int, guard_pipe: int | None, pip
         job.finish()
         _flush()
         report = _Report(0.0, result=result if world.rank == 0 else None)
-        message = pickle.dumps(report)
+        content = pickle.dumps(report)
     except BaseException as problem:
         report = _report_of(problem)
-        message = pickle.dumps(report)
+        content = pickle.dumps(report)
         with contextlib.suppress(OSError):
             _flush()
-    with contextlib.suppress(OSError):  # the parent is gone
-        pipe.send_bytes(message)
+    try:
+        path = os.path.join(folder, f"report{world.rank}")
+        with open(f"{path}.tmp", "wb") as file:
+            file.write(content)
+        os.rename(f"{path}.tmp", path)  # at once: nobody reads half of it
+    except OSError as problem:  # the disk is full
+        _say(f"rank {world.rank} can't report to launch ({problem}). {report.error}")
+        os._exit(1)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # nothing is left to save: `end` needn't wait
     while report.error or report.stopped_by:  # until the parent ends all: or the others would fail for want of it
         time.sleep(1)

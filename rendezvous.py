@@ -39,7 +39,8 @@ def seconds(name: str, default: float | None = None) -> float:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not 0 <= value <= 1e9:  # nan is refused, too
+    least = 0 if name == "DIST_GRACE" else 0.001  # without any time nothing could come in time
+    if not least <= value <= 1e9:  # nan is refused, too
         raise ValueError(f"{name} is {text}: give a number of seconds ({name}={LIMITS[name]}), or unset it")
     return value
 
@@ -85,6 +86,9 @@ def world() -> World:
     if found.launcher in LAUNCHERS and "RANK" not in os.environ:
         os.environ |= dict(zip(LAUNCHERS["torchrun"], map(str, found[1:]), strict=True))
         os.environ["DIST_LAUNCHER"] = found.launcher
+    if not found.launcher and _by_hand == World() and torch_dist.is_initialized():  # by torch's own function
+        rank, world_size = torch_dist.get_rank(), torch_dist.get_world_size()
+        return World("", rank, world_size, rank, world_size)
     return found if found.launcher else _by_hand
 
 
@@ -156,12 +160,6 @@ def join(rank: int | None, world_size: int | None) -> World:
         raise ValueError(f"init_process_group: rank {rank} of {world_size}: ranks go from 0 to {world_size - 1}")
     _by_hand = World("", rank, world_size, rank, world_size)  # on one machine, as far as is known
     return _by_hand
-
-
-def leave() -> None:
-    """Forget what `join` was told."""
-    global _by_hand
-    _by_hand = World()
 
 
 # ------------------------------------------------------------------------------------------------- where do they meet?

@@ -3,6 +3,7 @@
 The worker functions run in real processes (gloo on the CPU); an assertion that fails there fails the run.
 """
 
+import math
 import multiprocessing
 import os
 import pickle
@@ -244,6 +245,23 @@ def test_small_and_large_tensors_take_different_roads_to_the_same_answer(n):
     run(_sizes, n)
 
 
+def _nan(rank, n):
+    for size in SIZES:
+        for at in range(n):
+            mine = torch.full((size,), float(rank))
+            if rank == at:
+                mine[-1] = math.nan
+            for op in "min", "max", "sum":
+                *others, last = dist.all_reduce(mine, op).tolist()
+                assert math.isnan(last), (op, size, at)
+                assert others == [{"min": 0, "max": n - 1, "sum": n * (n - 1) / 2}[op]] * (size - 1)
+
+
+@WORLDS
+def test_one_nan_is_in_every_answer(n):
+    run(_nan, n)
+
+
 def _large_mismatch(rank, n):
     for mine in torch.zeros(1000 + rank), torch.zeros(1000, dtype=torch.float64 if rank else torch.float32):
         with pytest.raises(RuntimeError, match="all must call the same"):
@@ -442,6 +460,10 @@ def _frozen(rank, n):
         with torch.no_grad():
             for _ in range(rank):  # another number on each rank
                 model(torch.ones(4, 2))
+    model = dist.prepare_ddp_model(nn.Sequential(nn.Linear(2, 1), nn.BatchNorm1d(1)), broadcast_buffers=True)
+    model.eval()
+    for _ in range(rank):  # buffers are not broadcast in eval mode, though gradients are recorded
+        model(torch.ones(4, 2))
     assert dist.all_reduce(torch.tensor(1)).item() == n
 
 
@@ -528,6 +550,21 @@ def _unused_numbers(rank, n, case):
     model = dist.prepare_ddp_model(model)
     for _ in range(2):
         model(torch.ones(1, 2)).sum().backward()
+
+
+def _ignored(rank, n):
+    """torch's own rule decides which parameters are ignored: it doesn't find those of the outermost module."""
+    model = _Partial()
+    model.top = nn.Parameter(torch.ones(1))
+    model._ddp_params_and_buffers_to_ignore = ["top", "used.bias"]
+    model = dist.prepare_ddp_model(model)
+    model(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"no gradient in the last step for top, spare\.weight, spare\.bias: "):
+        model(torch.ones(1, 2)).sum().backward()
+
+
+def test_unused_parameters_beside_ignored_ones_are_named():
+    run(_ignored, 2)
 
 
 @pytest.mark.parametrize("case", ["plain", "checked", "TORCH_DISTRIBUTED_DEBUG=INFO", "frozen too late"])
@@ -638,7 +675,23 @@ def test_processes_started_by_hand_have_a_gpu_each():
         assert receive.poll(20)
         answers.append(receive.recv())
     assert answers == [[0, 0, 3, 0], [1, 1, 3, 1], [2, 2, 3, 0]]  # two GPUs: the third shares the first
-    assert [receive.recv() for receive, _ in pipes] == [[0, 0, 1]] * 3
+    # Still itself after `cleanup`: rank 0 alone is the primary one, which saves.
+    assert [receive.recv() for receive, _ in pipes] == [[0, 0, 3], [1, 1, 3], [2, 2, 3]]
+
+
+def _torchs_own_init_by_hand(rank, n, folder, pipe):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=n)
+    pipe.send([dist.get_rank(), dist.get_local_rank(), dist.get_world_size()])
+    torch.distributed.destroy_process_group()
+
+
+def test_a_group_that_torch_has_made_without_a_launcher(tmp_path):
+    context = multiprocessing.get_context("fork")
+    pipes = [context.Pipe(duplex=False) for _ in range(2)]
+    for rank, (_, send) in enumerate(pipes):
+        context.Process(target=_torchs_own_init_by_hand, args=(rank, 2, tmp_path, send), daemon=True).start()
+    assert all(receive.poll(20) for receive, _ in pipes)
+    assert [receive.recv() for receive, _ in pipes] == [[0, 0, 2], [1, 1, 2]]
 
 
 @pytest.mark.parametrize(("rank", "n"), [(2, 2), (-1, 2), (1, None)])
@@ -773,14 +826,12 @@ class _SlowToDie:
         return self.exitcodes.pop(0) if len(self.exitcodes) > 1 else self.exitcodes[0]
 
 
-def test_a_death_that_shows_after_its_consequence_is_still_the_cause(monkeypatch):
+def test_a_death_that_shows_after_its_consequence_is_still_the_cause(monkeypatch, tmp_path):
     monkeypatch.setattr(launcher, "_exit_code", lambda process: process.exitcode)
-    pipes = [multiprocessing.Pipe(duplex=False) for _ in range(2)]
-    pipes[0][1].send_bytes(
-        pickle.dumps(launcher._Report(time.monotonic(), "\n\nRuntimeError: Connection closed by peer"))
-    )
     run = launcher._Run(2)
-    run.processes, run.pipes = [_SlowToDie(None), _SlowToDie(None, -9)], [pipe[0] for pipe in pipes]
+    run.folder, run.processes = str(tmp_path), [_SlowToDie(None), _SlowToDie(None, -9)]
+    report = launcher._Report(time.monotonic(), "\n\nRuntimeError: Connection closed by peer")
+    (tmp_path / "report0").write_bytes(pickle.dumps(report))
     with pytest.raises(SystemExit, match="rank 1 of 2 failed first: ended by SIGKILL"):
         run.watch()
 

@@ -6,6 +6,7 @@ The matrix of signals is in test_faults.py.  Most programs are forked from one p
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -15,6 +16,8 @@ import torch
 from forked import ROOT, forker, shell
 
 import distributed as dist
+import launcher
+import rendezvous
 
 pytestmark = pytest.mark.timeout(60)
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
@@ -97,6 +100,44 @@ def test_a_run_that_is_told_to_stop_has_time_to_save(tmp_path, seconds, signals,
     assert not list((tmp_path / "tmp").iterdir())
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
+def test_a_stderr_that_is_full_loses_no_checkpoint(tmp_path):
+    """As a closed terminal; SIGUSR1's table can't be printed either."""
+    job = start(tmp_path, "sys.stderr = open('/dev/full', 'w')\n" + SAVES.replace("SECONDS", "3.5"))
+    wait_for(lambda: job.files[0].read_text().count("ready\n") == 2)
+    os.kill(job.pid, signal.SIGUSR1)
+    time.sleep(0.6)
+    os.kill(job.pid, signal.SIGTERM)
+    result = job.wait()
+    assert result.code == 143 and "saved" in result.out
+    assert not list((tmp_path / "tmp").iterdir())
+
+
+def test_an_error_while_saving_is_shown(tmp_path):
+    job = start(tmp_path, SAVES.replace("SECONDS", "0.1").replace("sys.exit(143)", "raise OSError('the disk is full')"))
+    wait_for(lambda: job.files[0].read_text().count("ready\n") == 2)
+    os.kill(job.pid, signal.SIGTERM)
+    result = job.wait()
+    assert result.code == 143
+    assert re.search(r"\nrank 1 of 2 failed while it was ending: (?s:.*)OSError: the disk is full\n$", result.err)
+
+
+@on_linux
+def test_the_time_to_save_stands_still_while_all_are_stopped(tmp_path):
+    (tmp_path / "tmp").mkdir()
+    path = program(tmp_path, SAVES.replace("SECONDS", "1"))
+    job = forker().start(path, before="os.setpgid(0, 0)", path=[ROOT], DIST_GRACE="2", TMPDIR=tmp_path / "tmp")
+    wait_for(lambda: job.files[0].read_text().count("ready\n") == 2)
+    os.kill(job.pid, signal.SIGTERM)
+    time.sleep(0.3)
+    os.killpg(job.pid, signal.SIGTSTP)
+    wait_for(lambda: stat(job.pid) == "T", 2)
+    time.sleep(2)
+    os.killpg(job.pid, signal.SIGCONT)
+    result = job.wait()
+    assert result.code == 143 and "saved" in result.out
+
+
 @pytest.mark.parametrize("n", [2, 3])
 def test_a_process_that_was_told_to_stop_and_has_saved_ends_the_run_with_its_code(tmp_path, n):
     code = (
@@ -138,8 +179,10 @@ def test_ctrl_z_stops_all_and_fg_goes_on(tmp_path):
 # ----------------------------------------------------------------------------------------------------------- failures
 
 
-@pytest.mark.parametrize("value", ["3s", "-1", "nan", "inf"])
-@pytest.mark.parametrize("name", ["DIST_GRACE", "DIST_TIMEOUT", "DIST_INIT_TIMEOUT"])
+NO_LIMITS = [(name, value) for name in rendezvous.LIMITS for value in ("3s", "-1", "nan", "inf")]
+
+
+@pytest.mark.parametrize(("name", "value"), [*NO_LIMITS, ("DIST_TIMEOUT", "0"), ("DIST_INIT_TIMEOUT", "0")])
 def test_a_limit_that_is_no_number_is_refused_before_anything_starts(name, value, monkeypatch, tmp_path):
     monkeypatch.setenv(name, value)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
@@ -285,6 +328,67 @@ def test_launch_again_after_a_failure_and_inside_an_except_block(tmp_path, n):
     result = forker().run(program(tmp_path, AGAIN), n, path=[ROOT])
     assert [line for line in result.out.splitlines() if line.isdigit()] == [str(n)] * 2, result.err
     assert result.code == 0
+
+
+ODD_ENDS = {
+    "os.kill(os.getpid(), signal.SIGRTMIN + 1)": "ended by signal 35",
+    "return Bad(1)": r"its result can't be read: .*missing 1 required positional argument",
+    "return threading.Lock()": "cannot pickle '_thread.lock' object",
+}
+
+
+@on_linux
+@pytest.mark.parametrize("end", ODD_ENDS)
+def test_odd_ends_are_explained(tmp_path, end):
+    code = (
+        "import threading\n"
+        "class Bad(Exception):\n"
+        "    def __init__(self, a, *, b=None):\n"
+        "        super().__init__() if b or a else None\n"
+        "def worker(rank, n):\n"
+        f"    if rank == 0: {end}\n"
+        "    time.sleep(1)\n"
+        "dist.launch(worker, nproc=2)\n"
+    )
+    result = run(tmp_path, code)
+    assert result.code == 1
+    assert re.match(rf"rank 0 of 2 failed first: (?s:.*){ODD_ENDS[end]}", result.err), result.err
+
+
+@on_linux
+def test_a_process_killed_while_it_reports_is_the_cause(tmp_path):
+    """It has a child, which would hold a pipe open; and its result is large."""
+    code = (
+        "import subprocess, threading\n"
+        "def worker(rank, n):\n"
+        "    if rank == 0:\n"
+        "        subprocess.Popen(['sleep', '30'], close_fds=False)\n"
+        "        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGKILL)).start()\n"
+        "        return [b'x' * 1000] * 10**8\n"
+        "    time.sleep(30)\n"
+        "dist.launch(worker, nproc=2)\n"
+    )
+    before = time.monotonic()
+    result = run(tmp_path, code)
+    assert time.monotonic() - before < 10
+    assert result.err.startswith("rank 0 of 2 failed first: ended by SIGKILL (by hand, or by the kernel")
+
+
+def test_the_guard_takes_nothing_else_for_a_process(tmp_path):
+    """What C code prints on a closed stderr may come out of the pipe that has got its number."""
+    victim = subprocess.Popen(["sleep", "30"], start_new_session=True)
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    guarded = subprocess.Popen(["sleep", "30"], start_new_session=True)
+    lines = f"[W1121 {victim.pid} 0] a warning\n-{victim.pid}\n 1 {victim.pid}\n\n{guarded.pid}\n"
+    environment = {"PATH": "/nonexistent"}
+    subprocess.run(["/bin/sh", "-c", launcher._GUARD, folder], input=lines, text=True, env=environment, timeout=10)
+    try:
+        assert guarded.wait(5) == -signal.SIGKILL
+        assert victim.poll() is None and not folder.exists()
+    finally:
+        victim.kill()
+        victim.wait()
 
 
 # ------------------------------------------------------------------------------------------- notebooks, shells, forks
