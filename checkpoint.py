@@ -9,7 +9,7 @@
     import distributed as dist
 
     def main_worker(gpu, world_size, last_step):
-        dist.init_process_group(gpu, world_size)
+        dist.init_process_group()
         stop = checkpoint.Preemption()                # SIGTERM to any of the processes
         model = dist.prepare_ddp_model(Net().to(dist.get_device()))
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -29,6 +29,8 @@
     if __name__ == "__main__":
         dist.launch(main_worker, 1000)
 
+A script that counts in epochs and has a flag --resume uses `find_start` and `Progress` as well: see cifar10_ddp.py.
+
 A checkpoint is a file that torch.load reads with weights_only=True: a dictionary with "step", "config", what `save` was
 given by name, "parts" (each part's state dict, the model's without "module.") and "random" (each rank's state of
 torch's random numbers; Python's and numpy's are not in it).  Rank 0 alone reads and writes: no shared disk is needed.
@@ -47,7 +49,7 @@ import zipfile
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from filelock import AcquireReturnProxy, FileLock, Timeout
@@ -149,6 +151,81 @@ def newest(folder: Path) -> tuple[Path, list[str]]:
     return max(good, key=good.get), problems
 
 
+# -------------------------------------------------------------------------------------------------- where to start
+
+
+class Start(NamedTuple):
+    """Where a run starts: from a checkpoint, or from nothing."""
+
+    path: Path | None = None  # the checkpoint; None: there is none
+    folder: Path | None = None  # the folder of the run to continue; None: it is a new run
+    config: dict = {}  # the checkpoint's
+
+
+def find_start(output_dir: str, resume: str | None, flags: dict, error: Callable[[str], None] | None = None) -> Start:
+    """Where a script with the flags --output-dir and --resume starts.  Call it on rank 0, before training.
+
+    resume: a run's folder, to continue this run from its newest good checkpoint; or a checkpoint, to start a new run
+        from it.  If a launcher has restarted this run (see `interrupted`), the run continues, whatever `resume` says.
+    flags: the names and values that change the result.  The checkpoint's config must have the same.
+    What fails is a CheckpointError, or a call of `error` with its message (argparse's `parser.error`, say).
+    """
+    try:
+        Path(output_dir).mkdir(parents=True, exist_ok=True)
+        start = _find_start(Path(output_dir), resume)
+        if start.path:
+            _check_flags(start, flags)
+        return start
+    except CheckpointError as problem:
+        message = str(problem)
+    except OSError as problem:
+        message = f"can't write to --output-dir {output_dir} ({problem.strerror}): choose another"
+    if error is None:
+        raise CheckpointError(message)
+    error(message)
+
+
+def _find_start(output_dir: Path, resume: str | None) -> Start:
+    path, folder = interrupted(output_dir), None
+    if path is None and resume:
+        path = Path(resume)
+    if path and path.is_dir():
+        folder = path
+        with locked(folder):  # the last process of a killed run may still be writing
+            path, problems = newest(folder)
+        for problem in problems:
+            print(f"{problem}: going on from {path}", file=sys.stderr)
+    if not os.access(folder or output_dir, os.W_OK | os.X_OK):
+        raise CheckpointError(f"can't write to {folder or output_dir}: choose another --output-dir")
+    if not path:
+        return Start()
+    try:
+        return Start(path, folder, read(path)["config"])
+    except CheckpointError as problem:
+        message = str(problem)
+    with contextlib.suppress(CheckpointError):  # if there is no good one, the message is complete
+        message += f"; a good one is {newest(path.parent)[0]}"
+    raise CheckpointError(message)
+
+
+def _check_flags(start: Start, flags: dict) -> None:
+    if not start.config.keys() >= flags.keys():
+        raise CheckpointError(f"{start.path} is a checkpoint of another program")
+    different = [_as_flag(name, start.config[name]) for name in flags if start.config[name] != flags[name]]
+    if different:
+        raise CheckpointError(f"{start.path} was trained with other flags: resume it with {' '.join(different)}")
+
+
+def _as_flag(name: str, value: Any) -> str:
+    """What to type on the command line: ("lr", 0.1) is "--lr 0.1", and ("amp", False) is "no --amp"."""
+    flag = f"--{name.replace('_', '-')}"
+    if value is True:
+        return flag
+    if value is False or value is None:
+        return f"no {flag}"
+    return f"{flag} {value}"
+
+
 # ------------------------------------------------------------------------------------------------------------ a run
 
 
@@ -240,6 +317,48 @@ def _rank_of(best: Path) -> tuple[float, int]:
     """Of best-0.9412-step-970.pt: its score; among equal ones the earlier is the better."""
     score, step = re.fullmatch(_BEST, best.name).groups()
     return float(score), -int(step)
+
+
+class Progress:
+    """How far a run is: `epoch` epochs are done, and `batch` batches of the current epoch.
+
+    steps: the number of batches in an epoch.  sums: a tensor in which this rank adds up what it measures in an epoch.
+    history: a list with the metrics of each finished epoch, which the caller appends to.
+    state: what `keeper.restore` has returned; sums then continue, even if the number of processes has changed.
+    """
+
+    def __init__(self, keeper: Keeper, steps: int, sums: torch.Tensor, history: list, state: dict) -> None:
+        self.keeper, self.steps, self.sums, self.history = keeper, steps, sums, history
+        self.epoch = state.get("epoch", 0)
+        self.batch = state.get("batch", 0)
+        if state and len(state["sums"]) == dist.get_world_size():
+            self.sums += state["sums"][dist.get_rank()].to(sums.device)
+        elif state and dist.is_primary():  # the number of processes has changed: rank 0 takes the sums of all
+            self.sums += state["sums"].sum(0).to(sums.device)
+
+    def __str__(self) -> str:
+        return f"epoch {self.epoch + 1}, batch {self.batch} of {self.steps}"
+
+    def next_epoch(self) -> None:
+        """Count the current epoch as done."""
+        self.epoch += 1
+        self.batch = 0
+        self.sums.zero_()
+
+    def save(self, score: float | None = None) -> None:
+        """Save a checkpoint, see `Keeper.save`.  Every rank must call it."""
+        sums = torch.stack(dist.gather(self.sums))
+        extra = {"history": self.history, "epoch": self.epoch, "batch": self.batch, "sums": sums}
+        self.keeper.save(self.epoch * self.steps + self.batch, score, **extra)
+
+    def stop_if_told(self, stop: "Preemption", log: Callable[[str], None] = print) -> None:
+        """If any rank has received SIGTERM, save a checkpoint and exit with 143.  Every rank must call it."""
+        if not stop.agreed():
+            return
+        self.save()
+        log(f"SIGTERM: saved at {self}; go on with --resume {self.keeper.folder}")
+        dist.cleanup()
+        sys.exit(143)
 
 
 def from_primary(value: Any) -> Any:

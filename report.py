@@ -95,6 +95,18 @@ class Report:
             self.task.close()
 
 
+def epoch_line(row: dict, epochs: int, tested: torch.Tensor | None) -> str:
+    """The line that cifar10_ddp.py logs after an epoch; tested: the sums of its `evaluate` for the test set."""
+    text = f"epoch {row['epoch']}/{epochs}  loss {row['training_loss']:.4f}"
+    if "training_images_per_s" in row:
+        text += f"  {row['training_images_per_s']:.0f} images/s"
+    if tested is not None:
+        text += f"  train {row['train_top1']:.2%}"
+        text += f"  test {row['test_top1']:.2%} ({tested[1]:.0f}/{tested[6]:.0f})"
+        text += f"  top-3 {row['test_top3']:.2%}  top-5 {row['test_top5']:.2%}"
+    return text
+
+
 def _clearml_task(name: str, config: dict) -> Any:
     from clearml import Task
 

@@ -872,3 +872,42 @@ def test_without_a_launcher_that_restarts_nothing_is_noted(tmp_path, start):
     assert checkpoint.interrupted(tmp_path) is None
     start({"TORCHELASTIC_RUN_ID": "id", "TORCHELASTIC_RESTART_COUNT": "2"})  # but nothing was noted
     assert checkpoint.interrupted(tmp_path) is None
+
+
+# ---------------------------------------------------------------------------------------- epochs, and a flag --resume
+
+
+def test_find_start(tmp_path, start):
+    start({})
+    output_dir, flags = str(tmp_path / "runs"), {"why": "a test"}
+    assert checkpoint.find_start(output_dir, None, flags) == checkpoint.Start()
+    folder = saved(tmp_path / "run", 1, 2)
+    last, previous = folder / "last.pt", folder / "previous.pt"
+    assert checkpoint.find_start(output_dir, str(folder), flags) == (last, folder, flags)
+    assert checkpoint.find_start(output_dir, str(previous), flags) == (previous, None, flags)
+    other = f"{previous} was trained with other flags: resume it with --why a test"
+    assert message(checkpoint.find_start, output_dir, str(previous), {"why": "no reason"}) == other
+    errors = []
+    assert checkpoint.find_start(output_dir, str(previous), {"why": None}, error=errors.append) is None
+    assert errors == [other]
+
+
+def _progress(rank, n, folder):
+    keeper, sums = checkpoint.Keeper(folder), torch.full([2], rank + 1.0)
+    progress = checkpoint.Progress(keeper, 10, sums, ["first epoch"], {})
+    progress.next_epoch()
+    sums += rank + 1
+    progress.batch = 3
+    progress.save()
+    state = keeper.restore(folder / "last.pt")
+    assert (state["step"], state["epoch"], state["batch"], state["history"]) == (13, 1, 3, ["first epoch"])
+    again = checkpoint.Progress(keeper, 10, torch.zeros(2), [], state)
+    assert str(again) == "epoch 2, batch 3 of 10" and again.sums.tolist() == [rank + 1] * 2
+    state["sums"] = torch.ones(n + 1, 2)  # of one process more
+    again = checkpoint.Progress(keeper, 10, torch.zeros(2), [], state)
+    assert dist.all_reduce(again.sums).tolist() == [n + 1] * 2
+
+
+@WORLDS
+def test_progress(tmp_path, n):
+    run(_progress, n, tmp_path)
