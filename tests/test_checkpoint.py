@@ -296,6 +296,21 @@ def test_a_file_is_on_the_disk_before_its_name_is(tmp_path, monkeypatch, content
     assert last == ("sync", "folder")
 
 
+def test_last_is_never_missing_whatever_a_killed_run_has_left(tmp_path, monkeypatch):
+    path, previous, replace = tmp_path / "last.pt", tmp_path / "previous.pt", os.replace
+    path.write_bytes(b"old")
+    (tmp_path / ".previous.pt.tmp").write_bytes(b"left")
+
+    def noted_replace(source, target):
+        replace(source, target)
+        assert path.exists()
+
+    monkeypatch.setattr(os, "replace", noted_replace)
+    checkpoint.write(path, b"new", previous)
+    assert (path.read_bytes(), previous.read_bytes()) == (b"new", b"old")
+    assert names(tmp_path) == ["last.pt", "previous.pt"]
+
+
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no /dev/full")
 @pytest.mark.parametrize("size", [10, 10_000_000], ids=["at the flush", "at the write"])
 def test_full_disk(tmp_path, size):
@@ -699,6 +714,20 @@ def _told(rank, n, which):
 @WORLDS
 def test_sigterm_to_one_rank_is_agreed_on_at_the_same_call(n):
     run(_told, n, n - 1)
+
+
+def _late_to_agree(rank, n):
+    stop = checkpoint.Preemption()
+    if rank == 1:
+        time.sleep(8)
+    stop.agreed()
+
+
+def test_agreed_has_the_time_out_of_the_other_collectives(monkeypatch):
+    monkeypatch.setenv("DIST_TIMEOUT", "1")
+    monkeypatch.setenv("DIST_GRACE", "0")
+    with pytest.raises(SystemExit, match=r"rank 0 of 2 failed first: (?s:.*)\n  rank 1: .*, _late_to_agree$"):
+        run(_late_to_agree, 2)
 
 
 def _asleep():

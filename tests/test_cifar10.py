@@ -223,6 +223,12 @@ def test_folder(reference, n):
     assert shows_its_metrics(folder)
 
 
+def test_each_process_draws_for_itself(reference):
+    """Dropout must not be the same in all of them."""
+    first, second = checkpoint.read(reference(2)[1] / "last.pt")["random"]
+    assert not torch.equal(first["cpu"], second["cpu"])
+
+
 def test_curves(reference):
     with Image.open(reference(1)[1] / "curves.png") as picture:
         assert picture.format == "PNG" and picture.size == (1200, 480)
@@ -327,6 +333,15 @@ def test_every_example_is_evaluated_once(run, tmp_path, n):
     assert agrees(rows(the_folder(tmp_path / "cwd")), lines, train=200, test=2000)
 
 
+@pytest.mark.parametrize(("stop", "count"), [(False, 12), (True, 5)])
+def test_an_evaluation_ends_early_once_this_process_was_told_to_stop(stop, count):
+    images = torch.zeros(12, 1, 2, 2, dtype=torch.uint8)
+    loader = data.loader(data.Images(images, torch.zeros(12, dtype=torch.int64), (0.0,), (1.0,)), 5, range(12))
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(4, 10))
+    sums = cifar10_ddp.evaluate(model, loader, torch.device("cpu"), contextlib.nullcontext(), stop)
+    assert sums[6] == count
+
+
 def test_dry_run(run, tmp_path):
     result = run("--dataset", "synthetic", "--width", 2, "--batch-size", 7, "--dry-run")
     assert result.code == 0 and result.err == "", result.err
@@ -414,17 +429,29 @@ def stopped(start, tmp_path):
     return stopped
 
 
+# Every batch takes a second: then the speed is the global batch size, also of an epoch of which a part was trained.
+CLOCK = """
+import time
+batches, seconds = data.batches, [0.0]
+def timed(loader, device):
+    for batch in batches(loader, device):
+        seconds[0] += 1
+        yield batch
+data.batches, time.perf_counter = timed, lambda: seconds[0]
+"""
+
+
 # With one process an epoch is 10 batches of training and 3 of evaluation, with two it is 10 and 2.
 @pytest.mark.parametrize(("n", "at", "epoch", "batches"), [(1, 17, 2, {4}), (2, 16, 2, {4, 5}), (2, 11, 1, {10})])
 def test_sigterm_and_resume(run, reference, stopped, n, at, epoch, batches):
     folder, at_epoch, at_batch = stopped(n, at)
     assert at_epoch == epoch and at_batch in batches
-    result = run(*FLAGS, "--nproc", n, "--resume", f"runs/{folder.name}")
+    result = run(*FLAGS, "--nproc", n, "--resume", f"runs/{folder.name}", before=CLOCK)
     assert result.code == 0 and result.err == "", result.err
     assert f"resuming runs/{folder.name}/last.pt at epoch {epoch}, batch {at_batch} of 10\n" in result.out
     assert same_end(folder, reference(n)[1])
     # Where nothing was left to train, no speed is made up.
-    assert ("training_images_per_s" in rows(folder)[epoch - 1]) == (at_batch < 10)
+    assert rows(folder)[epoch - 1].get("training_images_per_s") == (BATCH if at_batch < 10 else None)
     assert " 0 images/s" not in result.out
 
 
@@ -701,13 +728,17 @@ OTHER = [
     (["--width", "3"], "--width 2"),
     (["--batch-size", "48"], "--batch-size 96"),
     (["--weight-decay", "0"], "--weight-decay 0.0005"),
+    (["--warmup", "0.1"], "--warmup 0.2"),
+    (["--label-smoothing", "0"], "--label-smoothing 0.1"),
+    (["--dataset", "cifar10"], "--dataset synthetic"),
     (["--nproc", "5"], "96, which 5 processes can't share equally"),
 ]
 
 
 def test_resume_with_other_flags(run, finished):
+    no_download = "data.prepare = lambda *args, **options: None"
     for args, words in OTHER:
-        result = run(*FLAGS, "--nproc", 1, "--resume", finished, *args, timeout=20)
+        result = run(*FLAGS, "--nproc", 1, "--resume", finished, *args, before=no_download, timeout=20)
         assert refused(result, SCRIPT, f"{finished}/last.pt was trained with", words), args
     flags = ("--dataset", "synthetic", "--batch-size", BATCH, "--epochs", 2)
     result = run(*flags, "--model", "resnet18", "--resume", finished, timeout=20)

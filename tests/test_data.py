@@ -6,6 +6,7 @@ Downloads run through torchvision's real code, against a server in this process 
 import gzip
 import hashlib
 import http.server
+import io
 import json
 import os
 import socket
@@ -454,6 +455,17 @@ def test_download_of_what_is_missing(tmp_path, server):
     data.load("mnist", str(tmp_path))
     kept = [file for file, inode in before.items() if (raw / file).stat().st_ino == inode]
     assert set(kept) >= set(data.MNIST_MD5) - {"t10k-labels-idx1-ubyte"}  # another process may be reading them
+
+
+def test_a_download_leaves_no_thread(tmp_path, monkeypatch):
+    monkeypatch.setattr(tqdm, "monitor_interval", 10)  # tqdm's own default
+
+    def source(root, download):
+        list(tqdm([1], file=io.StringIO()))
+
+    threads = threading.active_count()
+    data._download(source, tmp_path, [])
+    assert threading.active_count() == threads
 
 
 @pytest.mark.timeout(60)

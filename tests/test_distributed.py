@@ -3,6 +3,7 @@
 The worker functions run in real processes (gloo on the CPU); an assertion that fails there fails the run.
 """
 
+import io
 import math
 import multiprocessing
 import os
@@ -14,6 +15,7 @@ import sys
 import threading
 import time
 import warnings
+from unittest import mock
 
 import pytest
 import torch
@@ -73,8 +75,9 @@ def test_reduce_and_all_reduce_answer_on_every_rank(n):
 
 
 def _dtypes(rank, n):
-    assert dist.all_reduce(torch.tensor([True, rank == 0])).tolist() == [n, 1]
-    assert dist.all_reduce(torch.tensor([True])).dtype == torch.int64
+    for op, least in ("sum", n), ("product", 1), ("min", 1), ("max", 1):  # of bool all results are int64
+        answer = dist.all_reduce(torch.tensor([True, rank == 0]), op)
+        assert answer.tolist() == [least, int(n == 1 or op in ("sum", "max"))] and answer.dtype == torch.int64, op
     assert dist.all_reduce(torch.tensor(2**40 + rank)).item() == n * 2**40 + n * (n - 1) // 2  # exact in int64
     mean = dist.reduce(torch.tensor(rank))
     assert mean.item() == pytest.approx((n - 1) / 2) and mean.dtype == torch.get_default_dtype()
@@ -712,6 +715,24 @@ def test_a_group_can_be_joined_again(n):
     dist.launch(_twice, nproc=n)
 
 
+def _slow_to_join(rank, n):
+    join = torch.distributed.init_process_group
+
+    def slow(*args, **kwargs):
+        join(*args, **kwargs)
+        time.sleep(0.5 * (rank == n - 1))
+
+    torch.distributed.init_process_group = slow
+    started = time.monotonic()
+    dist.init_process_group()
+    assert time.monotonic() - started >= 0.5
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_nobody_goes_on_before_all_have_joined(n):
+    dist.launch(_slow_to_join, nproc=n)
+
+
 def _threads(rank, n):
     return torch.get_num_threads()
 
@@ -721,6 +742,11 @@ def test_omp_num_threads_and_nproc_are_honoured(monkeypatch):
     assert dist.launch(_threads, nproc=2) == torch.get_num_threads()
     monkeypatch.setenv("NPROC", "2")
     assert dist.launch(_who)[0] == [[0, 0, 2, 0, 2], [1, 1, 2, 1, 2]]
+
+
+def test_the_cores_are_shared_out(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(12)), raising=False)
+    assert [launcher._start_method(_threads, n)[1] for n in (2, 3, 5, 12, 20)] == [6, 4, 2, 1, 1]
 
 
 def test_processes_that_are_asked_for_may_share_a_gpu(monkeypatch):
@@ -914,3 +940,7 @@ def test_print_primary_prints_once_and_at_once(tmp_path):
         "if __name__ == '__main__': dist.launch(work, nproc=3)\n"
     )
     assert script("", tmp_path / "hello.py", python_args=["-W", "error"]).stdout == "hello-0\n"
+    for options, flushed in ({}, True), ({"flush": False}, False):
+        out = mock.Mock(wraps=io.StringIO())
+        dist.print_primary("hello", file=out, **options)
+        assert out.flush.called == flushed

@@ -271,13 +271,13 @@ def test_a_start_of_cuda_that_works(two_gpus):
     assert (ok, what, found) == (True, "GPUs", "2 (CUDA_VISIBLE_DEVICES not set)\n0: one of 2\n1: another")
 
 
-@pytest.mark.parametrize("given", [{}, {"DIST_INIT_TIMEOUT": "3", "DIST_TIMEOUT": "1"}], ids=["default", "lowered"])
+@pytest.mark.parametrize("given", [(), ("3", "1"), ("600", "600")], ids=["default", "lowered", "raised"])
 def test_the_more_gpus_the_more_time(given, monkeypatch):
-    """Eight GPUs that no process has used take longer than 10 s to start."""
-    runs = []
+    """Eight GPUs that no process has used take longer than 10 s to start.  The user can only lower the time-outs."""
+    runs, names = [], ("DIST_INIT_TIMEOUT", "DIST_TIMEOUT")
 
     def record(check, backend, n, limit):
-        runs.append((backend, n, *(float(os.environ[name]) for name in ("DIST_INIT_TIMEOUT", "DIST_TIMEOUT")), limit))
+        runs.append((backend, n, *(float(os.environ[name]) for name in names), limit))
         return ""
 
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("DIST_", "CUDA_"))}
@@ -285,13 +285,13 @@ def test_the_more_gpus_the_more_time(given, monkeypatch):
     monkeypatch.setattr(doctor, "_trouble", record)
     for gpus in (1, 8):
         monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
-        with mock.patch.dict(os.environ, clean | given, clear=True):
+        with mock.patch.dict(os.environ, clean | dict(zip(names, given, strict=False)), clear=True):
             assert all(ok for ok, _, _ in doctor.self_test())
     assert [run[:2] for run in runs[::2]] == [("gloo", 2), ("nccl", 1), ("gloo", 2), ("nccl", 8)]
     assert runs[::2] == runs[1::2], "both checks have the same time"
     for backend, n, join, call, limit in runs:
         assert join + call < limit
-        if given:
+        if given == ("3", "1"):
             assert (join, call) == (3, 1)
         elif backend == "gloo":
             assert (join, call) == (10, 5)
@@ -317,6 +317,16 @@ def test_a_torch_that_can_not_use_the_gpu(monkeypatch):
     monkeypatch.setattr(os.path, "exists", lambda path: path == "/dev/nvidia0")
     ok, _, found = doctor._gpus(torch)
     assert not ok and "torch can't use it" in found
+
+
+def test_ctrl_c_ends_the_self_test(monkeypatch):
+    def told(*args, **options):
+        raise SystemExit(130)
+
+    monkeypatch.setattr("distributed.launch", told)
+    with pytest.raises(SystemExit) as end:
+        doctor._trouble(doctor.check_training, "gloo", 2, 5.0)
+    assert end.value.code == 130
 
 
 # --------------------------------------------------------------------------------------------------------- the command

@@ -17,10 +17,10 @@ import rendezvous
 pytestmark = pytest.mark.timeout(60)
 
 
-def _late(rank, n, missing, seconds):
+def _late(rank, n, missing, seconds, timeout=None):
     if rank in missing:
         time.sleep(seconds)
-    dist.init_process_group(rank, n)
+    dist.init_process_group(rank, n, timeout=timeout)
     return dist.all_reduce(torch.tensor(1)).item()
 
 
@@ -31,15 +31,31 @@ def test_the_roll_call_names_the_missing_and_goes_on_when_they_come(n, missing, 
     assert capfd.readouterr().err == f"distributed: waiting for {names}\n"
 
 
-@pytest.mark.parametrize(("n", "missing", "names"), [(2, [1], "rank 1 of 2"), (4, [0, 2], "rank 0, rank 2 of 4")])
-def test_whoever_does_not_come_in_time_is_named_and_found(n, missing, names, monkeypatch):
-    monkeypatch.setenv("DIST_INIT_TIMEOUT", "1")
+@pytest.mark.parametrize(
+    ("n", "missing", "names", "limit", "timeout"),
+    [
+        (2, [1], "rank 1 of 2", "1", None),
+        (4, [0, 2], "rank 0, rank 2 of 4", "5", 1),  # what is passed goes before the variable
+    ],
+)
+def test_whoever_does_not_come_in_time_is_named_and_found(n, missing, names, limit, timeout, monkeypatch):
+    monkeypatch.setenv("DIST_INIT_TIMEOUT", limit)
     with pytest.raises(SystemExit) as failure:
-        dist.launch(_late, missing, 30, nproc=n)
+        dist.launch(_late, missing, 30, timeout, nproc=n)
     text = str(failure.value)
     assert f"TimeoutError: init_process_group: {names} did not come within 1 s" in text
     for rank in missing:
         assert re.search(rf"rank {rank}: {re.escape(__file__)}:\d+, _late$", text, re.MULTILINE), text
+
+
+def test_the_time_until_the_missing_are_listed_is_part_of_the_time_out(monkeypatch, capfd):
+    monkeypatch.setattr(rendezvous, "REPORT_MISSING_AFTER", 1)
+    store, world = torch.distributed.HashStore(), rendezvous.World("", 0, 2, 0, 2)
+    started = time.monotonic()
+    with pytest.raises(TimeoutError, match="rank 1 of 2 did not come within 1 s"):
+        rendezvous._roll_call(store, world, 1.2, "machine 0", "")
+    assert 1.2 <= time.monotonic() - started < 2
+    assert capfd.readouterr().err == "distributed: waiting for rank 1 of 2\n"
 
 
 def _serve(pipe):
@@ -133,6 +149,33 @@ def test_sigusr1_to_the_parent_prints_where_each_rank_stands_and_goes_on(n, stop
         assert re.fullmatch(r"  rank 1: no answer \(if it was stopped: kill -CONT \d+\)", lines[2])
     else:
         assert re.fullmatch(rf"  rank 1: {re.escape(__file__)}:\d+, _asks, in all_reduce", lines[2])
+
+
+def _asked_again(rank, n, then):
+    """Rank 1 answers the first question, and can't answer the second: it was stopped, or killed."""
+    dist.init_process_group()
+    pids = torch.cat(dist.gather(torch.tensor([os.getpid()]))).tolist()
+    if rank == 0:
+        time.sleep(0.3)
+        os.kill(os.getppid(), signal.SIGUSR1)
+        time.sleep(1)
+        os.kill(pids[1], then)
+        if then == signal.SIGKILL:
+            os.abort()  # the end of the run says where each stands
+        os.kill(os.getppid(), signal.SIGUSR1)
+        time.sleep(1)
+        os.kill(pids[1], signal.SIGCONT)
+    dist.barrier()
+
+
+@pytest.mark.parametrize(("then", "says"), [("SIGSTOP", "no answer "), ("SIGKILL", "gone$")])
+def test_an_earlier_answer_is_not_shown_again(then, says, capfd):
+    try:
+        ended = dist.launch(_asked_again, getattr(signal, then), nproc=2)
+    except SystemExit as failure:
+        ended = failure
+    first, second = re.findall("^  rank 1: (.*)", f"{capfd.readouterr().err}{ended}", re.MULTILINE)
+    assert first.endswith("_asked_again, in barrier") and re.match(says, second)
 
 
 # ---------------------------------------------------------------------------------------------------------- mismatches

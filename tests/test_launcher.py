@@ -81,7 +81,7 @@ dist.launch(worker, nproc=2)
         (3.5, [("SIGTERM", 0)], True),  # longer than after a failure (3 s)
         (1.5, [("SIGTERM", 0), ("SIGTERM", 0.001)], True),  # GNU timeout signals its child, then its group
         (1.5, [("SIGHUP", 0), ("SIGHUP", 0.001)], True),  # a closing terminal
-        (1.5, [("SIGTERM", 0), ("SIGUSR1", 1.2)], True),  # only a question
+        (2.0, [("SIGTERM", 0), ("SIGUSR1", 1.2)], True),  # only a question
         (50, [("SIGTERM", 0), ("SIGTERM", 1.2)], False),  # somebody has lost patience
     ],
 )
@@ -96,7 +96,12 @@ def test_a_run_that_is_told_to_stop_has_time_to_save(tmp_path, seconds, signals,
     assert result.code == 128 + getattr(signal, signals[0][0])
     assert ("saved" in result.out) == saved
     assert time.monotonic() - before < (seconds + 2 if saved else 3)
-    assert result.err.startswith(f"launch: {signals[0][0]}: ending 2 processes\n")
+    first, *answer = result.err.splitlines()
+    assert first == f"launch: {signals[0][0]}: ending 2 processes"
+    if "SIGUSR1" in dict(signals):
+        assert re.fullmatch(r"where each rank stands:;  rank 0: .*, worker;  rank 1: .*, save", ";".join(answer))
+    else:
+        assert not answer
     assert not list((tmp_path / "tmp").iterdir())
 
 
@@ -138,18 +143,44 @@ def test_the_time_to_save_stands_still_while_all_are_stopped(tmp_path):
     assert result.code == 143 and "saved" in result.out
 
 
-@pytest.mark.parametrize("n", [2, 3])
-def test_a_process_that_was_told_to_stop_and_has_saved_ends_the_run_with_its_code(tmp_path, n):
+@pytest.mark.parametrize(("n", "name"), [(2, "SIGTERM"), (3, "SIGTERM"), (2, "SIGINT"), (2, "SIGHUP")])
+def test_a_process_that_was_told_to_stop_and_has_saved_ends_the_run_with_its_code(tmp_path, n, name):
+    expected = 128 + getattr(signal, name)
     code = (
         "def worker(rank, n):\n"
         "    dist.init_process_group()\n"
         "    if rank == 1:\n"
-        "        sys.exit(143)\n"
+        f"        sys.exit({expected})\n"
         "    dist.barrier()\n"
         f"dist.launch(worker, nproc={n})\n"
     )
     result = run(tmp_path, code, DIST_GRACE="1")  # rank 0 handles no signal inside the collective
-    assert (result.code, result.err) == (143, f"launch: SIGTERM: ending {n} processes\n")
+    assert (result.code, result.err) == (expected, f"launch: {name}: ending {n} processes\n")
+
+
+def test_ctrl_c_of_a_single_process_is_130_without_a_traceback(tmp_path):
+    result = run(tmp_path, "def worker(rank, n): raise KeyboardInterrupt\ndist.launch(worker, nproc=1)\n")
+    assert result == (130, "", "")
+
+
+def _returns(rank, n):
+    return n
+
+
+def test_a_stop_that_comes_while_a_good_run_ends_reaches_the_caller(monkeypatch):
+    end, came = launcher._Run.end, []
+
+    def told_late(run):
+        os.kill(os.getpid(), signal.SIGTERM)
+        end(run)
+
+    monkeypatch.setattr(launcher._Run, "end", told_late)
+    before = signal.signal(signal.SIGTERM, lambda number, frame: came.append(number))
+    try:
+        assert dist.launch(_returns, nproc=2) == 2
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert came == [signal.SIGTERM]
 
 
 @on_linux
@@ -364,7 +395,7 @@ def test_a_process_killed_while_it_reports_is_the_cause(tmp_path):
         "    if rank == 0:\n"
         "        subprocess.Popen(['sleep', '30'], close_fds=False)\n"
         "        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGKILL)).start()\n"
-        "        return [b'x' * 1000] * 10**8\n"
+        "        return [b'x' * 1000] * 3 * 10**7\n"
         "    time.sleep(30)\n"
         "dist.launch(worker, nproc=2)\n"
     )
@@ -391,11 +422,21 @@ def test_the_guard_takes_nothing_else_for_a_process(tmp_path):
         victim.wait()
 
 
-# ------------------------------------------------------------------------------------------- notebooks, shells, forks
-
-
 def _fails(rank, n):
     raise KeyError("the cause")
+
+
+@on_linux
+def test_launch_leaves_no_file_open():
+    dist.launch(_returns, nproc=2)  # the first may open what stays open
+    before = set(os.listdir("/proc/self/fd"))
+    dist.launch(_returns, nproc=3)
+    with pytest.raises(SystemExit):
+        dist.launch(_fails, nproc=2)
+    assert set(os.listdir("/proc/self/fd")) <= before
+
+
+# ------------------------------------------------------------------------------------------- notebooks, shells, forks
 
 
 def test_in_a_shell_an_error_is_no_exit(monkeypatch):
@@ -501,12 +542,13 @@ def _open_sockets(rank, n):
     pids = torch.cat(dist.gather(torch.tensor([os.getpid()]))).tolist()
     found = _listening([os.getppid(), *pids]) if rank == 0 else []
     dist.barrier()
-    return found
+    return found, [os.environ[f"{backend}_SOCKET_IFNAME"] for backend in ("GLOO", "NCCL")]
 
 
 @on_linux
 @pytest.mark.parametrize("n", [2, 3])
 def test_nothing_can_be_reached_from_outside(n):
-    found = dist.launch(_open_sockets, nproc=n)
+    found, interfaces = dist.launch(_open_sockets, nproc=n)
+    assert interfaces == [rendezvous.LOOPBACK] * 2  # whatever the host's name leads to
     assert len(found) >= n  # gloo listens, in each process
     assert set(found) <= LOOPBACK

@@ -194,6 +194,21 @@ def test_the_place_is_repeated_in_torchruns_variables(launcher):
     assert said == {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 
 
+RANK_3_OF_4 = RECOGNISED["torchrun, two nodes"][0]  # local rank 1 of 2
+
+
+@pytest.mark.parametrize(("rank", "world_size"), [(0, 4), (2, None), (3, 2), (1, 2), (None, 3)])
+def test_who_contradicts_the_launcher_is_refused(rank, world_size):
+    message = re.escape(f"init_process_group({rank}, {world_size}), but this is World(launcher='torchrun', rank=3, ")
+    with pytest.raises(ValueError, match=f"^{message}"):
+        under(RANK_3_OF_4, dist.init_process_group, rank, world_size)
+
+
+@pytest.mark.parametrize(("rank", "world_size"), [(3, 4), (1, 4), (3, None), (None, None)])
+def test_rank_and_local_rank_agree_with_the_launcher(rank, world_size):
+    assert under(RANK_3_OF_4, rendezvous.join, rank, world_size) == rendezvous.World("torchrun", 3, 4, 1, 2)
+
+
 def test_torchrun_inside_a_translated_task_is_torchrun():
     translated = SRUN | {"DIST_LAUNCHER": "srun"} | {"SLURM_STEP_NUM_TASKS": "1"}
     assert under(translated | TORCHRUN | {"TORCHELASTIC_RUN_ID": "none"}).launcher == "torchrun"
@@ -232,8 +247,10 @@ def test_progress_bars_are_shown_by_rank_0_alone(launcher):
 
 def _parsed(gpus, argv, env):
     def parse():
+        parser = argparse.ArgumentParser()
+        parser.add_argument("--batch-size", type=int, default=512)
         with mock.patch.object(torch.cuda, "device_count", lambda: gpus), mock.patch.object(sys, "argv", ["x", *argv]):
-            return dist.parse_args(argparse.ArgumentParser())
+            return dist.parse_args(parser)
 
     return under(env, parse)
 
@@ -249,6 +266,13 @@ def test_nccl_without_a_gpu_is_refused_under_a_launcher_too(capsys):
     with pytest.raises(SystemExit) as failure:
         _parsed(0, ["--backend", "nccl"], SRUN)
     assert failure.value.code == 2 and "backend nccl needs a CUDA GPU" in capsys.readouterr().err
+
+
+def test_the_batch_is_shared_by_the_processes_of_all_nodes(capsys):
+    assert _parsed(0, ["--batch-size", "4"], RANK_3_OF_4).nproc == 2
+    with pytest.raises(SystemExit):
+        _parsed(0, ["--batch-size", "3"], RANK_3_OF_4)
+    assert "--batch-size 3 is too small for 4 processes" in capsys.readouterr().err
 
 
 # ------------------------------------------------------------------------------------------------------ where to meet
@@ -306,6 +330,12 @@ def test_the_tasks_of_a_run_on_one_machine_meet_and_no_others(task, other, stran
 def test_under_srun_several_nodes_meet_at_the_first(nodes, first):
     here, there = (meeting_point(srun(2 * node, 4, 0, "2(x2)", node, nodes)) for node in (0, 1))
     assert here == there and here[0] == first
+
+
+def test_torchs_own_init_process_group_finds_the_meeting_point_under_srun():
+    task = srun(0, 2, 0)
+    seen = under(task, dist.launch, lambda rank, n: (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))
+    assert seen == meeting_point(task)
 
 
 def test_a_single_node_is_its_own_first():

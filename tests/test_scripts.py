@@ -165,11 +165,23 @@ def test_loss_scaling(n):
     of_processes(in_float16, n, mnist_amp.train)
 
 
+NOTE_LOSSES = """
+import os, torch.nn.functional as F
+cross_entropy = F.cross_entropy
+def noted(*args):
+    loss = cross_entropy(*args)
+    with open(f"losses-{os.environ.get('RANK', 0)}", "a") as file:
+        print(loss.item(), file=file)
+    return loss
+F.cross_entropy = noted
+"""
+
+
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize(("world_size", "last_batch"), [(1, 40), (2, 40), (3, 27)])
-def test_min_ddp(run, world_size, last_batch):
+@pytest.mark.parametrize(("world_size", "steps", "last_batch"), [(1, 25, 40), (2, 25, 40), (3, 26, 27)])
+def test_min_ddp(run, tmp_path, world_size, steps, last_batch):
     # 1000 points: 25 batches of 1 x 40 or 2 x 20; with three, 334 each are 25 batches of 13 and one of 9.
-    result = run("min_DDP.py", "--nproc", world_size)
+    result = run("min_DDP.py", "--nproc", world_size, before=NOTE_LOSSES)
     assert result.code == 0 and result.err == "", result.err
     first, *lines = result.out.splitlines()
     assert first == f"distributed: {world_size} process{'es' if world_size > 1 else ''}, gloo, cpu"
@@ -180,6 +192,9 @@ def test_min_ddp(run, world_size, last_batch):
         loss, right = re.fullmatch(pattern, line).groups()
         losses.append(float(loss))
     assert losses[-1] < 0.7 * losses[0] and int(right) > 0.7 * last_batch
+    of_ranks = [(tmp_path / "cwd" / f"losses-{rank}").read_text().split() for rank in range(world_size)]
+    last = [[float(loss) for loss in of_rank[steps - 1 :: steps]] for of_rank in of_ranks]
+    assert losses == pytest.approx([sum(of_epoch) / world_size for of_epoch in zip(*last, strict=True)], abs=6e-5)
 
 
 NOTE_WEIGHTS = """
