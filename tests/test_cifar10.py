@@ -629,6 +629,7 @@ runpy.run_path({str(ROOT / SCRIPT)!r}, run_name="__main__")
 """
 
 
+@pytest.mark.slow
 def test_torchrun_restarts_it_after_a_kill(reference, tmp_path):
     # The 11 calls of the first epoch, and 4 of the second.
     (tmp_path / SCRIPT).write_text(UNDER_TORCHRUN)

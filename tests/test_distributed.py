@@ -595,6 +595,7 @@ def test_launch_tells_each_process_who_it_is_and_returns_the_primarys_result(n):
         assert threads == max(1, len(os.sched_getaffinity(0)) // n)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60)
 def test_launch_spawns_where_it_must_not_fork():
     done = threading.Event()
@@ -629,6 +630,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_the_openmp_pool_is_noticed(tmp_path):
     (tmp_path / "pool.py").write_text(POOL)
     result = script("", tmp_path / "pool.py", python_args=["-W", "ignore"])

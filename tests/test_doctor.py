@@ -187,6 +187,7 @@ def test_a_rank_that_hangs(tmp_path):
     assert re.match(rf"rank 1: {re.escape(str(path))}:\d+, barrier", one)
 
 
+@pytest.mark.slow
 @whole_table
 def test_ranks_that_all_hang(tmp_path):
     """No collective can time out here: the doctor's own limit does."""

@@ -464,8 +464,13 @@ def torchrun_command():
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 
 
+SLOW_LAUNCHERS = [
+    pytest.param(command, marks=pytest.mark.slow) for command in (openmpi_command, mpich_command, srun_command)
+]
+
+
 @on_linux
-@pytest.mark.parametrize("launcher", [openmpi_command, mpich_command, srun_command, torchrun_command])
+@pytest.mark.parametrize("launcher", [torchrun_command, *SLOW_LAUNCHERS])
 def test_two_tasks_of_a_real_launcher(launcher, tmp_path):
     command, env = launcher()
     log, kill = tmp_path / "log", launcher != srun_command  # who kills srun finds its tasks in SLURM's hands
@@ -535,6 +540,7 @@ def two_nodes():
             remove(namespace)
 
 
+@pytest.mark.slow
 def test_two_nodes_and_the_cable_between_them_cut(two_nodes, tmp_path):
     """torchrun, 2 x 2 processes: right ranks and devices everywhere; then both sides name the ranks they have lost."""
     master = f"--master_addr={two_nodes[0][2]}"

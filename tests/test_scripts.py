@@ -245,6 +245,7 @@ def test_help_gives_every_default(run, script):
     assert {flag for flag, text in flags.items() if "(default: " not in text} <= {"--help", "--dry-run"}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(100)
 def test_torchrun_gives_the_same_lines(run, tmp_path):
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
