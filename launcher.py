@@ -556,27 +556,33 @@ def _say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-def _work(job: _Job, environment: dict, parent: int, guard_pipe: int | None) -> None:
-    """What runs in each started process."""
-    os.setpgid(0, 0)  # a group of its own: Ctrl-C hits the parent alone, and what the process starts ends with it
+def _settle_in(environment: dict, folder: str, parent: int, guard_pipe: int | None) -> None:
+    """A group and a place of its own, and nothing of the caller's signal handling."""
+    os.setpgid(0, 0)  # so that Ctrl-C hits the parent alone, and what the process starts ends with it
     if guard_pipe is not None:
         os.write(guard_pipe, f"{os.getpid()}\n".encode())
         os.close(guard_pipe)  # or the guard would wait for this process, too
     elif os.getppid() != parent:  # which was killed before it could tell the guard
         os._exit(1)
     os.environ |= environment
-    world, folder = rendezvous.world(), os.path.dirname(environment["DIST_STORE"])
+    # Where multiprocessing keeps its sockets, those of DataLoader workers, too: killed, they can't remove them.
+    multiprocessing.current_process()._config["tempdir"] = folder
     signal.set_wakeup_fd(-1)  # the caller's, and so is the next: asyncio and faulthandler share theirs with children
     faulthandler.unregister(signal.SIGUSR1)
     for number in (*_SIGNALS, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
-    # Where multiprocessing keeps its sockets, those of DataLoader workers, too: killed, they can't remove them.
-    multiprocessing.current_process()._config["tempdir"] = folder
-    stack = open(os.path.join(folder, f"stack{world.rank}"), "a")  # noqa: SIM115  open for the life of the process
     os.register_at_fork(after_in_child=faulthandler.enable if faulthandler.is_enabled() else faulthandler.disable)
+    stack = open(os.path.join(folder, f"stack{os.environ['RANK']}"), "a")  # noqa: SIM115  faulthandler keeps it open
     faulthandler.enable(file=stack)  # of this process alone, so not of its children
     faulthandler.register(signal.SIGUSR1, file=stack)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+
+
+def _work(job: _Job, environment: dict, parent: int, guard_pipe: int | None) -> None:
+    """What runs in each started process."""
+    folder = os.path.dirname(environment["DIST_STORE"])
+    _settle_in(environment, folder, parent, guard_pipe)
+    world = rendezvous.world()
     if job.threads:
         torch.set_num_threads(job.threads)
     try:

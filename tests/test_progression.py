@@ -2,6 +2,7 @@
 
 import ast
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -104,3 +105,25 @@ def test_flags_are_checked_in_the_same_way(script):
     here = source(script, "parse_args").splitlines()
     assert len(kept) >= 5
     assert [line for line in here if line in kept] == kept
+
+
+HELPERS = ["distributed.py", "rendezvous.py", "launcher.py"]
+
+
+@pytest.mark.parametrize("helper", HELPERS)
+def test_no_function_is_longer_than_a_screen(helper):
+    functions = [node for node in ast.walk(ast.parse(source(helper))) if isinstance(node, ast.FunctionDef)]
+    lengths = {node.name: node.end_lineno - node.lineno + 1 for node in functions}
+    assert len(lengths) >= 15
+    assert {name: length for name, length in lengths.items() if length > 40} == {}
+
+
+def test_who_touches_what():
+    """distributed.py never touches a process, the others never touch a tensor."""
+    imported = {}
+    for helper in HELPERS:
+        nodes = list(ast.walk(ast.parse(source(helper))))
+        imported[helper] = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    assert not imported["distributed.py"] & {"signal", "subprocess", "multiprocessing", "os", "threading"}
+    assert "torch" not in imported["rendezvous.py"] and "distributed" not in imported["launcher.py"]
+    assert not re.search(r"torch\.(tensor|empty|zeros|ones|Tensor)", source("rendezvous.py") + source("launcher.py"))
