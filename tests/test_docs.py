@@ -284,7 +284,7 @@ def test_ci_finds_its_commands():
 @pytest.mark.timeout(240)
 def test_the_batch_script_for_slurm(tmp_path):
     """As it is in docs/launching.md, but for the data: one node, two tasks, a dry run."""
-    from test_launchers import srun_command
+    from test_rendezvous import srun_command
 
     _, env = srun_command()  # skips where no SLURM serves this machine
     script = re.search(r"```bash\n(#!.*?)```", text(), re.DOTALL)[1]
