@@ -1,0 +1,363 @@
+"""Writes what is generated in README.md and docs/*.md: everything between <!-- kind: what --> and <!-- end -->.
+
+    python docs/build.py                 # rewrites the files in place; does nothing where they are up to date
+    python docs/build.py --check         # only compares; exit code 1 if a file is out of date
+    python docs/build.py --new-figures   # takes the programs' speeds and losses anew, too
+
+The same files in, the same pages out.  Only the figures that a program prints (losses, speeds, times) differ from run
+to run, so an output on a page stays as it is while all else in it is still true (`same_output`).
+
+    kind        what                   what is written
+    steps                              the table of the progression, from STEPS
+    lines       PARENT FILE            +added -removed, as git counts them
+    diff        PARENT FILE            the diff
+    output      SCRIPT [ARGS ...]      what the program prints
+    program     NAME                   a program from PROGRAMS, and what it prints with two processes
+    report      NAME                   such a program, and what it says when it is asked where its ranks stand
+    wrong       COMMAND                what doctor.py finds wrong
+    snippet     FILE                   the program in the file's docstring
+    reference   FILE                   a table of the file's public names, from their docstrings
+
+A file that doesn't exist (yet) is left out of the tables, and its block says so.
+"""
+
+import argparse
+import ast
+import functools
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+from forked import SHELL, Run, forker, shell  # noqa: E402
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+_KINDS = "steps|lines|diff|output|program|report|wrong|snippet|reference"
+BLOCK = re.compile(rf"<!-- ({_KINDS})(?:: (.+?))? -->(.*?)<!-- end -->", re.DOTALL)
+OUT_OF_DATE = "{} is out of date: run  python docs/build.py"
+
+
+class Step(NamedTuple):
+    script: str
+    parent: str  # "" for the first
+    adds: str
+    buys: str
+
+
+STEPS = [
+    Step("mnist_single.py", "", "one device: the plain loop", "41.5 and 46.7 s (1 process, 2 threads)"),
+    Step(
+        "mnist_dataparallel.py",
+        "mnist_single.py",
+        "`nn.DataParallel`: one process, all GPUs of a machine",
+        "needs two GPUs: not measured",
+    ),
+    Step(
+        "mnist_ddp.py",
+        "mnist_dataparallel.py",
+        "`DistributedDataParallel` (DDP): one process per device (a GPU, or a share of the CPU)",
+        "27.2 to 28.5 s (2 processes)",
+    ),
+    Step(
+        "mnist_amp.py",
+        "mnist_ddp.py",
+        "mixed precision with `torch.amp`: 16-bit numbers where that is safe",
+        "18.9 and 20.9 s (2 processes, bfloat16)",
+    ),
+    Step(
+        "mnist_apex.py",
+        "mnist_ddp.py",
+        "mixed precision with NVIDIA Apex, as older code has it",
+        "needs a GPU: not measured",
+    ),
+]
+
+PROGRAMS = {
+    "hang.py": """import time
+
+import torch
+
+import distributed as dist
+
+
+def worker(rank, world_size):
+    dist.init_process_group(rank, world_size)
+    if rank == 1:
+        time.sleep(3600)  # for example a data loader that never returns
+    dist.reduce(torch.tensor(0.5))
+
+
+if __name__ == "__main__":
+    dist.launch(worker)
+""",
+    "differences.py": """import torch
+
+import distributed as dist
+
+
+def worker(local_rank, world_size):
+    dist.init_process_group()
+    mine = torch.tensor([float(dist.get_rank())])
+    total = dist.all_reduce(mine)  # 1. a new tensor, on every rank; `mine` is as it was
+    assert total.item() == 1 and mine.item() == dist.get_rank()
+
+    model = dist.prepare_ddp_model(torch.nn.BatchNorm1d(2))
+    model.eval()  # 2. a collective: every rank must call it
+
+    try:
+        dist.reduce(torch.zeros(3 + dist.get_rank()))  # 3. different shapes: an error on all ranks
+    except RuntimeError as problem:
+        dist.print_primary(problem)
+    dist.cleanup()
+
+
+if __name__ == "__main__":
+    dist.launch(worker)
+""",
+}
+
+
+# ------------------------------------------------------------------------------------------------- progression, diffs
+
+
+def git_diff(*args: str) -> str:
+    """git's own diff, whatever the user's configuration says."""
+    command = ["git", "diff", "--no-index", "--no-ext-diff", "--no-color", "--diff-algorithm=myers", *args]
+    env = os.environ | {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, encoding="utf-8")
+    assert done.returncode in (0, 1), done.stderr
+    return done.stdout
+
+
+def diff(before: str, after: str) -> str:
+    """The diff without the four lines that name the files, and without line numbers."""
+    hunks = git_diff("-U1", before, after).split("\n@@ ")[1:]
+    hunks = ["@@" + hunk.split("@@", 1)[1].rstrip("\n").removesuffix("\n ") for hunk in hunks]  # no empty last line
+    return "\n```diff\n" + "\n".join(hunks) + "\n```\n"
+
+
+def lines(before: str, after: str) -> str:
+    added, removed, _ = git_diff("--numstat", before, after).split(maxsplit=2)
+    return f"+{added} -{removed}"
+
+
+def steps() -> str:
+    rows = ["| script | what it adds | diff lines | 3 epochs of MNIST on 2 CPU cores |", "|---|---|---|---|"]
+    for step in STEPS:
+        if (ROOT / step.script).exists():
+            changed = f"{lines(step.parent, step.script)} from `{step.parent}`" if step.parent else ""
+            rows.append(f"| [{step.script}]({step.script}) | {step.adds} | {changed} | {step.buys} |")
+    return "\n" + "\n".join(rows) + "\n"
+
+
+# --------------------------------------------------------------------------------------------- programs, what they say
+
+
+class Programs:
+    """How programs are started: as a user's shell does, or (the tests, for speed) forked from a prepared process."""
+
+    fork = False
+
+
+def _run(script: str, *args: str, **environment: str | None) -> Run:
+    if Programs.fork:
+        return forker().run(script, *args, timeout=280, **environment)
+    with tempfile.TemporaryDirectory() as folder:  # cifar10_ddp.py leaves a folder behind
+        return shell(ROOT / script, *args, cwd=folder, timeout=280, **environment)
+
+
+@functools.cache
+def printed(command: str) -> str:
+    """What `python` prints with these arguments: two processes on a CPU, whatever this machine has."""
+    script, *args = shlex.split(command)
+    done = _run(script, *args, **SHELL)
+    assert done.code == 0, done.err
+    return done.out
+
+
+def output(command: str) -> str:
+    return f"\n```console\n$ python {command}\n{printed(command)}```\n"
+
+
+@functools.cache
+def program(name: str) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, name).write_text(PROGRAMS[name], encoding="utf-8")
+        done = forker().run(Path(folder, name), path=[ROOT], NPROC=2)
+    assert done.code == 0, done.err
+    return f"\n```python\n{PROGRAMS[name]}```\n\n```console\n$ NPROC=2 python {name}\n{done.out}```\n"
+
+
+@functools.cache
+def report(name: str) -> str:
+    """The program, and what it says when it is asked where its ranks stand."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, name).write_text(PROGRAMS[name], encoding="utf-8")
+        job = forker().start(Path(folder, name), cwd=Path(folder), path=[ROOT], NPROC=2)
+        out, err = job.files
+        for file, count in (out, 1), (err, 3):  # "distributed: 2 processes ...": all have come; and the table
+            while file.read_text().count("\n") < count:
+                time.sleep(0.05)
+            if file == out:
+                time.sleep(1)
+                os.kill(job.pid, signal.SIGUSR1)
+        os.kill(job.pid, signal.SIGTERM)
+        said = job.wait().err.replace(os.path.realpath(folder), "/home/you").splitlines(keepends=True)
+        table, end = "".join(said[:3]), "".join(said[3:])
+    session = f"$ NPROC=2 python {name} &\n$ kill -USR1 $!\n{table}$ kill $!\n{end}"
+    return f"\n```python\n{PROGRAMS[name]}```\n\n```console\n{session}```\n"
+
+
+@functools.cache
+def wrong(command: str) -> str:
+    """The lines of doctor.py's table that are not ok."""
+    *variables, _, script = shlex.split(command)
+    done = _run(script, **(SHELL | dict(variable.split("=") for variable in variables)))
+    lines = "".join(line for line in done.out.splitlines(keepends=True) if line.startswith("WRONG"))
+    return f"\n```console\n$ {command} | grep WRONG\n{lines}```\n"
+
+
+def masked(text: str) -> str:
+    """Without the figures that depend on the machine: its speed, and how its CPU rounds."""
+    text = re.sub(r"-\d{8}-\d{6}\b", "-TIME", text)
+    return re.sub(r"(loss |accuracy |train |test |top-\d |\(|right |in |  )\d+(\.\d+)?(?=%|/| |\n)", r"\1#", text)
+
+
+def same_output(what: str, shown: str, now: str) -> bool:
+    """The same text, but for figures that depend on the machine; and about the same accuracy at the end."""
+    before, after = ([float(figure) for figure in re.findall(r"([\d.]+)% ", text)[-1:]] for text in (shown, now))
+    tolerance = 100 if "dry-run" in what else 3  # in percentage points
+    close = len(before) == len(after) and all(abs(a - b) <= tolerance for a, b in zip(before, after, strict=True))
+    return masked(shown) == masked(now) and close
+
+
+# ----------------------------------------------------------------------------------------------------- from docstrings
+
+
+def definitions(file: str) -> Iterator[tuple[str, str]]:
+    """(signature or name, one sentence) for everything public in the file, in its order."""
+    source = (ROOT / file).read_text(encoding="utf-8")
+    for node in ast.parse(source).body:
+        name = getattr(node, "name", None)
+        if isinstance(node, ast.Assign):
+            name = getattr(node.targets[0], "id", None)
+        if not name or name.startswith("_"):
+            continue
+        if isinstance(node, ast.Assign):
+            yield _variable(node, name, source.splitlines())
+            continue
+        sentence = re.split(r"(?<=[.?])\s", " ".join(ast.get_docstring(node).split()))[0]
+        if isinstance(node, ast.FunctionDef):
+            arguments = node.args
+            for argument in [*arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg]:
+                if argument:
+                    argument.annotation = None
+            name = f"{name}({ast.unparse(arguments)})"
+        yield name, sentence
+
+
+def _variable(node: ast.Assign, name: str, source: list[str]) -> tuple[str, str]:
+    if isinstance(node.value, ast.Name):
+        return name, f"`{node.value.id}` by another name."
+    number = node.lineno - 1
+    comment = source[number].partition("  # ")[2]
+    while not comment and source[number - 1].startswith("# "):  # a comment above it, of several lines perhaps
+        number -= 1
+        comment = source[number].removeprefix("# ") if not source[number - 1].startswith("# ") else ""
+    value = ast.unparse(node) if isinstance(node.value, ast.Constant) else name
+    if not comment:
+        return value, f"`{ast.unparse(node.value)}`."
+    comment = comment.rstrip(".").split(".  ")[0]
+    return value, comment[:1].upper() + comment[1:] + "."
+
+
+def reference(file: str) -> str:
+    rows = [f"| `{name}` | {sentence} |" for name, sentence in definitions(file)]
+    return "\n" + "\n".join(["| name | what it is |", "|---|---|", *rows]) + "\n"
+
+
+def snippet(file: str) -> str:
+    """The program in the file's docstring: its first indented block, up to the lines that launch it."""
+    docstring = ast.get_docstring(ast.parse((ROOT / file).read_text(encoding="utf-8")))
+    block = textwrap.dedent(re.search(r"(?:^(?: {4}.*)?\n)+", docstring.split("\n", 1)[1], re.MULTILINE)[0])
+    text = re.sub(r"\n\n(?=def |if )", "\n\n\n", block.split("\npython ")[0].strip("\n"))
+    return "\n```python\n" + re.sub(r" {2,}# ", "  # ", text) + "\n```\n"  # as ruff formats it
+
+
+# ---------------------------------------------------------------------------------------------------------- the pages
+
+
+def generate(kind: str, what: str) -> str:
+    files = [word for word in what.split() if word.endswith(".py") and word not in PROGRAMS]
+    missing = [file for file in files if not (ROOT / file).is_file()]
+    if missing:
+        return f"\n*{missing[0]} is not in this checkout.*\n"
+    function: Callable[..., str] = globals()[kind]
+    return function(what) if kind in ("output", "wrong") else function(*what.split())
+
+
+class Block(NamedTuple):
+    page: Path
+    kind: str
+    what: str
+    shown: str
+
+    def now(self) -> str:
+        """What should be shown: the text as it is, if only figures have changed that depend on the machine."""
+        new = generate(self.kind, self.what)
+        return self.shown if self.kind == "output" and same_output(self.what, self.shown, new) else new
+
+
+def blocks(*kinds: str) -> list[Block]:
+    """All generated blocks of these kinds (or of all), in the order of the pages."""
+    found = [
+        Block(page, m[1], m[2] or "", m[3]) for page in PAGES for m in BLOCK.finditer(page.read_text(encoding="utf-8"))
+    ]
+    return [block for block in found if not kinds or block.kind in kinds]
+
+
+def rewritten(page: Path, new_figures: bool = False) -> str:
+    """The page's text with all its blocks up to date."""
+
+    def replace(m: re.Match) -> str:
+        block = Block(page, m[1], m[2] or "", m[3])
+        new = generate(block.kind, block.what) if new_figures else block.now()
+        marker = f"{m[1]}: {m[2]}" if m[2] else m[1]
+        return f"<!-- {marker} -->{new}<!-- end -->"
+
+    return BLOCK.sub(replace, page.read_text(encoding="utf-8"))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if a file is out of date")
+    parser.add_argument("--new-figures", action="store_true", help="take the figures that programs print anew")
+    args = parser.parse_args()
+    code = 0
+    for page in PAGES:
+        text = rewritten(page, args.new_figures)
+        if text == page.read_text(encoding="utf-8"):
+            continue
+        name = page.relative_to(ROOT)
+        if args.check:
+            print(OUT_OF_DATE.format(name))
+            code = 1
+        else:
+            page.write_text(text, encoding="utf-8")
+            print(f"{name} is rewritten")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
