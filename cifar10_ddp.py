@@ -6,7 +6,7 @@
     torchrun --standalone --nproc_per_node=8 --max-restarts=3 cifar10_ddp.py --amp         # resumes by itself
     torchrun --nnodes=2 --node_rank=0 --nproc_per_node=8 --master_addr=HOST --master_port=29500 cifar10_ddp.py --amp
 
---dataset synthetic needs no download, --help lists the flags, README.md describes the files in the run's folder.
+--dataset synthetic needs no download, --help lists the flags, docs/cifar10.md describes the files in the run's folder.
 """
 
 import argparse

@@ -198,7 +198,9 @@ def _check_same_call(
         calls: list = [None] * get_world_size()
         torch_dist.all_gather_object(calls, (call, list(shape)))
         if len({call for call, _ in calls}) > 1:
-            lines = "".join(f"\n  rank {rank}: {call} {shape or ''}" for rank, (call, shape) in enumerate(calls))
+            lines = "".join(
+                f"\n  rank {rank}: {call} {shape or ''}".rstrip() for rank, (call, shape) in enumerate(calls)
+            )
             raise RuntimeError(f"the ranks called different things, but all must call the same:{lines}")
         shapes = [shape for _, shape in calls]
     return shapes, table[:, len(header) :]

@@ -1,6 +1,6 @@
 """MNIST with DDP and NVIDIA Apex's mixed precision, as older code has it.  python mnist_apex.py --opt-level O1
 
---dataset synthetic needs no download, --help lists the flags, README.md walks through the steps.
+--dataset synthetic needs no download, --help lists the flags, docs/progression.md walks through the steps.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """MNIST with DistributedDataParallel, step 3 of 4.  python mnist_ddp.py  or  torchrun --nproc_per_node=2 mnist_ddp.py
 
---dataset synthetic needs no download, --help lists the flags, README.md walks through the steps.
+--dataset synthetic needs no download, --help lists the flags, docs/progression.md walks through the steps.
 """
 
 import argparse

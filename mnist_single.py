@@ -1,6 +1,6 @@
 """MNIST on one device, step 1 of 4.   CUDA_VISIBLE_DEVICES=0 python mnist_single.py
 
---dataset synthetic needs no download, --help lists the flags, README.md walks through the steps.
+--dataset synthetic needs no download, --help lists the flags, docs/progression.md walks through the steps.
 """
 
 import argparse
