@@ -23,6 +23,7 @@ import tempfile
 import termios
 import threading
 import time
+from multiprocessing import resource_tracker
 from typing import NamedTuple
 
 import pytest
@@ -237,6 +238,8 @@ def be_parent(run, shell):
         sys.stdout = sys.stderr = open(1, "w", closefd=False)
         tempfile.tempdir = run.temporary  # Python remembers the folder that it has found once,
         multiprocessing.current_process()._config.pop("tempdir", None)  # and multiprocessing the one that it has made
+        tracker = resource_tracker._resource_tracker
+        tracker._fd = tracker._pid = None  # none yet, whatever an earlier test has started
         launcher.fork_is_safe = lambda: run.case.start == "fork"
         if run.case.target == "its start":
             start_slowly()
