@@ -338,7 +338,7 @@ class _Run:
         """Wait for all processes; returns rank 0's result, or raises what ended the run."""
         settled = False
         while True:
-            time.sleep(0.005)
+            time.sleep(0.01)
             self.answer_requests()
             if self.stops:
                 number = self.stops[0][0]

@@ -92,7 +92,7 @@ import distributed as dist
 
 
 def worker(rank, world_size):
-    dist.init_process_group(rank, world_size)
+    dist.init_process_group()
     if rank == 1:
         time.sleep(3600)  # for example a data loader that never returns
     dist.reduce(torch.tensor(0.5))
