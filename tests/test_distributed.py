@@ -354,7 +354,11 @@ def _epochs(rank, n):
     assert orders[0] != orders[1] and orders[0] == orders[2]
     with pytest.warns(UserWarning, match=r"sampler.set_epoch\(epoch\)"):
         list(sampler)
-    unshuffled = dist.data_sampler(range(6), True, shuffle=False)
+    unshuffled = dist.data_sampler(range(12), True, shuffle=False)
+    unshuffled.set_epoch(0, skip=2)
+    assert len(list(unshuffled)) == len(unshuffled) == 12 // n - 2
+    unshuffled.set_epoch(1)  # the next epoch begins at its beginning
+    assert len(list(unshuffled)) == len(unshuffled) == 12 // n
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert list(unshuffled) == list(unshuffled)  # no order to forget
@@ -482,6 +486,9 @@ def _buffers(rank, n):
         mean.fill_(rank)
         model.eval()
         assert mean.tolist() == [expected] * 2, options
+        if rank == 0:  # the second is no collective
+            model.eval()
+        assert dist.all_reduce(torch.tensor(1)).item() == n
 
 
 @WORLDS

@@ -58,6 +58,14 @@ def test_the_time_until_the_missing_are_listed_is_part_of_the_time_out(monkeypat
     assert capfd.readouterr().err == "distributed: waiting for rank 1 of 2\n"
 
 
+def test_the_last_step_of_joining_has_the_same_time_out(monkeypatch):
+    monkeypatch.setenv("DIST_INIT_TIMEOUT", "20")
+    before = time.monotonic()
+    with pytest.raises(RuntimeError):
+        rendezvous.wait_for_all(torch.distributed.HashStore(), rendezvous.World("", 0, 2, 0, 2), timeout=0.2)
+    assert time.monotonic() - before < 5
+
+
 def _serve(pipe):
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pipe.send(store.port)

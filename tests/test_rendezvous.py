@@ -220,13 +220,15 @@ def _shows_a_bar(env):
     fcntl.ioctl(other, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))
     pid = os.fork()
     if pid == 0:
-        os.dup2(other, 2)
-        sys.stderr = open(2, "w", closefd=False)
-        os.environ |= env
-        dist.is_primary()
-        images = data.Images(torch.zeros(4, 1, 2, 2, dtype=torch.uint8), torch.zeros(4), (0.0,), (1.0,))
-        list(data.batches(data.loader(images, 2, range(4)), torch.device("cpu")))
-        os._exit(0)
+        try:
+            os.dup2(other, 2)
+            sys.stderr = open(2, "w", closefd=False)
+            os.environ |= env
+            dist.is_primary()
+            images = data.Images(torch.zeros(4, 1, 2, 2, dtype=torch.uint8), torch.zeros(4), (0.0,), (1.0,))
+            list(data.batches(data.loader(images, 2, range(4)), torch.device("cpu")))
+        finally:
+            os._exit(0)  # or, after an error, the rest of the tests would run here, too
     os.close(other)
     seen = b""
     with contextlib.suppress(OSError):  # when nobody holds the other end any more
