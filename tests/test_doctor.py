@@ -102,6 +102,13 @@ def test_a_wrong_environment_is_one_wrong_line(environment, what, says):
     assert re.fullmatch(says, wrong[what]), wrong
 
 
+def test_as_many_threads_as_cores_are_right_and_more_are_wrong(monkeypatch):
+    cores = len(os.sched_getaffinity(0))
+    for threads, right in (1, True), (cores, True), (cores + 1, False), (0, False):
+        monkeypatch.setenv("OMP_NUM_THREADS", str(threads))
+        assert [ok for ok, what, _ in doctor.look() if what == "CPU"] == [right], threads
+
+
 @whole_table
 def test_a_torchvision_that_does_not_fit(tmp_path):
     (tmp_path / "torchvision.py").write_text("raise RuntimeError('operator torchvision::nms does not exist\\nmore')")

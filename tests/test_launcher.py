@@ -335,6 +335,25 @@ def test_the_callers_own_faulthandler_stays(tmp_path):
     assert "most recent call first" in (tmp_path / "dump").read_text()
 
 
+def test_the_callers_event_loop_hears_no_signal_of_a_process(tmp_path):
+    """asyncio has a descriptor to which Python writes each signal; a forked process shares it."""
+    code = (
+        "import socket\n"
+        "ours, pythons = socket.socketpair()\n"
+        "ours.setblocking(False); pythons.setblocking(False)\n"
+        "signal.set_wakeup_fd(pythons.fileno())\n"
+        "def worker(rank, n):\n"
+        "    signal.signal(signal.SIGUSR2, lambda *_: None)\n"
+        "    os.kill(os.getpid(), signal.SIGUSR2)\n"
+        "    return n\n"
+        "dist.launch(worker, nproc=2)\n"
+        "try: print(ours.recv(10))\n"
+        "except BlockingIOError: print('silence')\n"
+    )
+    result = run(tmp_path, code)
+    assert result.out == "silence\n", result
+
+
 AGAIN = """
 def fails(rank, n):
     dist.init_process_group()
