@@ -923,6 +923,10 @@ def test_under_torchrun_launch_calls_the_worker_here(monkeypatch):
     calls = []
     assert dist.launch(lambda *args: calls.append(args), "x") is None  # the result is rank 0's
     assert calls == [(1, 4, "x")]
+    for rank, local_rank, result in (0, 0, "done"), (2, 0, None):  # the first of the second machine is not rank 0
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+        assert dist.launch(lambda *args: "done") == result
 
 
 @pytest.mark.parametrize("missing", TORCHRUN)

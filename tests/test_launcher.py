@@ -130,7 +130,8 @@ def test_an_error_while_saving_is_shown(tmp_path):
 @on_linux
 def test_the_time_to_save_stands_still_while_all_are_stopped(tmp_path):
     (tmp_path / "tmp").mkdir()
-    path = program(tmp_path, SAVES.replace("SECONDS", "1"))
+    # A second of running: what sleeps through a stop wakes up at its end.
+    path = program(tmp_path, SAVES.replace("    time.sleep(SECONDS)", "    for _ in range(20): time.sleep(0.05)"))
     job = forker().start(path, before="os.setpgid(0, 0)", path=[ROOT], DIST_GRACE="2", TMPDIR=tmp_path / "tmp")
     wait_for(lambda: job.files[0].read_text().count("ready\n") == 2)
     os.kill(job.pid, signal.SIGTERM)
