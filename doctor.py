@@ -157,10 +157,24 @@ def _start_cuda(count: int) -> tuple[list[str], str]:
     return [], f"ended with exit code {child.returncode}"
 
 
+def _wrong_limits() -> list[str]:
+    """The limits that a run would refuse: by the check that a run makes."""
+    import rendezvous
+
+    wrong = []
+    for name in rendezvous.LIMITS:
+        try:
+            rendezvous.seconds(name)
+        except ValueError:
+            wrong.append(name)
+    return wrong
+
+
 def _limits() -> Finding:
-    names = ("DIST_INIT_TIMEOUT", "DIST_TIMEOUT", "DIST_GRACE")
+    import rendezvous
+
+    names, wrong = rendezvous.LIMITS, _wrong_limits()
     given = {name: os.environ[name] for name in names if name in os.environ}
-    wrong = [name for name, value in given.items() if not re.fullmatch(_NUMBER, value)]
     found = ", ".join(f"{name} {value}" for name, value in given.items()) or f"{', '.join(names)} not set"
     return _judge(not wrong, "limits", found, f"{' and '.join(wrong)} must be a number of seconds; or unset it")
 
@@ -238,10 +252,9 @@ def self_test() -> Iterator[Finding]:
 
     import rendezvous
 
-    looked_at = [*sum(rendezvous.LAUNCHERS.values(), ()), "NPROC", "DIST_LAUNCHER"]
-    looked_at += [
-        name for name in ("OMP_NUM_THREADS", "DIST_GRACE") if not re.fullmatch(_NUMBER, os.environ.get(name, ""))
-    ]
+    looked_at = [*sum(rendezvous.LAUNCHERS.values(), ()), "NPROC", "DIST_LAUNCHER", *_wrong_limits()]
+    if not re.fullmatch(_NUMBER, os.environ.get("OMP_NUM_THREADS", "")):
+        looked_at.append("OMP_NUM_THREADS")
     for name in looked_at:
         os.environ.pop(name, None)  # what is wrong with them has been said
     given = dict(os.environ)
