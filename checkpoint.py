@@ -48,6 +48,7 @@ import threading
 import zipfile
 import zlib
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -397,7 +398,8 @@ class Preemption:
         self.asked, self.group = False, None
         self.replaced = signal.signal(signal.SIGTERM, self._ask)
         if dist.get_world_size() > 1:  # on the CPU, so that no GPU waits for it
-            self.group = torch_dist.new_group(backend="gloo", timeout=dist.collective_timeout())
+            limit = timedelta(seconds=dist.rendezvous.seconds("DIST_TIMEOUT"))
+            self.group = torch_dist.new_group(backend="gloo", timeout=limit)
 
     def _ask(self, number: int, frame: Any) -> None:
         self.asked = True

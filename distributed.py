@@ -14,25 +14,19 @@
         dist.launch(main_worker, 0.1)
 
     python train.py                                   # one process per visible GPU; one process without a GPU
-    CUDA_VISIBLE_DEVICES=0,1 python train.py          # choose the GPUs
-    NPROC=2 python train.py                           # choose the number of processes
+    CUDA_VISIBLE_DEVICES=0,1 python train.py          # choose the GPUs; NPROC=2 chooses the number of processes
     torchrun --nproc_per_node=2 train.py              # or srun, or mpirun: launch starts nothing then
 
-Copy it together with rendezvous.py and launcher.py: they need Python 3.10, torch 2.4 and nothing else.  One process is
-always a valid world: every function then works without a process group.  Rank, world size, local rank, backend and
-sampler mean what they mean in torch.distributed.  Collectives must be called by every rank, in the same order.
+Copy it together with rendezvous.py and launcher.py: they need Python 3.10, torch 2.4 and nothing else.  Every rank must
+call the same collectives in the same order.  With one process they work without a process group.
 """
 
 import argparse
 import hashlib
-import inspect
-import itertools
-import math
-import re
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -83,9 +77,6 @@ def print_primary(*args: Any, **kwargs: Any) -> None:
         print(*args, **{"flush": True, **kwargs})
 
 
-# -------------------------------------------------------------------------------------------------- the process group
-
-
 def init_process_group(
     rank: int | None = None,
     world_size: int | None = None,
@@ -105,11 +96,11 @@ def init_process_group(
     world = rendezvous.join(rank, world_size)
     device = get_device()
     backend = backend or ("nccl" if device.type == "cuda" else "gloo")
-    if backend == "nccl" and device.type != "cuda":
-        raise ValueError("backend nccl needs a CUDA GPU, and none is visible: use gloo")
+    launcher.plan(1, backend)  # ValueError if this process can't use the backend
     if checked:
         torch_dist.set_debug_level(torch_dist.DebugLevel.DETAIL)
-    options: dict = {"timeout": collective_timeout()}
+    options: dict = {"rank": world.rank, "world_size": world.world_size}
+    options["timeout"] = timedelta(seconds=rendezvous.seconds("DIST_TIMEOUT"))  # of each collective
     gpu = ""
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -118,15 +109,10 @@ def init_process_group(
         if torch.__version__ >= (2, 7, 1):  # 2.6 and 2.7.0 hang with it (pytorch#153960)
             options["device_id"] = device  # connect at once, and to the right GPU
     store = rendezvous.meet(world, gpu, timeout)
-    torch_dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.world_size, **options)
+    torch_dist.init_process_group(backend, store=store, **options)
     rendezvous.wait_for_all(store, world, timeout)
     processes = "process" if world.world_size == 1 else "processes"
     print_primary(f"distributed: {world.world_size} {processes}, {backend}, {device.type}")
-
-
-def collective_timeout() -> timedelta:
-    """How long a collective waits for the other ranks: DIST_TIMEOUT seconds (600)."""
-    return timedelta(seconds=rendezvous.seconds("DIST_TIMEOUT"))
 
 
 def cleanup() -> None:
@@ -146,72 +132,66 @@ def cleanup() -> None:
     _outer_error = None
 
 
-# -------------------------------------------------------------------------------------------------------- collectives
-
-# For small tensors torch's function, for others the backend's operation.
-_OPS = {
-    "sum": (torch.sum, torch_dist.ReduceOp.SUM),
-    "mean": (torch.sum, torch_dist.ReduceOp.SUM),
-    "min": (torch.amin, torch_dist.ReduceOp.MIN),
-    "max": (torch.amax, torch_dist.ReduceOp.MAX),
-    "product": (torch.prod, torch_dist.ReduceOp.PRODUCT),
-}
-_DIMS = 9  # with the hash before them 80 bytes: behind these, data of every dtype is aligned
-_SMALL = 512  # bytes: what is no larger travels with the check, and needs no collective of its own
+_OPS = {"sum": torch.sum, "mean": torch.sum, "min": torch.amin, "max": torch.amax, "product": torch.prod}
+_HEADER = 528  # bytes: a hash, and the sizes of at most 64 dimensions, as torch's operations take no more
+_SMALL = 512  # bytes: a tensor that is no larger travels with the header, and needs no collective of its own
 
 
 def _comm_device() -> torch.device | None:
-    """The device that the backend moves tensors on; None in a world of one."""
+    """The device that the backend moves tensors on; None in a world of one.  Without a process group ValueError."""
     if get_world_size() == 1:
         return None
-    if not torch_dist.is_initialized():
-        raise RuntimeError(f"this is rank {get_rank()} of {get_world_size()}: call init_process_group first")
     return get_device() if torch_dist.get_backend() == "nccl" else torch.device("cpu")
 
 
 def _copy(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
     """A new tensor as the backends need it: contiguous, and no lazy conjugate or negative of another one."""
-    plain = tensor.detach().resolve_conj().resolve_neg()
-    return plain.to(device, dtype or tensor.dtype, copy=True, memory_format=torch.contiguous_format)
+    return torch.empty(tensor.shape, dtype=dtype or tensor.dtype, device=device).copy_(tensor.detach())
 
 
-def _check_same_call(
-    call: str, shape: Sequence[int] = (), data: torch.Tensor | None = None
-) -> tuple[list, torch.Tensor]:
-    """Every rank's shape and small data, if all ranks make the same call; otherwise RuntimeError on all, with a table.
+def _check_same_call(call: str, shape: Iterable[int] = (), small: torch.Tensor | None = None) -> tuple[list, list]:
+    """The ranks' shapes and small data if all make the same call; else RuntimeError on all, with a table of the calls.
 
-    The backends don't check: gloo adds 3 elements to 5 and returns garbage, and a wrong dtype aborts the process.  It
-    costs one all-gather of a message of fixed size: a hash of `call`, the shape (which may differ, but not in its
-    length) and the data, [n] uint8, if n <= _SMALL.  The data come back as [world size, _SMALL] uint8.
+    The backends don't check: gloo adds 3 elements to 5 and returns garbage.  It costs one all-gather of a message of
+    fixed size: a hash of `call`, the shape (only its length must agree) and small, [at most _SMALL] uint8, padded.
     """
     digest = int.from_bytes(hashlib.blake2b(call.encode(), digest_size=7).digest(), "big")
-    header = torch.tensor([digest, *shape[:_DIMS], *[0] * (_DIMS - len(shape))]).view(torch.uint8)
-    message = torch.zeros(len(header) + _SMALL, dtype=torch.uint8, device=_comm_device())
+    header = torch.tensor([digest, *shape]).view(torch.uint8)
+    message = torch.zeros(_HEADER + _SMALL, dtype=torch.uint8, device=_comm_device())
     message[: len(header)] = header
-    if data is not None and len(data) <= _SMALL:
-        message[len(header) : len(header) + len(data)] = data
+    if small is not None:
+        message[_HEADER : _HEADER + len(small)] = small
     table = message.new_empty(get_world_size(), len(message))
     torch_dist.all_gather(list(table), message)
-    headers = table[:, : len(header)].view(torch.int64).tolist()
-    shapes = [row[1 : 1 + len(shape)] for row in headers]
-    if len(shape) > _DIMS or any(row[0] != digest for row in headers):
+    headers = table[:, : len(header)].contiguous().view(torch.int64).tolist()
+    if any(others != digest for others, *_ in headers):
         calls: list = [None] * get_world_size()
-        torch_dist.all_gather_object(calls, (call, list(shape)))
-        if len({call for call, _ in calls}) > 1:
-            lines = "".join(
-                f"\n  rank {rank}: {call} {shape or ''}".rstrip() for rank, (call, shape) in enumerate(calls)
-            )
-            raise RuntimeError(f"the ranks called different things, but all must call the same:{lines}")
-        shapes = [shape for _, shape in calls]
-    return shapes, table[:, len(header) :]
+        torch_dist.all_gather_object(calls, f"{call} {list(shape) or ''}".rstrip())
+        lines = "".join(f"\n  rank {rank}: {called}" for rank, called in enumerate(calls))
+        raise RuntimeError(f"the ranks called different things, but all must call the same:{lines}")
+    return [shape for _, *shape in headers], list(table[:, _HEADER:])
+
+
+def _exchange(call: str, tensor: torch.Tensor) -> list[torch.Tensor]:
+    """All ranks' tensors, in rank order, on the input's device; only their shapes may differ."""
+    device = _comm_device()
+    if device is None:
+        return [_copy(tensor, tensor.device)]
+    data = _copy(tensor, device).flatten().view(torch.uint8)
+    shapes, rows = _check_same_call(call, tensor.shape, data if len(data) <= _SMALL else None)
+    sizes = [torch.Size(shape).numel() * tensor.element_size() for shape in shapes]
+    if max(sizes) > _SMALL:
+        padded = nn.functional.pad(data, (0, max(sizes) - len(data)))  # the backends gather equal sizes only
+        rows = [torch.empty_like(padded) for _ in shapes]
+        torch_dist.all_gather(rows, padded)
+    parts = [row[:size].view(tensor.dtype).view(shape) for row, size, shape in zip(rows, sizes, shapes, strict=True)]
+    return [part.to(tensor.device, copy=True) for part in parts]
 
 
 def _reduction_dtypes(dtype: torch.dtype, op: str) -> tuple[torch.dtype, torch.dtype]:
     """The dtype to compute in, in which small numbers don't overflow, and the result's, as `all_reduce` has it."""
-    if dtype.is_complex:
-        return torch.promote_types(dtype, torch.complex64), dtype
-    if dtype.is_floating_point:
-        return torch.float32 if dtype.itemsize < 4 else dtype, dtype
+    if dtype.is_complex or dtype.is_floating_point:
+        return torch.promote_types(dtype, torch.float32), dtype
     if op == "mean":
         return torch.float64, torch.get_default_dtype()
     wide = torch.int64 if dtype.itemsize < 8 else dtype
@@ -222,29 +202,20 @@ def all_reduce(tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
     """A new tensor with the sum (mean, min, max, product) over all ranks, on every rank; the input is untouched.
 
     Every rank must call it, with the same op, shape and dtype; otherwise RuntimeError on all, with what each sent.
-    Any device; the result is on the input's.  Its dtype is the input's, but for integers as torch.sum and torch.mean
-    have it: sums and products are int64 (of bool all results), means have the default float dtype.
+    The result is on the input's device.  It has the input's dtype; but of integers sums and products are int64 (of bool
+    all results), as torch.sum has it, and means have the default float dtype.
     """
     if op not in _OPS:
         raise ValueError(f"op={op!r}: choose from {', '.join(_OPS)}")
-    device = _comm_device()
     wide, dtype = _reduction_dtypes(tensor.dtype, op)
-    if device is None:
-        return _copy(tensor, tensor.device, dtype)
-    result = _copy(tensor, device, wide)
-    function, backends_op = _OPS[op]
     call = f"all_reduce {op} of {tensor.dtype} {list(tensor.shape)}"
-    _, everyone = _check_same_call(call, data=result.flatten().view(torch.uint8))
-    if result.nbytes <= _SMALL:
-        result = function(everyone[:, : result.nbytes].view(wide), 0).view(tensor.shape)
-    else:
-        nan = None
-        if op in ("min", "max") and wide.is_floating_point:  # gloo's minimum and maximum may drop a NaN
-            nan = result.isnan().to(torch.uint8)
-            torch_dist.all_reduce(nan, torch_dist.ReduceOp.MAX)
-        torch_dist.all_reduce(result, backends_op)
-        if nan is not None:
-            result[nan.bool()] = math.nan
+    device = _comm_device()
+    if device is not None and tensor.nbytes > _SMALL and op in ("sum", "mean"):
+        result = _copy(tensor, device, wide)
+        _check_same_call(call)
+        torch_dist.all_reduce(result)
+    else:  # gloo's own minimum may drop a NaN; torch's doesn't
+        result = _OPS[op](torch.stack(_exchange(call, tensor.to(wide))), 0)
     if op == "mean":
         result = result / get_world_size()
     return result.to(tensor.device, dtype)
@@ -258,22 +229,10 @@ def reduce(tensor: torch.Tensor, op: str = "mean") -> torch.Tensor:
 def gather(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The tensors of all ranks, in rank order, on every rank: for torch.cat (torch.stack if they have no dimension).
 
-    Every rank must call it.  Shapes may differ, even to zero rows; dtypes and numbers of dimensions may not, or all
-    ranks get a RuntimeError with what each sent.  Any dtype and device; the results are on the input's device.
+    Every rank must call it.  Shapes may differ, even to zero rows; if dtypes or numbers of dimensions do, RuntimeError
+    on all ranks.  Any dtype and device; the results are on the input's device.
     """
-    device = _comm_device()
-    if device is None:
-        return [_copy(tensor, tensor.device)]
-    data = _copy(tensor, device).flatten().view(torch.uint8)
-    call = f"gather of {tensor.dtype} with {tensor.dim()} dimension(s)"
-    shapes, rows = _check_same_call(call, tensor.shape, data)
-    sizes = [math.prod(shape) * tensor.element_size() for shape in shapes]
-    if max(sizes) > _SMALL:
-        padded = nn.functional.pad(data, (0, max(sizes) - len(data)))  # the backends gather equal sizes only
-        rows = [torch.empty_like(padded) for _ in shapes]
-        torch_dist.all_gather(rows, padded)
-    parts = [row[:size].view(tensor.dtype).view(shape) for row, size, shape in zip(rows, sizes, shapes, strict=True)]
-    return [part.to(tensor.device, copy=True) for part in parts]
+    return _exchange(f"gather of {tensor.dtype} with {tensor.dim()} dimension(s)", tensor)
 
 
 def sync_params(params: Iterable[torch.Tensor]) -> None:
@@ -290,16 +249,12 @@ def sync_params(params: Iterable[torch.Tensor]) -> None:
 
 
 def barrier() -> None:
-    """Wait until every rank has come here."""
-    device = _comm_device()
-    if device is not None:
-        torch_dist.barrier(device_ids=[device.index] if device.type == "cuda" else None)
+    """Wait until every rank has called it."""
+    if _comm_device() is not None:
+        _check_same_call("barrier")
 
 
 wait_for_everyone = barrier
-
-
-# --------------------------------------------------------------------------------------------------- data and model
 
 
 class _Sampler(DistributedSampler):
@@ -322,10 +277,8 @@ class _Sampler(DistributedSampler):
     def __iter__(self) -> Iterator[int]:
         self.passes += 1
         if self.shuffle and self.passes == 2:
-            warnings.warn(
-                "this epoch has the order of the last: call sampler.set_epoch(epoch) before each", stacklevel=2
-            )
-        return itertools.islice(super().__iter__(), self.skip, None)
+            warnings.warn("call sampler.set_epoch(epoch) first: this epoch repeats the last one's order", stacklevel=2)
+        return iter(list(super().__iter__())[self.skip :])
 
 
 def data_sampler(
@@ -334,8 +287,8 @@ def data_sampler(
     """This rank's share of the data set, as a sampler for DataLoader.  None (use none) if not distributed.
 
     distributed: None means: if there is more than one process.  True gives a sampler for a world of one, too.
-    shuffle: a new order each epoch, if `sampler.set_epoch(epoch)` is called before each; the same on every rank, a
-        function of (seed, epoch).  `set_epoch(epoch, skip=n)` leaves out this rank's first n: to go on in an epoch.
+    shuffle: a new order each epoch, a function of (seed, epoch), if `sampler.set_epoch(epoch)` is called before each.
+        `set_epoch(epoch, skip=n)` leaves out this rank's first n examples: to go on in the middle of an epoch.
     pad: for training.  All ranks get equally many examples, a few of them twice where the number doesn't divide: a rank
         with one batch less would leave the others waiting.  False is for evaluation: every example exactly once.
     """
@@ -347,53 +300,29 @@ def data_sampler(
 class _DDP(nn.parallel.DistributedDataParallel):
     """DistributedDataParallel whose evaluation is exact and can't hang.
 
-    torch's broadcasts the buffers (BatchNorm's running averages) in every forward, in evaluation too, so ranks with
-    different numbers of batches wait for ever.  Here `eval()` brings all ranks' buffers to rank 0's, once, and a
-    forward that records no gradient broadcasts none.  The result is the same: rank 0's averages are always those of
-    rank 0's batches.  Where gradients are recorded they are averaged, in eval mode too.
+    torch's broadcasts rank 0's buffers (BatchNorm's running averages) in every forward, in evaluation too, so ranks
+    with different numbers of batches wait for ever.  Here `eval()` does it, once, with the same result.
     """
 
-    def __init__(self, module: nn.Module, sync_on_eval: bool, **kwargs: Any) -> None:
-        super().__init__(module, **kwargs)
-        self.sync_on_eval = sync_on_eval
-
-    def _build_params_for_reducer(self) -> tuple:  # DDP calls this once: the parameters, as it will number them
-        parameters, *rest = super()._build_params_for_reducer()
-        names = {param: name for name, param in self.module.named_parameters()}
-        self.names = [names[param] for param in parameters]
-        return parameters, *rest
+    sync_buffers: bool | None = None  # None: by eval() alone; True: in each training step, too; False: never
 
     def will_sync_module_buffers(self) -> bool:  # DDP asks this in every forward
-        return self.training and torch.is_grad_enabled() and super().will_sync_module_buffers()
-
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        try:
-            return super().forward(*inputs, **kwargs)
-        except RuntimeError as problem:
-            unused = re.search(r"Parameter indices which did not receive grad for rank \d+: ([\d ]+)", str(problem))
-            if not unused:
-                raise
-            names = ", ".join(self.names[int(index)] for index in unused[1].split())
-            fixes = "let the loss use them, or freeze them (requires_grad_(False)) before prepare_ddp_model, or pass it"
-            text = f"no gradient in the last step for {names}: {fixes} find_unused_parameters=True"
-            raise RuntimeError(text) from problem
+        wanted = self.sync_buffers and self.training and torch.is_grad_enabled()
+        return bool(wanted) and super().will_sync_module_buffers()
 
     def train(self, mode: bool = True) -> "_DDP":
-        if self.training and not mode and self.sync_on_eval:
+        if self.training and not mode and self.sync_buffers is not False:
             sync_params(self.module.buffers())
         return super().train(mode)
 
 
-def prepare_ddp_model(
-    model: nn.Module, device_ids: list | None = None, sync_bn: bool = False, **kwargs: Any
-) -> nn.Module:
+def prepare_ddp_model(model: nn.Module, device_ids: Any = None, sync_bn: bool = False, **kwargs: Any) -> nn.Module:
     """The model as DistributedDataParallel, on GPUs and on the CPU; the model itself with one process.
 
     Every rank must call it, with the model on `get_device()`; all start from rank 0's weights.  `eval()` is then a
-    collective (every rank must call it) that brings rank 0's buffers to all, unless broadcast_buffers=False is passed.
-    device_ids is accepted for old callers: the model's device is what counts.
+    collective, too: it brings rank 0's buffers to all ranks, unless broadcast_buffers=False is passed.
     sync_bn: BatchNorm over the global batch, on CUDA only.  Without it each process normalises by its own share.
-    kwargs go to DistributedDataParallel (find_unused_parameters=True, ...).
+    kwargs go to DistributedDataParallel (find_unused_parameters=True, ...); device_ids need not be given.
     """
     if _comm_device() is None:
         return model
@@ -401,16 +330,15 @@ def prepare_ddp_model(
     if sync_bn and device.type != "cuda":
         raise ValueError("sync_bn=True needs the model on CUDA: torch's SyncBatchNorm runs nowhere else")
     model = nn.SyncBatchNorm.convert_sync_batchnorm(model) if sync_bn else model
-    if torch_dist.get_debug_level() == torch_dist.DebugLevel.DETAIL and "process_group" not in kwargs:
-        torch_dist.set_debug_level(torch_dist.DebugLevel.OFF)  # DDP on a checked group crashes torch 2.15: a plain one
-        kwargs["process_group"] = torch_dist.new_group(timeout=collective_timeout())
-        torch_dist.set_debug_level(torch_dist.DebugLevel.DETAIL)
-    known = inspect.signature(nn.parallel.DistributedDataParallel).parameters
-    old, new = "broadcast_buffers", "forward_sync_buffers"  # torch 2.15 has renamed it
-    asked = kwargs.get(old, kwargs.get(new))
-    if asked is None:
-        kwargs[new if new in known else old] = False  # see _DDP
-    return _DDP(model, asked is not False, device_ids=[device] if device.type == "cuda" else None, **kwargs)
+    level = torch_dist.get_debug_level()
+    torch_dist.set_debug_level(torch_dist.DebugLevel.INFO)  # errors then name the parameters without a gradient
+    if level == torch_dist.DebugLevel.DETAIL:  # DDP on a checked group crashes torch 2.15: a plain one
+        limit = timedelta(seconds=rendezvous.seconds("DIST_TIMEOUT"))
+        kwargs.setdefault("process_group", torch_dist.new_group(timeout=limit))
+    model = _DDP(model, [device] if device.type == "cuda" else None, **kwargs)
+    model.sync_buffers = kwargs.get("broadcast_buffers", kwargs.get("forward_sync_buffers"))  # renamed in torch 2.15
+    torch_dist.set_debug_level(level)
+    return model
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:
@@ -418,29 +346,15 @@ def unwrap_model(model: nn.Module) -> nn.Module:
     return model.module if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)) else model
 
 
-# ------------------------------------------------------------------------------------------------- starting processes
-
-
 def launch(worker_fn: Callable, *args: Any, nproc: int | None = None) -> Any:
     """Run `worker_fn(local_rank, world_size, *args)` once per device; returns what it returned on rank 0.
 
-    Under a launcher, this process is already one of several: worker_fn is called here (and other ranks return None).
-    Otherwise nproc (or NPROC) processes are started on this machine, by default one per visible GPU; with 1, worker_fn
-    is called here.  They talk over loopback: nothing can be reached from outside.  Each gets its share of the CPU's
-    cores, unless OMP_NUM_THREADS is set.
-
-    The first process to fail ends all, and `launch` raises SystemExit with its error alone (exit code 1); in a notebook
-    or shell RuntimeError with the same text.  SIGINT, SIGTERM and SIGHUP to this process end all of them with exit code
-    130, 143 or 129; so does a process that ends itself with one of these codes.  Should this process be killed, they
-    are, too.  SIGUSR1 prints where each rank is, and goes on; Ctrl-Z stops all of them until `fg`.
+    Starts nproc (or NPROC) processes on this machine, by default one per visible GPU.  Under a launcher, or with one,
+    worker_fn is called here.  The first to fail ends all: SystemExit with its error, in a notebook RuntimeError.
     """
     return launcher.run(worker_fn, args, nproc, finish=cleanup)
 
 
 def parse_args(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """`parser.parse_args()` for a script that calls `launch`: with the flags --nproc and --backend, checked.
-
-    Without a GPU the default is two processes.  What can't run ends here, with `parser.error`: before any process is
-    started.  If there is a flag --batch-size, it is taken as the global one, of which each process must get a share.
-    """
+    """`parser.parse_args()` with --nproc and --backend; what can't run is a `parser.error`, before anything starts."""
     return launcher.parse_args(parser)
