@@ -23,8 +23,6 @@ from torch import nn
 import checkpoint
 import distributed as dist
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def linear(value=0.0, outputs=2):
     model = nn.Linear(2, outputs, bias=False)
@@ -783,7 +781,6 @@ def _leaves_a_daemon(rank, n):
     multiprocessing.get_context("fork").Process(target=_asleep, daemon=True).start()
 
 
-@pytest.mark.timeout(20)
 def test_a_run_ends_though_a_daemon_process_of_a_worker_sleeps():
     # multiprocessing ends the daemons of a process by SIGTERM, and waits for them.
     started = time.monotonic()

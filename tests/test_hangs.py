@@ -14,8 +14,6 @@ from torch import nn
 import distributed as dist
 import rendezvous
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def _late(rank, n, missing, seconds, timeout=None):
     if rank in missing:

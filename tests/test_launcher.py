@@ -19,7 +19,6 @@ import distributed as dist
 import launcher
 import rendezvous
 
-pytestmark = pytest.mark.timeout(60)
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 
 
@@ -255,7 +254,7 @@ def test_children_that_the_caller_does_not_wait_for(tmp_path, reaps, thread):
         + "print(signal.getsignal(signal.SIGCHLD) == handler)\n"
     )
     before = "import launcher; launcher._start_method = lambda *_: ('fork', 1)"  # a thread would make it spawn
-    result = run(tmp_path, code, before=before, timeout=20)
+    result = run(tmp_path, code, before=before)
     how = r"(by os\._exit\(3\)|and nobody knows how)" if thread else r"by os\._exit\(3\)"
     assert re.fullmatch(rf"2\nrank 1 of 2 failed first: ended {how}\nTrue\n", result.out), result
 
