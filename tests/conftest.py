@@ -3,8 +3,10 @@
 import pytest
 import torch
 import torch._dynamo  # noqa: F401  the first DDP model of a process imports it, for seconds; forked ones find it here
+from tqdm import tqdm
 
 torch.set_num_threads(1)  # no OpenMP pool; `launch` gives each worker its own number of threads
+tqdm.monitor_interval = 0  # no thread that watches over progress bars
 
 
 @pytest.fixture(autouse=True)

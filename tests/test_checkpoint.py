@@ -669,7 +669,7 @@ def test_lock(tmp_path, monkeypatch):
         (tmp_path / ".last.pt.tmp").write_text("half")  # the holder's, which is at work
         started = time.monotonic()
         text = message(lambda: checkpoint.Keeper(tmp_path, model=linear()))
-        assert 0.3 <= time.monotonic() - started < 3
+        assert 0.3 <= time.monotonic() - started < 15
         assert text == f"another process is writing to {tmp_path}: end it first"
         assert (tmp_path / ".last.pt.tmp").exists()
     finally:
@@ -785,7 +785,7 @@ def test_a_run_ends_though_a_daemon_process_of_a_worker_sleeps():
     # multiprocessing ends the daemons of a process by SIGTERM, and waits for them.
     started = time.monotonic()
     run(_leaves_a_daemon, 2)
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 30
 
 
 def _expect(handler, mask):

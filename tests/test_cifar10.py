@@ -34,7 +34,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from test_distributed import run as of_processes
 from test_scripts import in_float16, refused
 from torchvision import datasets
-from tqdm import tqdm
 
 import checkpoint
 import cifar10_ddp
@@ -52,14 +51,6 @@ digits = data._digits
 counts = {{1: int(os.environ.get("TRAIN", {TRAIN})), 2: int(os.environ.get("TEST", {TEST}))}}
 data._digits = lambda count, seed: digits(counts[seed], seed)
 """
-
-
-@pytest.fixture(scope="module", autouse=True)
-def no_monitor():
-    """tqdm's monitor is a thread, and would make this process unfit for forking, which other tests do."""
-    interval, tqdm.monitor_interval = tqdm.monitor_interval, 0
-    yield
-    tqdm.monitor_interval = interval
 
 
 def start_in(cwd, *args, before="", **environment):
