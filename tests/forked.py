@@ -150,7 +150,7 @@ class Job:
 
 def shell(*command, cwd=ROOT, timeout=LIMIT, **environment):
     """`python command`, a process of its own; in a group of its own, of which all can be ended if it should hang."""
-    given = {name: value for name, value in (ENVIRONMENT | environment).items() if value is not None}
+    given = {name: str(value) for name, value in (ENVIRONMENT | environment).items() if value is not None}
     process = subprocess.Popen(
         [sys.executable, *map(str, command)],
         cwd=cwd,

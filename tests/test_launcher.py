@@ -500,43 +500,33 @@ def test_pythons_own_shell_survives_an_error(tmp_path):
     assert "KeyboardInterrupt" in result.err
 
 
-POOLS = """
-import os, sys, time, torch
-def parallel(): (torch.ones(3000, 3000) + 1).sum()
-if sys.argv[1] == "before the import":
-    parallel()
-import distributed as dist, launcher
+POOL = """
+import torch, distributed as dist, launcher
 print(launcher.fork_is_safe())
 def work(rank, n): return n
-if sys.argv[1] != "before the import":
-    dist.launch(work, nproc=2)  # ends the threads of OpenBLAS
-    parallel()  # starts as many others
-    print(launcher.fork_is_safe())
+dist.launch(work, nproc=2)  # ends the threads of OpenBLAS
+(torch.ones(500, 500) + 1).sum()  # starts as many others
+print(launcher.fork_is_safe())
 """
 
 
+@pytest.mark.slow
 @on_linux
-@pytest.mark.parametrize(
-    ("when", "answers", "environment"),
-    [
-        ("before the import", ["False"], {"GOTO_NUM_THREADS": "1", "OMP_NUM_THREADS": "2"}),  # no OpenBLAS threads
-        pytest.param("between two runs", ["True", "False"], {"OMP_NUM_THREADS": "2"}, marks=pytest.mark.slow),
-    ],
-)
-def test_a_pool_of_threads_is_noticed_whenever_it_was_made(tmp_path, when, answers, environment):
-    path = tmp_path / "pools.py"
-    path.write_text(POOLS)
-    result = shell(path, when, PYTHONPATH=ROOT, **environment)
-    assert result.out.splitlines() == answers, result.err
+def test_a_pool_of_threads_that_was_made_between_two_runs_is_noticed(tmp_path):
+    path = tmp_path / "pool.py"
+    path.write_text(POOL)
+    result = shell(path, PYTHONPATH=ROOT, OMP_NUM_THREADS=2)
+    assert result.out.splitlines() == ["True", "False"], result.err
 
 
 @on_linux
-def test_functions_of_a_shell_work_after_torch_was_used_and_are_refused_once_cuda_was_used(tmp_path):
+def test_functions_of_a_shell_are_forked_after_torch_was_used_and_refused_once_cuda_was_used(tmp_path):
     """torch.cuda.is_available() loads the driver; any library of that name stands in for it here."""
     code = (
-        "import ctypes, _ctypes, shutil, torch, distributed as dist\n"
-        "torch.set_num_threads(4)\n"
+        "import torch\n"
         "x = (torch.ones(500, 500) + 1).sum()\n"  # starts threads that a forked process has not
+        "import ctypes, _ctypes, shutil, sys, distributed as dist, launcher\n"
+        "print(launcher.fork_is_safe())\n"
         f"fake = {str(tmp_path / 'libcuda.so.1')!r}\n"
         "shutil.copy(_ctypes.__file__ if hasattr(_ctypes, '__file__') else sys.executable, fake)\n"
         "def work(rank, n):\n"
@@ -547,9 +537,10 @@ def test_functions_of_a_shell_work_after_torch_was_used_and_are_refused_once_cud
         "try: dist.launch(work, nproc=2)\n"
         "except RuntimeError as problem: print(problem)\n"
     )
-    result = shell("-c", "import sys\n" + code, PYTHONPATH=ROOT)
-    _, total, refusal = result.out.splitlines()
-    assert total == "500000.0", result
+    # GOTO_NUM_THREADS: no threads of OpenBLAS, which would be seen instead
+    result = shell("-c", code, PYTHONPATH=ROOT, GOTO_NUM_THREADS=1, OMP_NUM_THREADS=2)
+    safe, _, total, refusal = result.out.splitlines()
+    assert safe == "False" and total == "500000.0", result
     assert refusal.startswith("a new process can't find work, defined in a notebook or shell, and this"), result
 
 
