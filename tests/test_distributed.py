@@ -798,7 +798,7 @@ def _fail(rank, n, how):
     dist.all_reduce(torch.ones(1))  # waits for rank 1, and fails when it is gone
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("how", "says"),
     [
