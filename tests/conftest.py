@@ -1,10 +1,16 @@
 """pytest's own process must stay fit to be forked (launcher.fork_is_safe): spawned workers take seconds each."""
 
-import pytest
-import torch
-import torch._dynamo  # noqa: F401  the first DDP model of a process imports it, for seconds; forked ones find it here
+import forked
+
+forked.forker()  # its process imports what programs need, while this one does the same
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+import torch._dynamo  # noqa: E402, F401  a process's first DDP model imports it, for seconds; forked ones find it here
+from tqdm import tqdm  # noqa: E402
 
 torch.set_num_threads(1)  # no OpenMP pool; `launch` gives each worker its own number of threads
+tqdm.monitor_interval = 0  # no thread that watches over progress bars
 
 
 @pytest.fixture(autouse=True)

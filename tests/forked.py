@@ -24,14 +24,19 @@ _NOT_OURS += ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 ENVIRONMENT = {k: v for k, v in os.environ.items() if k not in _NOT_OURS and not k.startswith("DIST_")}
 ENVIRONMENT |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "no_proxy": "127.0.0.1"}
 ENVIRONMENT |= {"OMP_WAIT_POLICY": "PASSIVE"}  # or OpenMP's threads spin: ten times as long on a busy machine
+LIMIT = 100  # seconds for a run that hangs: less than pytest's own limit, which prints nothing of it
 SHELL = {"OMP_NUM_THREADS": None, "TMPDIR": None}  # what a user's shell has not set
 
 # For each line of stdin, a job: its process's id and its exit code, each on a line of stdout.
 PROGRAM = """
-import json, os, runpy, signal, sys, time, traceback
-import filelock, torch, torchvision, tqdm
+import io, json, os, runpy, signal, sys, time, traceback
+import filelock, torch, torch._dynamo, torch.utils.tensorboard, torchvision, tqdm
+from matplotlib.figure import Figure
 from PIL import ImageFont
-exec(sys.argv[1])
+axes = Figure().subplots()
+axes.plot([1], label="a")
+axes.legend()
+axes.figure.savefig(io.BytesIO(), format="png")  # the first picture looks for fonts
 for line in sys.stdin:
     job = json.loads(line)
     pid, ended, deadline = os.fork(), 0, time.monotonic() + job["timeout"]
@@ -67,7 +72,8 @@ except SystemExit as end:  # as the interpreter does it
 except BaseException:
     traceback.print_exc()
     code = 1
-sys.stdout.flush()
+if sys.stdout:  # or the test has closed it
+    sys.stdout.flush()
 os._exit(code)  # tidying up all of torch's modules would take over a second
 """
 
@@ -79,14 +85,14 @@ class Run(NamedTuple):
 
 
 class Forker:
-    """Starts programs, one after the other; `imports` is what it runs before the first."""
+    """Starts programs, one after the other."""
 
-    def __init__(self, imports=""):
-        command, pipe = [sys.executable, "-c", PROGRAM, imports], subprocess.PIPE
+    def __init__(self):
+        command, pipe = [sys.executable, "-c", PROGRAM], subprocess.PIPE
         self.process = subprocess.Popen(command, env=ENVIRONMENT, stdin=pipe, stdout=pipe, text=True)
         self.folder, self.job = tempfile.TemporaryDirectory(), None
 
-    def start(self, script, *args, cwd=None, before="", path=(), timeout=30, **environment):
+    def start(self, script, *args, cwd=None, before="", path=(), timeout=LIMIT, **environment):
         """As `python script args` in the folder cwd (or an empty one), with SIGKILL after the timeout.
 
         `before` is run first, `path` is PYTHONPATH, `environment` are further variables; None: not set.
@@ -119,9 +125,9 @@ class Forker:
 
 
 @functools.cache
-def forker(imports=""):
-    """The one Forker with these imports, for all tests."""
-    made = Forker(imports)
+def forker():
+    """The one Forker, for all tests."""
+    made = Forker()
     atexit.register(made.end)
     return made
 
@@ -142,9 +148,9 @@ class Job:
             self.wait()
 
 
-def shell(*command, cwd=ROOT, timeout=60, **environment):
+def shell(*command, cwd=ROOT, timeout=LIMIT, **environment):
     """`python command`, a process of its own; in a group of its own, of which all can be ended if it should hang."""
-    given = {name: value for name, value in (ENVIRONMENT | environment).items() if value is not None}
+    given = {name: str(value) for name, value in (ENVIRONMENT | environment).items() if value is not None}
     process = subprocess.Popen(
         [sys.executable, *map(str, command)],
         cwd=cwd,

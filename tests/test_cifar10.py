@@ -5,6 +5,7 @@ Runs are forked from a process that has imported all they need (forked.py); the 
 
 import contextlib
 import csv
+import functools
 import hashlib
 import importlib.util
 import io
@@ -33,26 +34,15 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from test_distributed import run as of_processes
 from test_scripts import in_float16, refused
 from torchvision import datasets
-from tqdm import tqdm
 
 import checkpoint
 import cifar10_ddp
 import data
 import distributed as dist
 
-pytestmark = pytest.mark.timeout(90)
 SCRIPT = "cifar10_ddp.py"
 TRAIN, TEST, BATCH = 960, 400, 96  # ten steps an epoch
 FLAGS = ("--dataset", "synthetic", "--width", 2, "--batch-size", BATCH, "--epochs", 2)
-
-IMPORTS = """
-import io, torch._dynamo, torch.utils.tensorboard
-from matplotlib.figure import Figure
-axes = Figure().subplots()
-axes.plot([1], label="a")
-axes.legend()
-axes.figure.savefig(io.BytesIO(), format="png")
-"""
 
 # Before the script: fewer digits.
 SMALL = f"""
@@ -63,17 +53,8 @@ data._digits = lambda count, seed: digits(counts[seed], seed)
 """
 
 
-@pytest.fixture(scope="module", autouse=True)
-def no_monitor():
-    """tqdm's monitor is a thread, and would make this process unfit for forking, which other tests do."""
-    interval, tqdm.monitor_interval = tqdm.monitor_interval, 0
-    yield
-    tqdm.monitor_interval = interval
-
-
-def start_in(cwd, *args, before="", timeout=60, **environment):
-    before = SMALL + before
-    return forker(IMPORTS).start(SCRIPT, *args, cwd=cwd, before=before, timeout=timeout, **environment)
+def start_in(cwd, *args, before="", **environment):
+    return forker().start(SCRIPT, *args, cwd=cwd, before=SMALL + before, **environment)
 
 
 @pytest.fixture
@@ -324,13 +305,13 @@ def test_loss_scaling(n):
 
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_every_example_is_evaluated_once(run, tmp_path, n):
-    # Neither 200 nor 2000 divides by 3, and no batch divides anything.
+    # Neither 200 nor 500 divides by 3, and no batch divides anything.
     flags = ("--dataset", "synthetic", "--width", 2, "--batch-size", 97, "--epochs", 1)
-    result = run(*flags, "--nproc", n, TRAIN=200, TEST=2000)
+    result = run(*flags, "--nproc", n, TRAIN=200, TEST=500)
     assert result.code == 0 and result.err == "", result.err
     assert f"global batch {97 // n * n} = {n} x {97 // n}; " in result.out
     lines = [line for line in result.out.splitlines() if line.startswith("epoch")]
-    assert agrees(rows(the_folder(tmp_path / "cwd")), lines, train=200, test=2000)
+    assert agrees(rows(the_folder(tmp_path / "cwd")), lines, train=200, test=500)
 
 
 @pytest.mark.parametrize(("stop", "count"), [(False, 12), (True, 5)])
@@ -409,16 +390,30 @@ data.batches = counted
 """
 
 
+@pytest.fixture(scope="module")
+def stopped_once(tmp_path_factory):
+    """stopped_once(nproc, at, ...): the result and the folder of a run that was told to stop; don't change it."""
+
+    @functools.cache
+    def stopped_once(nproc, at, *flags, **environment):
+        cwd = tmp_path_factory.mktemp("stopped") / "cwd"
+        environment |= {"before": TERMINATE, "AT": at, "LAST": nproc - 1}
+        result = start_in(cwd, *(flags or FLAGS), "--nproc", nproc, **environment).wait()
+        assert result.code == 143, result
+        return result, the_folder(cwd)
+
+    return stopped_once
+
+
 @pytest.fixture
-def stopped(start, tmp_path):
+def stopped(stopped_once, tmp_path):
     """stopped(nproc, at, ...): a run that was told to stop; returns its folder, the epoch and the batch it was at."""
 
     def stopped(nproc, at, *flags, **environment):
-        environment |= {"before": TERMINATE, "AT": at, "LAST": nproc - 1}
-        result = start(*(flags or FLAGS), "--nproc", nproc, **environment).wait()
-        assert result.code == 143, result
+        result, original = stopped_once(nproc, at, *flags, **environment)
         assert result.err == (f"launch: SIGTERM: ending {nproc} processes\n" if nproc > 1 else "")
-        folder = the_folder(tmp_path / "cwd")
+        folder = tmp_path / "cwd" / "runs" / original.name
+        shutil.copytree(original, folder)
         pattern = r"SIGTERM: saved at epoch (\d), batch (\d+) of \d+; go on with --resume runs/(.+)"
         epoch, batch, name = re.fullmatch(pattern, result.out.splitlines()[-1]).groups()
         assert name == folder.name
@@ -455,7 +450,7 @@ def test_sigterm_and_resume(run, reference, stopped, n, at, epoch, batches):
     assert " 0 images/s" not in result.out
 
 
-@pytest.mark.parametrize(("n", "at"), [(2, 16), (3, 11)])
+@pytest.mark.parametrize(("n", "at"), [(2, 16), pytest.param(3, 11, marks=pytest.mark.slow)])
 def test_sigterm_to_one_process_stops_the_run(stopped, n, at):
     """All ranks save together, and the run ends with 143, as if the program itself had been told."""
     stopped(n, at, TO_ONE=1)
@@ -497,6 +492,7 @@ def test_a_checkpoint_alone_starts_a_new_run(run, reference, stopped, tmp_path):
     assert without_speed(rows(the_folder(tmp_path / "cwd"))) == without_speed(rows(reference(1)[1]))
 
 
+@pytest.mark.slow
 def test_dropout_goes_on_with_the_same_random_numbers(run, stopped, tmp_path):
     flags = ("--dataset", "synthetic", "--model", "squeezenet1_1", "--batch-size", 8, "--dry-run", "--nproc", 2)
     assert run(*flags, "--output-dir", "whole").code == 0
@@ -544,7 +540,7 @@ def children(pid):
     return []
 
 
-@pytest.mark.parametrize(("n", "kills"), [(1, 2), (2, 3)])
+@pytest.mark.parametrize(("n", "kills"), [pytest.param(1, 2, marks=pytest.mark.slow), (2, 3)])
 def test_killed_again_and_again(start, reference, tmp_path, n, kills):
     """SIGKILL at random moments, to the parent alone or to all, a checkpoint being written after every step."""
     seed = int(os.environ.get("SEED") or time.time_ns() % 10**6)
@@ -634,7 +630,7 @@ def test_torchrun_restarts_it_after_a_kill(reference, tmp_path):
     # The 11 calls of the first epoch, and 4 of the second.
     (tmp_path / SCRIPT).write_text(UNDER_TORCHRUN)
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=2")
-    result = shell(*torchrun, SCRIPT, *FLAGS, "--checkpoint-every", 2, cwd=tmp_path, timeout=80)
+    result = shell(*torchrun, SCRIPT, *FLAGS, "--checkpoint-every", 2, cwd=tmp_path)
     assert result.code == 0, result.err
     folder = the_folder(tmp_path)
     assert re.search(rf"resuming runs/{folder.name}/last\.pt at epoch 2, batch 2 of 10\n", result.out)
@@ -717,7 +713,7 @@ def test_bad_value(run, tmp_path, args, words):
     torch.save({"weight": torch.zeros(2)}, cwd / "weights.pt")
     checkpoint.Keeper(cwd / "other", {"model": "resnet9"}, model=torch.nn.Linear(1, 1)).save(1)
     width = () if "--width" in args or "--model" in args else ("--width", 2)
-    assert refused(run("--dataset", "synthetic", "--epochs", 2, *width, *args, timeout=20), SCRIPT, *words)
+    assert refused(run("--dataset", "synthetic", "--epochs", 2, *width, *args), SCRIPT, *words)
 
 
 OTHER = [
@@ -739,10 +735,10 @@ OTHER = [
 def test_resume_with_other_flags(run, finished):
     no_download = "data.prepare = lambda *args, **options: None"
     for args, words in OTHER:
-        result = run(*FLAGS, "--nproc", 1, "--resume", finished, *args, before=no_download, timeout=20)
+        result = run(*FLAGS, "--nproc", 1, "--resume", finished, *args, before=no_download)
         assert refused(result, SCRIPT, f"{finished}/last.pt was trained with", words), args
     flags = ("--dataset", "synthetic", "--batch-size", BATCH, "--epochs", 2)
-    result = run(*flags, "--model", "resnet18", "--resume", finished, timeout=20)
+    result = run(*flags, "--model", "resnet18", "--resume", finished)
     assert refused(result, SCRIPT, "resume it with", "--model resnet9", "--width 2")
 
 

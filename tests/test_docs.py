@@ -149,7 +149,7 @@ def run_snippet(file, folder):
     (folder / "train.py").write_text(prelude + program, encoding="utf-8")
     for helper in {*HELPERS, file}:  # as the README says: copied beside the program
         shutil.copy(ROOT / helper, folder)
-    done = forker().run(folder / "train.py", cwd=folder, timeout=60, NPROC=2)
+    done = forker().run(folder / "train.py", cwd=folder, NPROC=2)
     assert done.code == 0, done.err
     assert "2 processes" in done.out
     return done.out

@@ -17,7 +17,7 @@ ROWS = [
     *("command", "python", "torch", "torchvision", "CPU", "GPUs", "backends", "launcher", "limits", "temporary folder"),
     *("loopback", "host name", "collectives, gloo", "training, gloo"),
 ]
-FAST = {"DIST_INIT_TIMEOUT": "3", "DIST_TIMEOUT": "1", "DIST_GRACE": "0.5"}
+FAST = {"DIST_INIT_TIMEOUT": "3", "DIST_TIMEOUT": "1", "DIST_GRACE": "0.5"}  # for ranks that hang
 
 
 def _host_has_an_address():
@@ -67,7 +67,7 @@ def test_a_healthy_machine():
     assert re.match(rf"{len(os.sched_getaffinity(0))} cores, OMP_NUM_THREADS not set", found["CPU"])
     assert found["GPUs"] == "none (CUDA_VISIBLE_DEVICES empty): everything runs on the CPU"
     assert all(re.fullmatch(r"2 processes, right answers in \d+\.\d s", found[what]) for what in ROWS[-2:])
-    assert seconds < 15
+    assert seconds < 60  # or it has waited for something; on an idle machine it takes less than 10
 
 
 # ---------------------------------------------------------------------------------------- faults, planted one at a time
@@ -156,7 +156,7 @@ distributed.gather = gather
 }
 
 
-def planted(fault, tmp_path):
+def planted(fault, tmp_path, **environment):
     """`python doctor.py` with a fault in distributed.py."""
     path = tmp_path / "planted.py"
     start = (
@@ -164,9 +164,9 @@ def planted(fault, tmp_path):
     )
     path.write_text(f"import os, sys, time\nimport distributed\n{FAULTS[fault]}{start}")
     started = time.monotonic()
-    table, wrong = examined(python(path, path=[ROOT], **FAST))
+    table, wrong = examined(python(path, path=[ROOT], **environment))
     assert list(table) == ROWS
-    assert time.monotonic() - started < 25
+    assert time.monotonic() - started < 50  # they would hang for 60
     return path, wrong
 
 
@@ -186,7 +186,7 @@ def test_wrong_answers(fault, what, says, tmp_path):
 
 @whole_table
 def test_a_rank_that_hangs(tmp_path):
-    path, wrong = planted("a rank hangs", tmp_path)
+    path, wrong = planted("a rank hangs", tmp_path, **FAST)
     assert list(wrong) == ["collectives, gloo"]
     first, zero, one = wrong["collectives, gloo"].splitlines()
     assert re.match("rank 0 of 2 failed first: .*[Tt]imed out.*: is a firewall or a security tool in the way", first)
@@ -198,7 +198,7 @@ def test_a_rank_that_hangs(tmp_path):
 @whole_table
 def test_ranks_that_all_hang(tmp_path):
     """No collective can time out here: the doctor's own limit does."""
-    path, wrong = planted("all ranks hang", tmp_path)
+    path, wrong = planted("all ranks hang", tmp_path, **FAST)
     assert list(wrong) == ["collectives, gloo"]
     first, *stand = wrong["collectives, gloo"].splitlines()
     assert first.startswith("TimeoutError: no end after 9 s: is a firewall")
@@ -229,6 +229,7 @@ def test_gpus_are_described(monkeypatch, capsys):
     assert capsys.readouterr().out == "0: NVIDIA H200, 9.0, 139 GiB\n1: NVIDIA H200, 9.0, 139 GiB\n"
 
 
+@pytest.mark.slow
 @whole_table
 def test_cuda_that_cannot_start():
     """device_count counts the GPUs of a driver that is too old; only the start of CUDA fails."""
@@ -270,7 +271,7 @@ def test_a_start_of_cuda_that_fails(start, reason, two_gpus):
     ok, _, found = doctor._gpus(torch)
     assert not ok and "\n" not in found
     assert found.startswith(f"2 (CUDA_VISIBLE_DEVICES not set), but CUDA can't start: {reason}: "), found
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 30
 
 
 def test_a_start_of_cuda_that_works(two_gpus):
@@ -377,35 +378,38 @@ def worker(rank, n, case):
         if not odd:
             c10d.all_reduce(torch.ones(3))
 
-dist.launch(worker, sys.argv[1], nproc=2)
+for case in sys.argv[1:-1]:
+    try:
+        dist.launch(worker, case, nproc=2)
+    except SystemExit as failure:
+        print(failure, "THE NEXT", file=sys.stderr, sep="\\n", flush=True)
+dist.launch(worker, sys.argv[-1], nproc=2)
 """
 
+CALLS = {
+    "shape": ["OpType=ALLREDUCE, TensorShape=[3]", "OpType=ALLREDUCE, TensorShape=[5]"],
+    "dtype": ["TensorDtypes=Float", "TensorDtypes=Double"],
+    "collective": ["OpType=ALLREDUCE", "OpType=BROADCAST"],
+    "count": ["line 18, in worker", "c10d.all_reduce(torch.ones(3))", "(rank 1 had finished)"],
+}
 
-@pytest.mark.parametrize(
-    ("case", "calls"),
-    [
-        ("shape", ["OpType=ALLREDUCE, TensorShape=[3]", "OpType=ALLREDUCE, TensorShape=[5]"]),
-        ("dtype", ["TensorDtypes=Float", "TensorDtypes=Double"]),
-        ("collective", ["OpType=ALLREDUCE", "OpType=BROADCAST"]),
-        ("count", ["line 18, in worker", "c10d.all_reduce(torch.ones(3))", "(rank 1 had finished)"]),
-    ],
-)
-def test_a_script_whose_ranks_disagree(case, calls, tmp_path):
+
+def test_a_script_whose_ranks_disagree(tmp_path):
     (tmp_path / "disagrees.py").write_text(DISAGREES)
-    done = python("doctor.py", "run", tmp_path / "disagrees.py", case, PYTHONPATH=ROOT)
+    done = python("doctor.py", "run", tmp_path / "disagrees.py", *CALLS, PYTHONPATH=ROOT)
     assert done.code == 1
-    assert done.err.count("Traceback") == 1 and len(re.findall("failed first:", done.err)) == 1
-    for call in calls:
-        assert call in done.err, done.err
+    for case, said in zip(CALLS, done.err.split("THE NEXT\n"), strict=True):
+        assert said.count("Traceback") == 1 and len(re.findall("failed first:", said)) == 1, case
+        for call in CALLS[case]:
+            assert call in said, (case, said)
 
 
-@pytest.mark.parametrize(
-    ("script", "args", "says"),
-    [
-        ("mnist_ddp.py", ["--dataset", "synthetic", "--dry-run"], r"^epoch 1/1  loss .*\ndone in"),
-        ("min_DDP.py", ["--epochs", "1"], "^epoch 0  loss .* in the last batch"),
-    ],
-)
+HEALTHY = [("min_DDP.py", ["--epochs", "1"], "^epoch 0  loss .* in the last batch")]
+DRY = ["--dataset", "synthetic", "--dry-run"]
+HEALTHY += [pytest.param("mnist_ddp.py", DRY, r"^epoch 1/1  loss .*\ndone in", marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize(("script", "args", "says"), HEALTHY)
 def test_a_healthy_script_runs_to_its_end(script, args, says):
     done = python("doctor.py", "run", ROOT / script, *args)
     assert done.code == 0, done.err

@@ -35,7 +35,7 @@ import launcher
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 ENDS_WITHIN = 5  # seconds; the promise
-STOPS_WITHIN = 1  # seconds, after Ctrl-Z
+STOPS_WITHIN = 3  # seconds, after Ctrl-Z
 SAVES_FOR = 0.5  # seconds that a rank needs for its checkpoint
 
 
@@ -563,10 +563,7 @@ SOME_CASES = [
     ("fork", "train", "stopped", "SIGKILL"),
     ("fork", "train", "nohup", "SIGHUP"),
     ("spawn", "start", "parent", "SIGTERM"),
-    ("spawn", "start", "terminal", "SIGINT"),
-    ("spawn", "train", "parent", "SIGKILL"),
-    ("timeout", "save", "parent", "SIGALRM"),
-    ("bash", "save", "window", "SIGHUP"),
+    ("bash", "train", "keys", "SIGTSTP"),
 ]
 SLOW = [pytest.mark.slow, pytest.mark.timeout(1200)]
 

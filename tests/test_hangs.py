@@ -14,21 +14,25 @@ from torch import nn
 import distributed as dist
 import rendezvous
 
-pytestmark = pytest.mark.timeout(60)
 
-
-def _late(rank, n, missing, seconds, timeout=None):
-    if rank in missing:
-        time.sleep(seconds)
-    dist.init_process_group(rank, n, timeout=timeout)
+def _comes_when_it_is_named(rank, n, missing):
+    while rank in missing and not os.pread(2, 1000, 0):  # with capfd, standard error is a file
+        time.sleep(0.01)
+    dist.init_process_group(rank, n)
     return dist.all_reduce(torch.tensor(1)).item()
 
 
 @pytest.mark.parametrize(("n", "missing", "names"), [(2, [1], "rank 1 of 2"), (4, [1, 3], "rank 1, rank 3 of 4")])
 def test_the_roll_call_names_the_missing_and_goes_on_when_they_come(n, missing, names, monkeypatch, capfd):
-    monkeypatch.setattr(rendezvous, "REPORT_MISSING_AFTER", 0.5)
-    assert dist.launch(_late, missing, 1.5, nproc=n) == n
+    monkeypatch.setattr(rendezvous, "REPORT_MISSING_AFTER", 1)  # enough for the others to come
+    assert dist.launch(_comes_when_it_is_named, missing, nproc=n) == n
     assert capfd.readouterr().err == f"distributed: waiting for {names}\n"
+
+
+def _late(rank, n, missing, timeout=None):
+    if rank in missing:
+        time.sleep(30)
+    dist.init_process_group(rank, n, timeout=timeout)
 
 
 @pytest.mark.parametrize(
@@ -41,7 +45,7 @@ def test_the_roll_call_names_the_missing_and_goes_on_when_they_come(n, missing, 
 def test_whoever_does_not_come_in_time_is_named_and_found(n, missing, names, limit, timeout, monkeypatch):
     monkeypatch.setenv("DIST_INIT_TIMEOUT", limit)
     with pytest.raises(SystemExit) as failure:
-        dist.launch(_late, missing, 30, timeout, nproc=n)
+        dist.launch(_late, missing, timeout, nproc=n)
     text = str(failure.value)
     assert f"TimeoutError: init_process_group: {names} did not come within 1 s" in text
     for rank in missing:
@@ -49,12 +53,12 @@ def test_whoever_does_not_come_in_time_is_named_and_found(n, missing, names, lim
 
 
 def test_the_time_until_the_missing_are_listed_is_part_of_the_time_out(monkeypatch, capfd):
-    monkeypatch.setattr(rendezvous, "REPORT_MISSING_AFTER", 1)
+    monkeypatch.setattr(rendezvous, "REPORT_MISSING_AFTER", 0.9)
     store, world = torch.distributed.HashStore(), rendezvous.World("", 0, 2, 0, 2)
     started = time.monotonic()
     with pytest.raises(TimeoutError, match="rank 1 of 2 did not come within 1 s"):
-        rendezvous._roll_call(store, world, 1.2, "machine 0", "")
-    assert 1.2 <= time.monotonic() - started < 2
+        rendezvous._roll_call(store, world, 1.0, "machine 0", "")
+    assert 1.0 <= time.monotonic() - started < 1.9
     assert capfd.readouterr().err == "distributed: waiting for rank 1 of 2\n"
 
 
@@ -63,7 +67,7 @@ def test_the_last_step_of_joining_has_the_same_time_out(monkeypatch):
     before = time.monotonic()
     with pytest.raises(RuntimeError):
         rendezvous.wait_for_all(torch.distributed.HashStore(), rendezvous.World("", 0, 2, 0, 2), timeout=0.2)
-    assert time.monotonic() - before < 5
+    assert time.monotonic() - before < 15
 
 
 def _serve(pipe):
@@ -117,13 +121,13 @@ def _stuck(rank, n):
     dist.barrier()
 
 
-@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("n", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_a_collective_that_times_out_ends_with_where_each_rank_stands(n, monkeypatch):
     monkeypatch.setenv("DIST_TIMEOUT", "1")
     before = time.monotonic()
     with pytest.raises(SystemExit) as failure:
         dist.launch(_stuck, nproc=n)
-    assert time.monotonic() - before < 6
+    assert time.monotonic() - before < 25  # not the 30 s for which one of them sleeps
     text = str(failure.value)
     assert re.match(rf"rank \d of {n} failed first:", text) and text.count("Traceback") == 1
     table = text.partition("where each rank stands:\n")[2].splitlines()
@@ -146,8 +150,10 @@ def _asks(rank, n, stop):
     return dist.all_reduce(torch.tensor(rank)).item()
 
 
-@pytest.mark.parametrize("n", [2, 4])
-@pytest.mark.parametrize("stop", [False, True])
+MORE = [pytest.param(2, True, marks=pytest.mark.slow), pytest.param(4, False, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize(("n", "stop"), [(2, False), (4, True), *MORE])
 def test_sigusr1_to_the_parent_prints_where_each_rank_stands_and_goes_on(n, stop, capfd):
     assert dist.launch(_asks, stop, nproc=n) == n * (n - 1) // 2
     lines = capfd.readouterr().err.splitlines()
@@ -157,6 +163,8 @@ def test_sigusr1_to_the_parent_prints_where_each_rank_stands_and_goes_on(n, stop
         assert re.fullmatch(r"  rank 1: no answer \(if it was stopped: kill -CONT \d+\)", lines[2])
     else:
         assert re.fullmatch(rf"  rank 1: {re.escape(__file__)}:\d+, _asks, in all_reduce", lines[2])
+    for rank in range(2, n):
+        assert re.fullmatch(rf"  rank {rank}: {re.escape(__file__)}:\d+, _asks, in all_reduce", lines[1 + rank])
 
 
 def _asked_again(rank, n, then):
@@ -248,7 +256,7 @@ def test_ddp_in_a_checked_run_has_the_time_out_of_the_others(monkeypatch):
     before = time.monotonic()
     with pytest.raises(SystemExit, match=r"rank 0 of 2 failed first(?s:.*)rank 1: .*_busy_elsewhere$"):
         dist.launch(_late_in_ddp, nproc=2)
-    assert time.monotonic() - before < 10
+    assert time.monotonic() - before < 25
 
 
 # ------------------------------------------------------------------------------------------------------- model, GPUs
@@ -283,7 +291,7 @@ def test_two_ranks_on_one_gpu_are_named():
 
 if __name__ == "__main__":  # the texts, to look at:  PYTHONPATH=. python tests/test_hangs.py
     for worker, args, n, env in [
-        (_late, ([1], 30), 2, {"DIST_INIT_TIMEOUT": "12"}),
+        (_late, ([1],), 2, {"DIST_INIT_TIMEOUT": "12"}),
         (_stuck, (), 4, {"DIST_TIMEOUT": "2"}),
         (_asks, (True,), 4, {}),
         (_disagrees, ("shape",), 2, {}),

@@ -4,11 +4,18 @@ import csv
 import io
 import json
 
+import pytest
+import torch.utils.tensorboard  # noqa: F401  the forked processes find it imported, and matplotlib, too
 from PIL import Image
 from test_distributed import WORLDS, run
 
 import checkpoint
 import report
+
+
+@pytest.fixture(scope="module", autouse=True)
+def a_first_picture():
+    report.curves([], "")
 
 
 def _reports(rank, n, folder):
