@@ -34,9 +34,10 @@ from equivalence_ways import BATCH, WAYS, Run, Way, ddp
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 LIMITS = {"fp32": 1e-6, "fp64": 1e-12}  # a weight of size 1 is rounded to 6e-8 and 1e-16
 WORLD_SIZES = [1, 2, 3, 4, 6, 8]  # shares of the global batch that can be halved, and no empty share of the last batch
+TORCHRUN_TIMEOUT = 600  # seconds
 TORCHRUN = Way("DDP, started by torchrun", ddp, True)
-BLUE = "#0072B2"  # the right ways; the others from the same colour-blind safe set (Okabe and Ito)
-COLOURS = ("#D55E00", "#009E73", "#CC79A7", "#E69F00", "#000000", "#56B4E9")
+BLUE = "#0072B2"  # the right ways; the others have colours that colour-blind people can tell apart (Okabe and Ito, Tol)
+COLOURS = ("#D55E00", "#009E73", "#CC79A7", "#E69F00", "#000000", "#56B4E9", "#999933", "#882255", "#888888")
 
 
 class Row(NamedTuple):
@@ -80,18 +81,20 @@ def measure(local_rank: int, world_size: int, ways: list[str], steps: int, backe
 
 
 def measure_torchrun(nproc: int, steps: int, backend: str | None) -> dict:
-    """This program again, started by torchrun, with DDP alone; returns {dtype: {name: Row}}."""
+    """This program again, started by torchrun, with DDP alone; returns {dtype: {name: Row}}, with NaN if it fails."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that torchrun ends as well
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}", __file__]
         command += ["--ways", "ddp", f"--steps={steps}", f"--output={folder}"]
         command += [f"--backend={backend}"] if backend else []
         env = {"OMP_NUM_THREADS": "1"} | os.environ  # or torchrun warns that it sets it
-        done = subprocess.run(command, env=env, capture_output=True, text=True)
-        file = Path(folder, "equivalence.json")
-        if not file.exists():
-            sys.exit(f"torchrun has failed (exit code {done.returncode}):\n{done.stdout}{done.stderr}")
-        rows = json.loads(file.read_text(encoding="utf-8"))
+        try:
+            done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=TORCHRUN_TIMEOUT)
+            rows = json.loads(Path(folder, "equivalence.json").read_text(encoding="utf-8"))
+        except (FileNotFoundError, subprocess.TimeoutExpired) as problem:
+            reason = problem if isinstance(problem, subprocess.TimeoutExpired) else done.stderr
+            print(f"torchrun failed: {reason}", file=sys.stderr)
+            return {dtype: {TORCHRUN.name: Row([math.nan], "")} for dtype in DTYPES}
     return {dtype: {TORCHRUN.name: Row(*rows[dtype][str(nproc)]["DDP"])} for dtype in DTYPES}
 
 
@@ -102,7 +105,7 @@ def too_far(results: Results) -> list[str]:
         for dtype, nproc in itertools.product(results, results["fp32"]):
             row = results[dtype][nproc].get(way.name)
             if row and row.distances and not row.distances[-1] <= LIMITS[dtype]:  # not: so that NaN is too far
-                size = f"{row.distances[-1]:.0e} is more than {LIMITS[dtype]:.0e}"
+                size = f"{short(row.distances[-1])}, but the limit is {short(LIMITS[dtype])}"
                 lines.append(f"not equal: {way.name}, {dtype}, {nproc} processes: {size}")
     return lines
 
@@ -110,14 +113,16 @@ def too_far(results: Results) -> list[str]:
 # ------------------------------------------------------------------------------------------------- tables and a picture
 
 
+def short(number: float) -> str:
+    """With one digit: more would differ from machine to machine."""
+    return f"{number:.0e}".replace("e-0", "e-") if 0 < number < 1e-3 else f"{number:.1g}"
+
+
 def cell(way: Way, row: Row | None) -> str:
-    """The last distance, with one digit: more would differ from machine to machine."""
+    """The distance after the last step."""
     if row is None or not row.distances:
         return row.note if row else "-"
-    distance = row.distances[-1]
-    if way.is_accuracy:
-        return f"{100 * distance:.1g} points"
-    return f"{distance:.0e}".replace("e-0", "e-") if 0 < distance < 1e-3 else f"{distance:.1g}"
+    return f"{short(100 * row.distances[-1])} points" if way.is_accuracy else short(row.distances[-1])
 
 
 def table(results: Results, ways: list[Way], dtypes: list[str], sentences: bool = False) -> str:
@@ -161,21 +166,16 @@ def spread(heights: list[float], gap: float) -> list[float]:
     return placed
 
 
-def label(axes: Any, ends: list[tuple[str, float, str]]) -> None:
-    """Names beside the ends of the lines, in their colours; ends: (name, distance, colour)."""
+def label(axes: Any, ends: list[tuple[str, float, str]], up: bool) -> None:
+    """Names beside the ends of lines: (name, distance, colour).  Where these are close, names move up, or down."""
+    sign = 1 if up else -1
     bottom, top = (math.log10(limit) for limit in axes.get_ylim())
-    heights = spread([math.log10(distance) for _, distance, _ in ends], gap=(top - bottom) / 24)
+    heights = spread([sign * math.log10(distance) for _, distance, _ in ends], gap=(top - bottom) / 23)
+    step = axes.get_xlim()[1]
     for (name, distance, colour), height in zip(ends, heights, strict=True):
-        step = axes.get_xlim()[1]
-        axes.annotate(
-            name,
-            (step, distance),
-            (step * 1.07, 10**height),
-            color=colour,
-            va="center",
-            annotation_clip=False,
-            arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.7},
-        )
+        arrow = {"arrowstyle": "-", "color": colour, "linewidth": 0.7, "relpos": (0, 0.5), "patchA": None}
+        where = (step * 1.08, 10 ** (sign * height))
+        axes.annotate(name, (step, distance), where, color=colour, va="center", annotation_clip=False, arrowprops=arrow)
 
 
 def picture(results: Results) -> bytes:
@@ -185,25 +185,31 @@ def picture(results: Results) -> bytes:
     nproc = max(results["fp32"])
     measured = results["fp32"][nproc]
     ways = [way for way in WAYS if way.name in measured and measured[way.name].distances and not way.is_accuracy]
-    wrong = [way.name for way in ways if not way.must_be_equal]
-    colours = dict(zip(wrong, itertools.cycle(COLOURS), strict=False))
-    figure = Figure(figsize=(12, 5.5), dpi=120, layout="constrained")
+    others = [way.name for way in ways if not way.must_be_equal]
+    colours = dict(zip(others, itertools.cycle(COLOURS), strict=False))
+    figure = Figure(figsize=(12, 5.6), dpi=120, layout="constrained")
     panels = figure.subplots(1, 2, sharey=True)
     for axes, dtype in zip(panels, DTYPES, strict=True):
         ends = []
         for way in ways:
             distances = [distance or math.nan for distance in results[dtype][nproc][way.name].distances]
             colour = colours.get(way.name, BLUE)
-            axes.plot(range(1, len(distances) + 1), distances, "--" if way.name in colours else "-", color=colour)
-            if way.name in colours and 0 < distances[-1] < math.inf:
+            axes.plot(range(1, len(distances) + 1), distances, "-" if way.must_be_equal else "--", color=colour)
+            if 0 < distances[-1] < math.inf:
                 ends.append((way.name, distances[-1], colour))
+        last = max([2, *(len(measured[way.name].distances) for way in ways)])
+        axes.set(title=dtype, xlabel="step", yscale="log", ylim=(1e-18, 10), xlim=(1, last))
         axes.axhline(LIMITS[dtype], color="0.5", linewidth=0.8, linestyle=":")
-        axes.text(1, LIMITS[dtype], f"limit for right ways: {LIMITS[dtype]:.0e}", color="0.4", va="bottom")
-        axes.set(title=dtype, xlabel="step", yscale="log", ylim=(1e-18, 10), xlim=(1, max(2, len(distances))))
+        axes.text(
+            last, LIMITS[dtype], f"limit of right ways: {short(LIMITS[dtype])} ", color="0.4", va="bottom", ha="right"
+        )
         axes.grid(alpha=0.3)
-    label(panels[1], ends)
-    panels[0].set_ylabel("max |dw|")
-    figure.suptitle(f"Distance of the weights from those of one process: {nproc} processes")
+    label(panels[1], [end for end in ends if end[1] < LIMITS["fp64"]], up=True)
+    label(panels[1], [end for end in ends if end[1] >= LIMITS["fp64"]], up=False)
+    panels[0].set_ylabel("max |dw|: distance of the weights from one process")
+    figure.suptitle(
+        f"{nproc} processes against one: right ways (solid) differ by rounding only, mistakes (dashed) by far more"
+    )
     content = io.BytesIO()
     figure.savefig(content, format="png")
     return content.getvalue()
@@ -259,6 +265,7 @@ def main() -> int:
     args = parse_args()
     ways = [way.name for way in WAYS if way.function.__name__ in args.ways]
     results: Any = {dtype: {nproc: {} for nproc in args.nproc} for dtype in DTYPES}
+    torch.optim.SGD([nn.Parameter(torch.zeros(1))], 0.1)  # imports what every process would import by itself
     for nproc in args.nproc:
         rows = dist.launch(measure, ways, args.steps, args.backend, nproc=nproc)
         if rows is None:  # under a launcher rank 0 goes on alone

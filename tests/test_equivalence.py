@@ -73,7 +73,7 @@ def test_a_broken_way_is_found(tmp_path, mistake):
     before = f"import distributed\nreal = distributed.all_reduce\ndef broken(tensor, op='sum'): return {body}\n"
     done = program(tmp_path, *FAST, before=before + "distributed.all_reduce = broken")
     assert done.code == 1
-    assert "not equal: DDP by hand, fp32, 2 processes: " in done.out and "is more than 1e-06\n" in done.out
+    assert "not equal: DDP by hand, fp32, 2 processes: " in done.out and ", but the limit is 1e-6\n" in done.out
     assert "not equal: DDP by hand, fp64, 2 processes: " in done.out and "are equal" not in done.out
 
 
