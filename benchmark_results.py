@@ -11,7 +11,9 @@ import dataclasses
 import io
 import itertools
 import json
+import math
 import os
+import re
 import statistics
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,12 +21,13 @@ from typing import Any, NamedTuple
 BASE, DDP, AMP, LIMIT = "mnist_single.py", "mnist_ddp.py", "mnist_amp.py", "baselines/limit.py"
 TITLES = {
     LIMIT: "compute-only limit",
-    "baselines/plain_ddp.py": "plain DDP loop",
+    "baselines/plain_ddp.py": "the plain DDP loop",
     "baselines/with_ignite.py": "PyTorch-Ignite",
     "baselines/with_accelerate.py": "Accelerate",
     "baselines/with_fabric.py": "Lightning Fabric",
 }
 TARGETS = {"mnist": 99.0, "cifar10": 60.0, "synthetic": 97.0}  # per cent, which each script reaches in three epochs
+NOT_INSTALLED = "not installed"  # how the error of a run without its library begins
 NONE = "–"  # in a cell without a figure
 
 
@@ -116,9 +119,12 @@ def from_csv(path: Path) -> list[Run]:
     """The stored runs; ValueError if the file has other columns than `Run`, OSError if there is none."""
     try:
         with open(path, encoding="utf-8", newline="") as file:
+            table = csv.DictReader(file)
+            if table.fieldnames != [field.name for field in dataclasses.fields(Run)]:
+                raise ValueError
             return [
                 Run(**{name: value if name in TEXTS else json.loads(value) for name, value in line.items()})
-                for line in csv.DictReader(file)
+                for line in table
             ]
     except (TypeError, ValueError):
         raise ValueError(f"{path} was not written by this version of benchmark.py: move it away") from None
@@ -156,15 +162,13 @@ def of_limit(runs: list[Run], row: Row) -> float | None:
     return ratio(runs, row, row._replace(program=LIMIT)) if row.program != LIMIT else None
 
 
+def _figure(value: float | None, form: str) -> str:
+    return NONE if value is None or value == math.inf else form.format(value)
+
+
 def _median(values: list[float | None], form: str) -> str:
-    """The median as text; a value that is None counts as never reached."""
-    if not values or sum(value is None for value in values) * 2 >= len(values):
-        return NONE
-    return format(statistics.median(float("inf") if value is None else value for value in values), form)
-
-
-def _maybe(value: float | None, form: str) -> str:
-    return NONE if value is None else format(value, form)
+    """The median as text; None is a value that was never reached."""
+    return _figure(statistics.median(math.inf if value is None else value for value in values or [None]), form)
 
 
 def _cells(runs: list[Run], row: Row, target: float) -> list[str]:
@@ -172,19 +176,20 @@ def _cells(runs: list[Run], row: Row, target: float) -> list[str]:
     good = good_runs(runs, row)
     failed = [run.error for run in runs if run.row == row and run.error]
     if not good:
-        return [f"failed: {failed[0]}".replace("|", "\\|"), *[NONE] * 6]
+        words = failed[0] if failed[0].startswith(NOT_INSTALLED) else f"failed: {failed[0]}"
+        return [words.replace("|", "\\|"), *[NONE] * 6]
     speeds = [run.speed for run in good]
     speed = f"{statistics.median(speeds):,.0f} ({min(speeds):,.0f} to {max(speeds):,.0f})"
     if failed:
         speed += f"; {len(failed)} of {len(failed) + len(good)} runs failed: {failed[0]}".replace("|", "\\|")
     return [
         speed,
-        _maybe(ratio(runs, row, largest(runs, BASE)), ".2f"),
-        _maybe(of_limit(runs, row), ".0%"),
-        _median([run.first_step_s for run in good], ".1f"),
-        _median([run.time_to(target) for run in good if run.correct], ".1f"),
-        _median([run.accuracies[-1] for run in good if run.correct], ".2f"),
-        _median([run.memory_mib for run in good], ".0f"),
+        _figure(ratio(runs, row, largest(runs, BASE)), "{:.2f}"),
+        _figure(of_limit(runs, row), "{:.0%}"),
+        _median([run.first_step_s for run in good], "{:.1f}"),
+        _median([run.time_to(target) for run in good if run.correct], "{:.1f}"),
+        _median([run.accuracies[-1] for run in good if run.correct], "{:.2f}"),
+        _median([run.memory_mib for run in good], "{:.0f}"),
     ]
 
 
@@ -200,19 +205,35 @@ def table(runs: list[Run], target: float | None = None) -> str:
     return "\n".join(found) + "\n"
 
 
+def in_short(runs: list[Run], script: str) -> str:
+    """The script's largest row in a few words."""
+    row = largest(runs, script)
+    if not row:
+        return "not measured"
+    speed = statistics.median(run.speed for run in good_runs(runs, row))
+    times = ratio(runs, row, largest(runs, BASE))
+    processes = f"{row.processes} process{'es' * (row.processes > 1)}"
+    return f"{speed:,.0f}, {processes}" + (f", {times:.2f} times" if times else "")
+
+
+def gpus(runs: list[Run]) -> int:
+    """How many the machine had, from its name: "2 x NVIDIA ..." or "2 cores of ..."."""
+    found = re.match(r"(\d+) x ", runs[0].machine)
+    return int(found[1]) if found else 0
+
+
 def findings(runs: list[Run]) -> str:
-    """Sentences: mnist_ddp.py and mnist_amp.py beside the limit and the baselines, with as many processes."""
+    """A sentence for each of mnist_ddp.py and mnist_amp.py: beside the baselines and the limit, as many processes."""
     found = []
     for row in filter(None, (largest(runs, DDP), largest(runs, AMP))):
         others = measured_rows(runs, *(program for program in TITLES if program != LIMIT))
-        beside = [f"{ratio(runs, row, other):.2f} times {other.title}" for other in others]
+        beside = [f"{ratio(runs, row, other):.2f} times those of {other.title}" for other in others]
         limit = of_limit(runs, row)
-        beside += [f"{limit:.0%} of the compute-only limit"] if limit else []
+        beside += [f"{100 * limit:.0f} % of the compute-only limit"] if limit else []
         if beside:
-            found.append(
-                f"images/s of `{row.program}` ({row.processes} processes, {row.precision}): {', '.join(beside)}."
-            )
-    return "".join(f"- {sentence}\n" for sentence in found)
+            how = f"`{row.program}` ({row.processes} processes, {row.precision})"
+            found.append(f"The images/s of {how} are {', '.join(beside)}.\n")
+    return "".join(found)
 
 
 def conditions(runs: list[Run]) -> str:
@@ -269,7 +290,7 @@ def _draw_accuracy(axes: Any, runs: list[Run], target: float, styles: dict) -> N
         good = good_runs(runs, row)
         seconds = [statistics.median(times) for times in zip(*(run.epoch_s for run in good), strict=True)]
         percent = [statistics.median(values) for values in zip(*(run.accuracies for run in good), strict=True)]
-        after = _median([run.time_to(target) for run in good], ".0f")
+        after = _median([run.time_to(target) for run in good], "{:.0f}")
         label = f"{row.title}: {after} s" if after != NONE else row.title
         axes.plot(seconds, percent, label=label, linewidth=2.5, markersize=8, **styles[program])
         lowest, highest = min(lowest, *percent), max(highest, *percent)
@@ -289,7 +310,8 @@ def _draw_speed(axes: Any, runs: list[Run], styles: dict) -> None:
     for place, row in enumerate(shown):
         speeds = [run.speed for run in good_runs(runs, row)]
         if not speeds:
-            axes.text(0, place, " failed", va="center")
+            error = next(run.error for run in runs if run.row == row)
+            axes.text(0, place, f" {NOT_INSTALLED if error.startswith(NOT_INSTALLED) else 'failed'}", va="center")
             continue
         middle = statistics.median(speeds)
         colour = styles[row.program]["color"]
