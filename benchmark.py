@@ -72,7 +72,8 @@ NOT_PASSED_ON = r"(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|NPROC|MASTER_ADDR
 EPOCH = re.compile(
     r"epoch \d+/\d+  loss (?P<loss>\S+)(  accuracy \S+ \((?P<correct>\d+)/(?P<count>\d+)\))?  (?P<speed>\d+) images/s"
 )
-ERROR = re.compile(r"^(?:\[rank\d+\]: )?([\w.]*(?:Error|Exception)\b.*)", re.MULTILINE)
+ERROR = re.compile(r"^(?:\[rank\d+\]: )?([\w.]*(?:Error|Exception)\b(?<!ChildFailedError).*)", re.MULTILINE)
+LOST = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)")  # torchrun's words for a process that was killed
 
 
 # ------------------------------------------------------------------------------------------------------ what to measure
@@ -175,12 +176,12 @@ def command(row: Row, args: argparse.Namespace, cores: int) -> tuple[list[str], 
 
 def reason(stderr: str, code: int) -> str:
     """Why a program failed, in one line: its first exception, or else its last words."""
-    found = ERROR.search(stderr)
-    words = [line for line in stderr.splitlines() if line.strip()]
-    if found:
+    if found := ERROR.search(stderr):
         return found[1].strip()
-    if words:
-        return words[-1].strip()
+    if found := LOST.search(stderr):
+        return f"local rank {found[2]} ended with exit code {found[1]}"
+    if words := stderr.strip():
+        return words.splitlines()[-1].strip()
     return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}, without a word"
 
 
@@ -290,6 +291,8 @@ def parse_args() -> argparse.Namespace:
 def stored(args: argparse.Namespace, error: Callable[[str], None]) -> list[Run]:
     """The good runs of --output; they must have been taken under the conditions of those to come."""
     path = args.output / "benchmark.csv"
+    if not path.exists():  # it was stopped before the first run had ended
+        return []
     try:
         runs = [run for run in from_csv(path) if not run.error]
     except (OSError, ValueError) as problem:

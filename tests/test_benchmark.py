@@ -65,6 +65,11 @@ def test_the_line_of_the_first_step_is_that_of_timed_py():
     [
         ("Traceback ...\n[rank1]: ValueError: no such thing\nE torch FAILED\n===\n", 1, "ValueError: no such thing"),
         ("some warning\nrank 1 was killed by SIGKILL\n\n", 1, "rank 1 was killed by SIGKILL"),
+        (
+            "E1 api.py:1] failed (exitcode: -9) local_rank: 1 (pid: 5) of\na.b.ChildFailedError: \n===\n",
+            1,
+            "local rank 1 ended with exit code -9",
+        ),
         ("", -9, "killed by SIGKILL"),
         ("", 3, "exit code 3, without a word"),
     ],
@@ -227,10 +232,13 @@ def test_resume_keeps_good_runs_and_repeats_the_others(tmp_path):
         assert f"was measured with --{flag} " in said[0] and f"and not {other}" in said[0]
 
 
-@pytest.mark.parametrize("content", [None, "a,b\n1,2\n", "not a table", ""])
-def test_resume_without_results_is_one_line(tmp_path, content):
-    if content is not None:
-        (tmp_path / "benchmark.csv").write_text(content)
+def test_resume_of_what_was_stopped_before_the_first_run(tmp_path):
+    assert benchmark.stored(flags(output=tmp_path), pytest.fail) == []
+
+
+@pytest.mark.parametrize("content", ["a,b\n1,2\n", "not a table", ""])
+def test_resume_from_another_table_is_one_line(tmp_path, content):
+    (tmp_path / "benchmark.csv").write_text(content)
     with pytest.raises(SystemExit) as end:
         benchmark.stored(flags(output=tmp_path), sys.exit)
     assert "benchmark.csv" in end.value.code and "\n" not in end.value.code
