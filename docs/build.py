@@ -16,6 +16,7 @@ to run, so an output on a page stays as it is while all else in it is still true
     report      NAME                   such a program, and what it says when it is asked where its ranks stand
     wrong       COMMAND                what doctor.py finds wrong
     snippet     FILE                   the program in the file's docstring
+    measured    PART                   of results/benchmark.csv: table, findings or conditions
     reference   FILE                   a table of the file's public names, from their docstrings
     measured    FILE                   the file: what a tool has measured and written to results/
 
@@ -43,6 +44,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from forked import SHELL, Run, forker, shell  # noqa: E402
 
+import benchmark_results  # noqa: E402
+
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 _KINDS = "steps|lines|diff|output|program|report|wrong|snippet|reference|measured"
 BLOCK = re.compile(rf"<!-- ({_KINDS})(?:: (.+?))? -->(.*?)<!-- end -->", re.DOTALL)
@@ -53,36 +56,22 @@ class Step(NamedTuple):
     script: str
     parent: str  # "" for the first
     adds: str
-    buys: str
+    gpus: int = 0  # as many as it takes to measure what the step buys
 
 
 STEPS = [
-    Step("mnist_single.py", "", "one device: the plain loop", "41.5 and 46.7 s (1 process, 2 threads)"),
-    Step(
-        "mnist_dataparallel.py",
-        "mnist_single.py",
-        "`nn.DataParallel`: one process, all GPUs of a machine",
-        "needs two GPUs: not measured",
-    ),
+    Step("mnist_single.py", "", "one device: the plain loop"),
+    Step("mnist_dataparallel.py", "mnist_single.py", "`nn.DataParallel`: one process, all GPUs of a machine", gpus=2),
     Step(
         "mnist_ddp.py",
         "mnist_dataparallel.py",
         "`DistributedDataParallel` (DDP): one process per device (a GPU, or a share of the CPU)",
-        "27.2 to 28.5 s (2 processes)",
     ),
-    Step(
-        "mnist_amp.py",
-        "mnist_ddp.py",
-        "mixed precision with `torch.amp`: 16-bit numbers where that is safe",
-        "18.9 and 20.9 s (2 processes, bfloat16)",
-    ),
-    Step(
-        "mnist_apex.py",
-        "mnist_ddp.py",
-        "mixed precision with NVIDIA Apex, as older code has it",
-        "needs a GPU: not measured",
-    ),
+    Step("mnist_amp.py", "mnist_ddp.py", "mixed precision with `torch.amp`: 16-bit numbers where that is safe"),
+    Step("mnist_apex.py", "mnist_ddp.py", "mixed precision with NVIDIA Apex, as older code has it", gpus=1),
 ]
+
+MEASURED = ROOT / "results" / "benchmark.csv"
 
 PROGRAMS = {
     "hang.py": """import time
@@ -154,12 +143,26 @@ def lines(before: str, after: str) -> str:
 
 
 def steps() -> str:
-    rows = ["| script | what it adds | diff lines | 3 epochs of MNIST on 2 CPU cores |", "|---|---|---|---|"]
+    rows = ["| script | what it adds | diff lines | images/s, processes, speed-up |", "|---|---|---|---|"]
     for step in STEPS:
         if (ROOT / step.script).exists():
             changed = f"{lines(step.parent, step.script)} from `{step.parent}`" if step.parent else ""
-            rows.append(f"| [{step.script}]({step.script}) | {step.adds} | {changed} | {step.buys} |")
+            rows.append(f"| [{step.script}]({step.script}) | {step.adds} | {changed} | {buys(step)} |")
     return "\n" + "\n".join(rows) + "\n"
+
+
+def buys(step: Step) -> str:
+    """The step's largest row in results/benchmark.csv."""
+    runs = benchmark_results.from_csv(MEASURED)
+    if benchmark_results.gpus(runs) < step.gpus:
+        return f"needs {step.gpus} GPU{'s' * (step.gpus > 1)}: not measured"
+    return benchmark_results.in_short(runs, step.script)
+
+
+def measured(part: str) -> str:
+    """The table; or sentences, within a paragraph."""
+    text = getattr(benchmark_results, part)(benchmark_results.from_csv(MEASURED))
+    return f"\n{text}" if part == "table" else " ".join(text.splitlines())
 
 
 # --------------------------------------------------------------------------------------------- programs, what they say
