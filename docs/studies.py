@@ -95,11 +95,11 @@ def measure_slow_link(args: argparse.Namespace) -> None:
 
 
 def draw_slow_link(points: list[dict]) -> None:
-    rows = [["model", "ranks", "gradients", "Mbit/s", "computing", "step measured", "step predicted", "difference"]]
+    rows = [["model", "ranks", "gradients", "Mbit/s", "no limit", "measured", "predicted", "difference"]]
     for row in points:
         measured, predicted = float(row["measured"]), float(row["predicted"])
         size = f"{float(row['megabytes']):.2f} MB in {row['buckets']}"
-        times = [f"{1e3 * seconds:.0f} ms" for seconds in (float(row["compute"]), measured, predicted)]
+        times = [f"{1e3 * seconds:.0f} ms" for seconds in (float(row["unslowed"]), measured, predicted)]
         rows.append([row["model"], row["ranks"], size, row["rate"], *times, f"{predicted / measured - 1:+.0%}"])
     worst = max(abs(float(row["predicted"]) / float(row["measured"]) - 1) for row in points)
     write_table("slow_link", rows, points, f"Largest difference: {worst:.0%}. ")
