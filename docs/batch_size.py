@@ -9,15 +9,16 @@ from pathlib import Path
 from points import add, missing, new_picture, run, save_picture, set_ticks, spread, write_table
 
 SCRIPT = "mnist_amp.py"  # as accurate as mnist_ddp.py (docs/results.md), and faster on CPUs with bfloat16 instructions
-BASE_BATCH, BASE_LR, EPOCHS = 200, 0.1, 3  # the script's defaults
+EPOCHS = 3
+BASE_BATCH, BASE_LR = 50, 0.025
 BATCHES = (50, 200, 800, 3200)
-RULES = {  # learning rate for k times the batch
+RULES = {  # peak learning rate for k times the base batch
     "left alone": lambda k: BASE_LR,
     "square root": lambda k: BASE_LR * k**0.5,
     "linear": lambda k: BASE_LR * k,
     "linear, no warm-up": lambda k: BASE_LR * k,
 }
-PROCESSES = (1, 2, 4, 8)
+PROCESSES, ONE_BATCH, LR = (1, 2, 4, 8), 200, 0.1  # the script's defaults, for the runs with several processes
 
 # The scripts' schedule rises from 1/25 of the peak learning rate during 30 % of the steps.  This one starts at the
 # peak and stays there as long; the rest is the same.
@@ -34,17 +35,15 @@ def all_points(seeds: int) -> list[dict]:
     """Every seed once before any seed comes a second time: a study that was stopped early still shows all points."""
     points = []
     for seed in range(seeds):
-        runs = []  # rule, processes, batch
+        runs = []  # rule, processes, batch, learning rate
         for batch in reversed(BATCHES):
-            rules = ("left alone", "linear, no warm-up") if batch == BASE_BATCH else RULES  # there all rates are equal
-            runs += [(rule, 1, batch) for rule in rules]
-        for n in PROCESSES[1:]:
-            runs += [("left alone", n, BASE_BATCH), ("left alone", n, BASE_BATCH * n)]
-        for rule, processes, batch in runs:
-            lr = round(RULES[rule](batch / BASE_BATCH), 6)
-            points.append(
-                {"rule": rule, "processes": processes, "batch": batch, "lr": lr, "epochs": EPOCHS, "seed": seed}
-            )
+            for rule, learning_rate in RULES.items():
+                if batch != BASE_BATCH or rule not in ("square root", "linear"):  # there they change nothing
+                    runs.append((rule, 1, batch, round(learning_rate(batch / BASE_BATCH), 6)))
+        for n in PROCESSES:
+            runs += [("default", n, batch, LR) for batch in sorted({ONE_BATCH, ONE_BATCH * n})]
+        names = ("rule", "processes", "batch", "lr")
+        points += [dict(zip(names, values, strict=True)) | {"epochs": EPOCHS, "seed": seed} for values in runs]
     return points
 
 
@@ -78,8 +77,8 @@ def draw(points: list[dict]) -> None:
     write_table("batch_size", rows, points, seeds)
     rows = [["processes", "global batch kept: 200", "batch per process kept: 200", "its global batch"]]
     for n in PROCESSES:
-        both = [accuracies(points, "left alone", n, batch) for batch in (BASE_BATCH, BASE_BATCH * n)]
-        rows.append([str(n), *(spread(values, "{:.1f} %") for values in both), str(BASE_BATCH * n)])
+        both = [accuracies(points, "default", n, batch) for batch in (ONE_BATCH, ONE_BATCH * n)]
+        rows.append([str(n), *(spread(values, "{:.1f} %") for values in both), str(ONE_BATCH * n)])
     write_table("batch_size_processes", rows, points, seeds)
     draw_picture(points)
 

@@ -17,6 +17,7 @@ to run, so an output on a page stays as it is while all else in it is still true
     wrong       COMMAND                what doctor.py finds wrong
     snippet     FILE                   the program in the file's docstring
     reference   FILE                   a table of the file's public names, from their docstrings
+    measured    FILE                   a table of results/, as the program that has measured it wrote it
 
 A file that doesn't exist (yet) is left out of the tables, and its block says so.
 """
@@ -43,7 +44,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 from forked import SHELL, Run, forker, shell  # noqa: E402
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-_KINDS = "steps|lines|diff|output|program|report|wrong|snippet|reference"
+_KINDS = "steps|lines|diff|output|program|report|wrong|snippet|reference|measured"
 BLOCK = re.compile(rf"<!-- ({_KINDS})(?:: (.+?))? -->(.*?)<!-- end -->", re.DOTALL)
 OUT_OF_DATE = "{} is out of date: run  python docs/build.py"
 
@@ -293,6 +294,10 @@ def snippet(file: str) -> str:
     block = textwrap.dedent(re.search(r"(?:^(?: {4}.*)?\n)+", docstring.split("\n", 1)[1], re.MULTILINE)[0])
     text = re.sub(r"\n\n(?=def |if )", "\n\n\n", block.split("\npython ")[0].strip("\n"))
     return "\n```python\n" + re.sub(r" {2,}# ", "  # ", text) + "\n```\n"  # as ruff formats it
+
+
+def measured(file: str) -> str:
+    return "\n" + (ROOT / file).read_text(encoding="utf-8")
 
 
 # ---------------------------------------------------------------------------------------------------------- the pages

@@ -13,6 +13,7 @@ computing, and what the cores work for sending.  Nothing is fitted to the slowed
 """
 
 import argparse
+import ctypes
 import json
 import os
 import shutil
@@ -54,6 +55,12 @@ def measure(model: str, ranks: int, rates: list[float], seconds: float = 3, repe
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
+def end_with_parent() -> None:
+    """SIGKILL for this process when the one that has started it is gone, however it ended."""
+    PR_SET_PDEATHSIG = 1
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def start_ranks(args: argparse.Namespace) -> None:
     """In the namespace of the bridge: start the ranks, link them, and wait until they end."""
 
@@ -83,14 +90,14 @@ def start_ranks(args: argparse.Namespace) -> None:
         for process in processes:  # they wait for this line
             process.stdin.write(b"linked\n")
             process.stdin.flush()
-        while any(process.poll() is None for process in processes) and not any(p.returncode for p in processes):
+        while None in (ended := [process.poll() for process in processes]) and not any(ended):
             time.sleep(0.05)
     finally:
         for process in processes:
             process.kill()
             process.wait()
-    if any(process.returncode for process in processes):
-        sys.exit("a rank failed: see above")
+    if any(ended):
+        sys.exit("slow_link.py: a rank failed: see above")
 
 
 # -------------------------------------------------------------------------------------------------- what each rank does
@@ -199,15 +206,19 @@ def main() -> None:
         parser.error("--ranks must be from 2 to 16, --repeats at least 1, --seconds greater than 0")
     if not all(1 <= rate <= 100_000 for rate in args.rates):
         parser.error("--rates are Mbit/s, from 1 to 100000")
-    if args.worker:
-        return worker(args)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    if args.inside:
-        return start_ranks(args)
+    if args.inside or args.worker:
+        end_with_parent()
+        return worker(args) if args.worker else start_ranks(args)
     if problem():
         parser.error(problem())
     print(f"{args.model}, {args.ranks} ranks on {socket.gethostname()}")
-    for row in measure(args.model, args.ranks, args.rates, args.seconds, args.repeats):
+    try:
+        rows = measure(args.model, args.ranks, args.rates, args.seconds, args.repeats)
+    except RuntimeError as error:
+        sys.exit(f"slow_link.py: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+    for row in rows:
         off = row["predicted"] / row["measured"] - 1
         print(
             f"{row['rate']:6g} Mbit/s  measured {1e3 * row['measured']:7.1f} ms  "

@@ -1,6 +1,6 @@
 """Measures what docs/batch_size.md and docs/scaling.md show, and writes it to results/.
 
-    python docs/studies.py batch-size    # accuracy by batch size and learning rate: 30 minutes, or an hour if disturbed
+    python docs/studies.py batch-size    # accuracy by batch size and learning rate: half an hour
     python docs/studies.py scaling       # images per second on 1, 2, ... cores: 4 minutes on a quiet machine
     python docs/studies.py slow-link     # steps over a slowed network, as root: 4 minutes on a quiet machine
     python docs/studies.py draw          # only the tables and pictures, from what was measured
@@ -10,7 +10,6 @@ stopped goes on where it was; --again starts it anew.  results/NAME.md and .png 
 """
 
 import argparse
-import contextlib
 import os
 import re
 import statistics
@@ -66,12 +65,11 @@ def draw_scaling(points: list[dict]) -> None:
         speeds.setdefault((row["kept"], int(row["processes"])), []).append(float(row["images_per_second"]))
     alone = statistics.median(speeds["global batch", 1])
     rows = [["kept", "processes (cores)", "global batch", "images/s", "speed-up", "of perfect"]]
-    for (kept, n), values in sorted(speeds.items()):
+    for (kept, n), values in sorted(speeds.items(), key=lambda item: (item[0][0] != "global batch", item[0][1])):
         speed = statistics.median(values)
         batch = 200 if kept == "global batch" else 200 * n
-        rows.append(
-            [kept, str(n), str(batch), spread(values, "{:.0f}"), f"{speed / alone:.2f}", f"{speed / alone / n:.0%}"]
-        )
+        shares = [f"{speed / alone:.2f}", f"{100 * speed / alone / n:.0f} %"]
+        rows.append([kept, str(n), str(batch), spread(values, "{:.0f}"), *shares])
     write_table("scaling", rows, points, f"Median and range of {len(values)} run(s). ")
 
 
@@ -95,14 +93,14 @@ def measure_slow_link(args: argparse.Namespace) -> None:
 
 
 def draw_slow_link(points: list[dict]) -> None:
-    rows = [["model", "ranks", "gradients", "Mbit/s", "no limit", "measured", "predicted", "difference"]]
+    rows = [["model", "ranks", "gradients", "Mbit/s per link", "no limit", "measured", "predicted", "difference"]]
     for row in points:
-        measured, predicted = float(row["measured"]), float(row["predicted"])
-        size = f"{float(row['megabytes']):.2f} MB in {row['buckets']}"
-        times = [f"{1e3 * seconds:.0f} ms" for seconds in (float(row["unslowed"]), measured, predicted)]
-        rows.append([row["model"], row["ranks"], size, row["rate"], *times, f"{predicted / measured - 1:+.0%}"])
+        unslowed, measured, predicted = (float(row[name]) for name in ("unslowed", "measured", "predicted"))
+        cells = [row["model"], row["ranks"], f"{float(row['megabytes']):.2f} MB", f"{float(row['rate']):g}"]
+        cells += [f"{1e3 * seconds:.0f} ms" for seconds in (unslowed, measured, predicted)]
+        rows.append([*cells, f"{100 * (predicted / measured - 1):+.0f} %"])
     worst = max(abs(float(row["predicted"]) / float(row["measured"]) - 1) for row in points)
-    write_table("slow_link", rows, points, f"Largest difference: {worst:.0%}. ")
+    write_table("slow_link", rows, points, f"Largest difference: {100 * worst:.0f} %. ")
 
     figure, axes = new_picture(2)
     for color, (model, ranks, rates) in enumerate(LINKS):
@@ -113,6 +111,7 @@ def draw_slow_link(points: list[dict]) -> None:
         measured = [1e3 * float(row["measured"]) for row in group]
         axes[0].plot(rates, measured, "o", color=f"C{color}", label=f"{model}, {ranks} ranks")
     axes[0].set(xscale="log", yscale="log", xlabel="Mbit/s of each link", ylabel="ms per step")
+    set_ticks(axes[0].yaxis, (50, 100, 200, 500, 1000, 2000))
     axes[0].set_title("a slowed link: points measured, lines predicted")
     model, gpus = scaling.MODELS["resnet50"], [2**n for n in range(11)]
     compute = scaling.compute_time(model.flop * model.batch, scaling.PEAK, model.utilisation)
@@ -150,8 +149,12 @@ def main() -> None:
     if args.study in STUDIES:
         if args.again:
             (RESULTS / f"{args.study.replace('-', '_')}.csv").unlink(missing_ok=True)
-        with contextlib.suppress(KeyboardInterrupt):  # what was measured stays, and is drawn
+        try:
             STUDIES[args.study][0](args)
+        except KeyboardInterrupt:
+            print("stopped: what was measured stays, and is drawn")
+        except RuntimeError as error:
+            sys.exit(f"studies.py: {error}")
     for study, (_, draw) in STUDIES.items():
         points = read(study.replace("-", "_"))
         if points:

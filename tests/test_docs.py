@@ -32,7 +32,7 @@ build.Programs.fork = True
 TEXTS = [*build.PAGES, ROOT / "CONTRIBUTING.md"]
 HELPERS = [file for file in ("distributed.py", "rendezvous.py", "launcher.py") if (ROOT / file).is_file()]
 NEEDS_A_GPU = ["mnist_apex.py"]  # its output can't be shown
-SCRIPTS = sorted([*(path.name for path in ROOT.glob("m*.py")), "cifar10_ddp.py"])
+SCRIPTS = sorted([*(path.name for path in ROOT.glob("m*.py")), "cifar10_ddp.py", "scaling.py"])
 SLOW = ["mnist_single.py --dataset synthetic", "mnist_amp.py --dataset synthetic"]  # tests/test_scripts.py has more
 
 
@@ -53,7 +53,7 @@ def out_of_date(block):
     return build.OUT_OF_DATE.format(block.page.relative_to(ROOT))
 
 
-TAKEN = ("steps", "diff", "lines", "reference", "program", "report", "snippet", "wrong")
+TAKEN = ("steps", "diff", "lines", "reference", "program", "report", "snippet", "wrong", "measured")
 
 
 @pytest.mark.parametrize("block", blocks(*TAKEN))
