@@ -32,7 +32,7 @@ build.Programs.fork = True
 TEXTS = [*build.PAGES, ROOT / "CONTRIBUTING.md"]
 HELPERS = [file for file in ("distributed.py", "rendezvous.py", "launcher.py") if (ROOT / file).is_file()]
 NEEDS_A_GPU = ["mnist_apex.py"]  # its output can't be shown
-SCRIPTS = sorted([*(path.name for path in ROOT.glob("m*.py")), "cifar10_ddp.py"])
+SCRIPTS = sorted([*(path.name for path in ROOT.glob("m*.py")), "cifar10_ddp.py", "scaling.py"])
 SLOW = ["mnist_single.py --dataset synthetic", "mnist_amp.py --dataset synthetic"]  # tests/test_scripts.py has more
 
 
