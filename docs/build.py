@@ -16,7 +16,7 @@ to run, so an output on a page stays as it is while all else in it is still true
     report      NAME                   such a program, and what it says when it is asked where its ranks stand
     wrong       COMMAND                what doctor.py finds wrong
     snippet     FILE                   the program in the file's docstring
-    measured    PART                   of results/benchmark.csv: table, findings or conditions
+    benchmark   PART                   of results/benchmark.csv: table, findings or conditions
     reference   FILE                   a table of the file's public names, from their docstrings
     measured    FILE                   the file: what a tool has measured and written to results/
 
@@ -47,7 +47,7 @@ from forked import SHELL, Run, forker, shell  # noqa: E402
 import benchmark_results  # noqa: E402
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-_KINDS = "steps|lines|diff|output|program|report|wrong|snippet|reference|measured"
+_KINDS = "steps|lines|diff|output|program|report|wrong|snippet|reference|benchmark|measured"
 BLOCK = re.compile(rf"<!-- ({_KINDS})(?:: (.+?))? -->(.*?)<!-- end -->", re.DOTALL)
 OUT_OF_DATE = "{} is out of date: run  python docs/build.py"
 
@@ -159,7 +159,7 @@ def buys(step: Step) -> str:
     return benchmark_results.in_short(runs, step.script)
 
 
-def measured(part: str) -> str:
+def benchmark(part: str) -> str:
     """The table; or sentences, within a paragraph."""
     text = getattr(benchmark_results, part)(benchmark_results.from_csv(MEASURED))
     return f"\n{text}" if part == "table" else " ".join(text.splitlines())
