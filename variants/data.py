@@ -1,5 +1,8 @@
-"""Not a data set: what `python variants/NAME.py` finds in place of the root's data.py, to say how it is started."""
+"""Not a data set: `python variants/NAME.py` finds this instead of the root's data.py; it says how to start NAME."""
 
 import sys
+from pathlib import Path
 
-sys.exit("start it from the repository's root, as a module:  python -m variants.NAME  (without .py)")
+script = Path(sys.argv[0])
+print(f"{script.name}: error: start it from the repository's root: python -m variants.{script.stem}", file=sys.stderr)
+sys.exit(2)

@@ -18,7 +18,12 @@ from pathlib import Path
 import torch
 from torch import nn
 from torch.distributed import fsdp
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 
 import checkpoint
 import distributed as dist
@@ -104,6 +109,6 @@ def load(file: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer) -
     if dist.is_primary():
         state = torch.load(file, map_location="cpu", weights_only=True)
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    set_state_dict(
-        model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"], options=options
-    )
+    # Not set_state_dict: it takes an empty model state, as the other ranks have it, to mean that there is none to load.
+    set_model_state_dict(model, state["model"], options=options)
+    set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)
