@@ -3,6 +3,7 @@
     python docs/build.py                 # rewrites the files in place; does nothing where they are up to date
     python docs/build.py --check         # only compares; exit code 1 if a file is out of date
     python docs/build.py --new-figures   # takes the programs' speeds and losses anew, too
+    python docs/build.py --pages         # only the side-by-side pages, docs/*.html, in about a second: see pages.py
 
 The same files in, the same pages out.  Only the figures that a program prints (losses, speeds, times) differ from run
 to run, so an output on a page stays as it is while all else in it is still true (`same_output`).
@@ -40,8 +41,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "docs")]
 
+import pages  # noqa: E402
 from forked import SHELL, Run, forker, shell  # noqa: E402
 
 import benchmark_results  # noqa: E402
@@ -352,11 +354,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if a file is out of date")
     parser.add_argument("--new-figures", action="store_true", help="take the figures that programs print anew")
+    parser.add_argument("--pages", action="store_true", help="only the side-by-side pages, docs/*.html")
     args = parser.parse_args()
-    code = 0
-    for page in PAGES:
-        text = rewritten(page, args.new_figures)
-        if text == page.read_text(encoding="utf-8"):
+    code = pages.report_problems(STEPS)
+    side_by_side = pages.generated(STEPS)
+    for page in [*side_by_side, *([] if args.pages else PAGES)]:
+        text = side_by_side[page] if page in side_by_side else rewritten(page, args.new_figures)
+        if page.exists() and text == page.read_text(encoding="utf-8"):
             continue
         name = page.relative_to(ROOT)
         if args.check:

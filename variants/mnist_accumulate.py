@@ -39,8 +39,7 @@ def train(model, loader, optimizer, scheduler, device, accumulate):
     for images, labels in data.batches(loader, device):
         micro_batches = list(zip(images.chunk(accumulate), labels.chunk(accumulate), strict=True))
         for number, (x, y) in enumerate(micro_batches, 1):
-            # What DDP's no_sync() sets, before forward: only the last backward averages the gradients, those of all.
-            model.require_backward_grad_sync = number == len(micro_batches)
+            model.require_backward_grad_sync = number == len(micro_batches)  # no_sync() sets this: the last averages
             loss = F.cross_entropy(model(x), y) * len(y) / len(labels)  # its share of the step's mean
             loss.backward()
             sums[0] += loss.detach() * len(labels)
