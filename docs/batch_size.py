@@ -69,16 +69,16 @@ def accuracies(points: list[dict], rule: str, processes: int, batch: int) -> lis
 
 def draw(points: list[dict]) -> None:
     points = [row for row in points if row["epochs"] == str(EPOCHS)]
-    seeds = f"Test accuracy after {EPOCHS} epoch(s): median and range of {len({row['seed'] for row in points})} seeds. "
+    seeds = f"Test accuracy after {EPOCHS} epochs, median and range; seeds: {len({row['seed'] for row in points})}. "
     rows = [["global batch", "steps", *RULES]]
     for batch in BATCHES:
-        cells = [spread(accuracies(points, rule, 1, batch), "{:.1f} %") for rule in RULES]
+        cells = [spread(accuracies(points, rule, 1, batch), "{:.2f} %") for rule in RULES]
         rows.append([str(batch), str(EPOCHS * math.ceil(60_000 / batch)), *cells])
     write_table("batch_size", rows, points, seeds)
     rows = [["processes", "global batch kept: 200", "batch per process kept: 200", "its global batch"]]
     for n in PROCESSES:
         both = [accuracies(points, "default", n, batch) for batch in (ONE_BATCH, ONE_BATCH * n)]
-        rows.append([str(n), *(spread(values, "{:.1f} %") for values in both), str(ONE_BATCH * n)])
+        rows.append([str(n), *(spread(values, "{:.2f} %") for values in both), str(ONE_BATCH * n)])
     write_table("batch_size_processes", rows, points, seeds)
     draw_picture(points)
 
@@ -92,8 +92,9 @@ def draw_picture(points: list[dict]) -> None:
         axes.plot(list(errors), [statistics.median(values) for values in errors.values()], style, label=rule)
         lows, highs = [min(values) for values in errors.values()], [max(values) for values in errors.values()]
         axes.fill_between(list(errors), lows, highs, alpha=0.15)
-    axes.set(xscale="log", yscale="log", xlabel="global batch (images)", ylabel=f"test error (%), {EPOCHS} epoch(s)")
+    axes.set(xscale="log", yscale="log", xlabel="global batch (images)", ylabel=f"test error after {EPOCHS} epochs (%)")
     set_ticks(axes.xaxis, BATCHES)
-    set_ticks(axes.yaxis, (1, 2, 5, 10, 20, 50, 90))
+    set_ticks(axes.yaxis, (0.7, 1, 2, 5, 10, 20, 50, 90))
+    axes.set_ylim(0.6, 100)
     axes.legend(frameon=False, title="learning rate")
     save_picture(figure, "batch_size")

@@ -81,7 +81,7 @@ def run(command: list, **environment: str) -> str:
 def spread(values: list[float], form: str) -> str:
     """The median, and if there are several values the smallest and the largest; `form` as for str.format."""
     if not values:
-        return ""
+        return "not measured"
     median = form.format(statistics.median(values))
     return median if len(values) == 1 else f"{median} ({form.format(min(values))} to {form.format(max(values))})"
 
@@ -95,7 +95,7 @@ def new_picture(panels: int) -> tuple[Any, Any]:
     return figure, axes[0]
 
 
-def set_ticks(axis: Any, ticks: tuple[int, ...]) -> None:
+def set_ticks(axis: Any, ticks: tuple[float, ...]) -> None:
     """Only these ticks, with plain numbers; `axis` is axes.xaxis or axes.yaxis."""
     axis.set_ticks(ticks, [str(tick) for tick in ticks], minor=False)
     axis.set_ticks([], minor=True)

@@ -126,7 +126,7 @@ def make_step(name: str) -> tuple:
         model, images = mnist_ddp.ConvNet(1, 28), torch.rand(100, 1, 28, 28)
     elif name == "resnet9":
         model, images = cifar10_ddp.resnet9(24), torch.rand(32, 3, 32, 32)
-    else:  # one hidden layer of the size of the other two together: its gradients fill two buckets
+    else:  # two hidden layers: gradients of 7.4 MB
         layers = [torch.nn.Flatten(), torch.nn.Linear(784, 1024), torch.nn.ReLU(), torch.nn.Linear(1024, 1024)]
         model = torch.nn.Sequential(*layers, torch.nn.ReLU(), torch.nn.Linear(1024, 10))
         images = torch.rand(256, 1, 28, 28)

@@ -70,7 +70,7 @@ def draw_scaling(points: list[dict]) -> None:
         batch = 200 if kept == "global batch" else 200 * n
         shares = [f"{speed / alone:.2f}", f"{100 * speed / alone / n:.0f} %"]
         rows.append([kept, str(n), str(batch), spread(values, "{:.0f}"), *shares])
-    write_table("scaling", rows, points, f"Median and range of {len(values)} run(s). ")
+    write_table("scaling", rows, points, f"Median and range; runs: {len(values)}. ")
 
 
 # ----------------------------------------------------------------------------------------------------------- slow-link

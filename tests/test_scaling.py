@@ -76,11 +76,20 @@ def test_the_crossing_point(gpus):
     assert scaling.all_reduce_time(sum(sizes), gpus, Network("", needed, 0)) == pytest.approx(BACKWARD * compute)
 
 
+def test_each_bucket_has_its_latencies():
+    for sizes in ([1e6], [1e6] * 10):
+        waiting = 2 * (5 - 1) * len(sizes)  # seconds, if nothing but the latency takes time
+        network = Network("", math.inf, 1.0)
+        assert scaling.is_limit(waiting / BACKWARD * 0.99, sizes, 5, network)
+        assert not scaling.is_limit(waiting / BACKWARD * 1.01, sizes, 5, network)
+
+
 def test_limit_from_is_the_first_number_of_gpus():
     sizes, network = scaling.buckets(1e8), NETWORKS[2]
     first = scaling.limit_from(0.03, sizes, network, most=1024)
     assert 2 < first < 1024
     assert scaling.is_limit(0.03, sizes, first, network) and not scaling.is_limit(0.03, sizes, first - 1, network)
+    assert scaling.limit_from(0.03, sizes, network, most=first) == first
     assert scaling.limit_from(0.03, sizes, network, most=first - 1) == 0
     assert scaling.limit_from(0.03, sizes, network, most=1024, strong=True) < first
 
