@@ -298,7 +298,8 @@ def _draw_accuracy(axes: Any, runs: list[Run], target: float, styles: dict) -> N
     axes.set(title=f"Time to {target:g} % accuracy", xlabel="seconds since the command", ylabel="test accuracy, %")
     axes.set_xlim(left=0)
     lowest = max(lowest, target - 5)
-    axes.set_ylim(lowest - 0.5 * (highest - lowest) - 0.1, highest + 0.1)  # the legend has room below
+    height = highest - lowest + 0.1
+    axes.set_ylim(lowest - 0.5 * height, highest + 0.07 * height)  # the legend has room below
     axes.grid(alpha=0.3)
     if axes.lines[1:]:
         axes.legend(loc="lower right", framealpha=0.9, edgecolor="none", fontsize=10)
@@ -326,7 +327,7 @@ def _draw_speed(axes: Any, runs: list[Run], styles: dict) -> None:
             axes.plot([statistics.median(limits)] * 2, ends, color="black", linewidth=3, label="compute-only limit")
     axes.set_yticks(range(len(shown)), [f"{row.title}  {row.processes} x {row.threads}" for row in shown])
     axes.tick_params(axis="y", length=0)
-    axes.set_ylim(len(shown) - 0.4, -0.6)  # the first at the top
+    axes.set_ylim(len(shown) - 0.4, -1.3)  # the first at the top, the legend above it
     axes.set_axisbelow(True)
     axes.set(title="Throughput", xlabel="images/s in training: median, least and greatest")
     axes.xaxis.set_major_formatter("{x:,.0f}")

@@ -17,7 +17,7 @@ to run, so an output on a page stays as it is while all else in it is still true
     report      NAME                   such a program, and what it says when it is asked where its ranks stand
     wrong       COMMAND                what doctor.py finds wrong
     snippet     FILE                   the program in the file's docstring
-    benchmark   PART                   of results/benchmark.csv: table, findings or conditions
+    benchmark   PART                   of results/benchmark.csv: table, picture, findings or conditions
     reference   FILE                   a table of the file's public names, from their docstrings
     measured    FILE                   the file: what a tool has measured and written to results/
 
@@ -73,7 +73,7 @@ STEPS = [
     Step("mnist_apex.py", "mnist_ddp.py", "mixed precision with NVIDIA Apex, as older code has it", gpus=1),
 ]
 
-MEASURED = ROOT / "results" / "benchmark.csv"
+MEASURED, NOT_MEASURED = ROOT / "results" / "benchmark.csv", "not measured"
 
 PROGRAMS = {
     "hang.py": """import time
@@ -155,14 +155,20 @@ def steps() -> str:
 
 def buys(step: Step) -> str:
     """The step's largest row in results/benchmark.csv."""
+    if not MEASURED.exists():
+        return NOT_MEASURED
     runs = benchmark_results.from_csv(MEASURED)
     if benchmark_results.gpus(runs) < step.gpus:
-        return f"needs {step.gpus} GPU{'s' * (step.gpus > 1)}: not measured"
+        return f"needs {step.gpus} GPU{'s' * (step.gpus > 1)}: {NOT_MEASURED}"
     return benchmark_results.in_short(runs, step.script)
 
 
-def benchmark(part: str) -> str:
-    """The table; or sentences, within a paragraph."""
+def benchmark(part: str, path: str = "") -> str:
+    """The picture (path: from the page to it), the table, or sentences within a paragraph."""
+    if not MEASURED.exists():
+        return f"*{NOT_MEASURED}*" if part == "conditions" else ""
+    if part == "picture":
+        return f"\n![Time to accuracy of each step, images/s beside the limit, speed-up against processes]({path})\n"
     text = getattr(benchmark_results, part)(benchmark_results.from_csv(MEASURED))
     return f"\n{text}" if part == "table" else " ".join(text.splitlines())
 
