@@ -1,6 +1,7 @@
 """equivalence.py: right ways are equal, wrong ones are not, and the exit code says so."""
 
 import json
+import re
 
 import pytest
 from forked import forker, shell
@@ -64,17 +65,23 @@ def test_what_is_printed_and_written(tmp_path):
         assert picture.size[0] > 1000
 
 
-@pytest.mark.parametrize(
-    "mistake", ['real(tensor, "sum")', 'real(tensor, op) if op == "max" else tensor * float("nan")']
-)
-def test_a_broken_way_is_found(tmp_path, mistake):
-    """all_reduce without the division, as far as DDP by hand calls it; and one that gives NaN."""
-    body = mistake if "nan" in mistake else f'{mistake} if op == "mean" else real(tensor, op)'
-    before = f"import distributed\nreal = distributed.all_reduce\ndef broken(tensor, op='sum'): return {body}\n"
-    done = program(tmp_path, *FAST, before=before + "distributed.all_reduce = broken")
+BREAK = """
+import distributed
+right = distributed.all_reduce
+distributed.all_reduce = lambda tensor, op="sum": MISTAKE if op == "mean" else right(tensor, op)
+"""
+
+
+@pytest.mark.parametrize(("mistake", "size"), [('right(tensor, "sum")', r"0\.\d+"), ("tensor * float('nan')", "nan")])
+def test_a_broken_way_is_found(tmp_path, mistake, size):
+    """DDP by hand without the division, and with gradients that are NaN."""
+    done = program(tmp_path, *FAST, before=BREAK.replace("MISTAKE", mistake))
     assert done.code == 1
-    assert "not equal: DDP by hand, fp32, 2 processes: " in done.out and ", but the limit is 1e-6\n" in done.out
-    assert "not equal: DDP by hand, fp64, 2 processes: " in done.out and "are equal" not in done.out
+    for dtype, limit in ("fp32", "1e-6"), ("fp64", "1e-12"):
+        assert re.search(
+            f"^not equal: DDP by hand, {dtype}, 2 processes: {size}, but the limit is {limit}$", done.out, re.M
+        )
+    assert "all ways that must be equal are equal" not in done.out
 
 
 TORCHRUNS = dict.fromkeys(("RANK", "LOCAL_RANK"), "0") | {"WORLD_SIZE": "5", "LOCAL_WORLD_SIZE": "5"}
@@ -102,6 +109,14 @@ def test_an_old_torch_has_a_row_that_says_so():
     fsdp = [way for way in WAYS if way.name == "FSDP"]
     assert equivalence.table(skipped, fsdp, ["fp32"]).splitlines()[2] == "| FSDP | needs torch 2.7 |"
     assert equivalence.too_far(skipped) == []
+
+
+def test_more_steps_may_be_further_away():
+    row = equivalence.Row([0.0] * 999 + [9e-6], "")
+    assert equivalence.too_far({"fp32": {2: {"DDP": row}}}) == []
+    assert equivalence.too_far({"fp32": {2: {"DDP": row._replace(distances=row.distances[-100:])}}}) == [
+        "not equal: DDP, fp32, 2 processes: 9e-6, but the limit is 1e-6"
+    ]
 
 
 def test_labels_keep_their_order_and_their_distance():
