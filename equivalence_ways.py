@@ -251,7 +251,7 @@ def evaluation(run: Run) -> Iterator[torch.Tensor]:
 
 def no_set_epoch(run: Run) -> Models:
     """Every epoch has the same batches, and leaves out the same examples."""
-    warnings.filterwarnings("ignore", "this epoch has the order of the last")  # dist.data_sampler notices
+    warnings.filterwarnings("ignore", "call sampler.set_epoch")  # dist.data_sampler notices
     yield from train(run.ddp_network(), run.shares(set_epoch=False))  # wrong: no sampler.set_epoch(epoch)
     run.note = f"{(dist.all_reduce(run.seen) == 0).sum()} of {EXAMPLES} examples never seen"
 
