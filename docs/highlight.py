@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 HELPERS = ["distributed.py", "rendezvous.py", "launcher.py", "data.py", "checkpoint.py", "report.py"]
 COLOURS = [(Comment, "c"), (Keyword, "k"), (Operator.Word, "k"), (String, "s"), (Number, "m")]
 COLOURS += [(Name.Function, "f"), (Name.Class, "f")]
-MODULES = {"dist": "distributed"} | {Path(helper).stem: Path(helper).stem for helper in HELPERS}
+MODULES = {"dist": "distributed.py"} | {Path(helper).stem: helper for helper in HELPERS}  # as the scripts call them
 
 
 class Definition(NamedTuple):
@@ -102,8 +102,8 @@ def linked(html: str, line: str, path: str) -> str:
     """Links `dist.reduce`, and in a helper's own page the calls of its functions."""
     for m in re.finditer(r"(?<![\w.])(\w+)\.(\w+)", line):
         helper = MODULES.get(m[1], "")
-        if helper and m[2] in _names(f"{helper}.py"):
-            html = wrapped(html, [m.span()], f'<a href="{helper}.html#{m[2]}">', "</a>")
+        if helper and m[2] in _names(helper):
+            html = wrapped(html, [m.span()], f'<a href="{Path(helper).stem}.html#{m[2]}">', "</a>")
     if path in HELPERS and not line.lstrip().startswith(("def ", "class ")):
         for m in re.finditer(r"(?<![\w.])\w+(?=\()", line):
             if m[0] in _names(path):

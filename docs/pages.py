@@ -100,7 +100,8 @@ class Tree:
         way = {Path(path).stem for path in set(self.ancestors(before)) ^ set(self.ancestors(after))}
         found = []
         for line, texts in _texts(source(before), source(after), parts):
-            fits = [n for n, (step, part, _) in enumerate(self.notes) if step in way and any(part in t for t in texts)]
+            changed = "\n" + "\n".join(texts) + "\n"
+            fits = [number for number, (step, part, _) in enumerate(self.notes) if step in way and part in changed]
             found.append(Change(line, texts, fits))
         return Pair(parts, *counts(parts), found)
 
@@ -113,7 +114,7 @@ class Tree:
                     used.update(change.notes)
                 if not change.notes:
                     place = f"{after}, line {change.line} (from {before})"
-                    text = max(change.texts, key=len).strip()
+                    text = next((text for text in reversed(change.texts) if text), "").strip()
                     found.append(f"docs/notes.toml has no note on the change at {place}:  {text}")
         for number, (step, line, _) in enumerate(self.notes):
             if step not in self.names:

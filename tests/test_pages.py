@@ -219,6 +219,15 @@ class Reader:
     def all(self, selector):
         return self.browser.find_elements("css selector", selector)
 
+    def sees(self, selector, text):
+        """Whether this stands there, soon: a new hash, or a new page, takes a moment."""
+        deadline = time.monotonic() + 10
+        while self.js("return document.querySelector(arguments[0])?.textContent", selector) != text:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.02)
+        return True
+
     def select(self, first, last):
         """Drag the mouse from the beginning of one cell's text to the end of another's."""
         from selenium.webdriver import ActionChains
@@ -309,7 +318,7 @@ def test_any_two_scripts(reader):
 
     Select(reader.one("#left")).select_by_value("min_DDP")
     Select(reader.one("#right")).select_by_value("mnist_amp")
-    assert reader.one("h2").text == "min_DDP.py → mnist_amp.py"
+    assert reader.sees("h2", "min_DDP.py → mnist_amp.py")
     for before, after in ALL_PAIRS:
         made = reader.js("return pairHTML(...arguments)", Path(before).stem, Path(after).stem)
         assert made.count("data-l=") == len(source(before).lines) and made.count("data-r=") == len(source(after).lines)
@@ -348,10 +357,10 @@ def test_each_key(reader):
     reader.type("k")
     assert reader.js(focused) == f"Change 2 of {total}"
     reader.press("n")
-    assert reader.one("h2").text == " → ".join(PAIRS[1])
+    assert reader.sees("h2", " → ".join(PAIRS[1]))
     assert reader.js("return location.hash") == f"#{key(PAIRS[1])}"
     reader.press("p")
-    assert reader.one("h2").text == " → ".join(PAIRS[0])
+    assert reader.sees("h2", " → ".join(PAIRS[0]))
     reader.press("f")
     assert all(part.get_property("open") for part in reader.all("details"))
     reader.press("f")
@@ -391,8 +400,9 @@ def test_the_hash_restores_pair_and_line(reader):
     ActionChains(reader.browser).move_to_element_with_offset(cell, int(10 - box["width"] / 2), 0).click().perform()
     assert reader.js("return location.hash") == "#mnist_ddp..mnist_amp:L41"
     reader.one(".chips a").click()
+    assert reader.sees("h2", " → ".join(PAIRS[0]))
     reader.browser.back()
-    assert reader.one("h2").text == "mnist_ddp.py → mnist_amp.py"
+    assert reader.sees("h2", "mnist_ddp.py → mnist_amp.py")
 
 
 @pytest.mark.slow
@@ -481,12 +491,13 @@ def test_without_javascript(reader):
     link = reader.one('.change a[href*="distributed.html#"]')
     name = link.get_attribute("href").split("#")[1]
     link.click()
-    assert reader.one(f"#{name}").is_displayed() and reader.one("h1").text == "distributed.py"
+    assert reader.sees("h1", "distributed.py") and reader.one(f"#{name}").is_displayed()
 
 
 @pytest.mark.slow
 def test_a_helpers_page(reader):
     reader.one('.change a[href="distributed.html#all_reduce"]').click()
+    assert reader.sees("h1", "distributed.py")
     shown = reader.one("#all_reduce")
     assert shown.text.splitlines()[0].startswith("def all_reduce(") and '"""' in shown.text
     top = reader.js("return arguments[0].getBoundingClientRect().top", shown)
@@ -496,7 +507,7 @@ def test_a_helpers_page(reader):
     reader.one('nav[aria-label="Contents"] a[href="#gather"]').click()
     assert reader.js("return location.hash") == "#gather"
     reader.press("n")
-    assert reader.one("h1").text == "rendezvous.py"
+    assert reader.sees("h1", "rendezvous.py")
     assert reader.complaints() == ([], [])
 
 
