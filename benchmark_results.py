@@ -213,7 +213,7 @@ def in_short(runs: list[Run], script: str) -> str:
     speed = statistics.median(run.speed for run in good_runs(runs, row))
     times = ratio(runs, row, largest(runs, BASE))
     processes = f"{row.processes} process{'es' * (row.processes > 1)}"
-    return f"{speed:,.0f}, {processes}" + (f", {times:.2f} times" if times else "")
+    return f"{speed:,.0f} images/s, {processes}" + (f", {times:.2f} times" if times else "")
 
 
 def gpus(runs: list[Run]) -> int:

@@ -82,7 +82,7 @@ function pairHTML(leftName, rightName) {
   const [left, right] = [page.scripts[leftName], page.scripts[rightName]];
   const { parts, added, removed, notes } = pairOf(leftName, rightName);
   const measured = [left, right].filter((script) => script.buys).map((script) => `${script.path} ${script.buys}`);
-  const times = measured.length ? ` 3 epochs of MNIST on 2 CPU cores: ${measured.join("; ")}.` : "";
+  const times = measured.length ? ` Measured: ${measured.join("; ")}.` : "";
   const adds = right.adds ? `${right.adds}. ` : "";
   let html = `<h2>${left.path} → ${right.path}</h2>`;
   html += `<p class="about">${adds}<b>+${added} −${removed}</b> lines.${times}</p>`;

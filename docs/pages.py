@@ -205,7 +205,7 @@ def pair_html(tree: Tree, before: str, after: str) -> str:
     """Two scripts side by side: their headings, the rows, and the notes of each change."""
     pair, left, right = tree.pair(before, after), tree.script(before), tree.script(after)
     times = [f"{script['path']} {script['buys']}" for script in (left, right) if script["buys"]]
-    times = f" 3 epochs of MNIST on 2 CPU cores: {'; '.join(times)}." if times else ""
+    times = f" Measured: {'; '.join(times)}." if times else ""
     adds = f"{right['adds']}. " if right["adds"] else ""
     html = f"<h2>{left['path']} → {right['path']}</h2>"
     html += f'<p class="about">{adds}<b>+{pair.added} −{pair.removed}</b> lines.{times}</p>'

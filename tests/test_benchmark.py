@@ -122,7 +122,7 @@ def test_table_and_sentences_from_a_stored_csv(tmp_path):
     sentences = "The images/s of `mnist_ddp.py` (2 processes, fp32) are 1.50 times those of the plain DDP loop, "
     assert results.findings(runs) == f"{sentences}75 % of the compute-only limit.\n"
     assert "2 epochs of mnist, 3 runs of each, in alternation, 2030-01-02." in results.conditions(runs)
-    assert results.in_short(runs, "mnist_ddp.py") == "2,250, 2 processes, 1.50 times"
+    assert results.in_short(runs, "mnist_ddp.py") == "2,250 images/s, 2 processes, 1.50 times"
     assert results.picture(runs).startswith(b"\x89PNG")
 
 
