@@ -51,7 +51,6 @@ def without_memory(result, n):
 # --------------------------------------------------------------------------------------------------------- good runs
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("n", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("name", VARIANTS)
 def test_uneven_evaluation(run, name, n):
@@ -128,7 +127,6 @@ def largest_difference(run, folder, n, name, *args, before="", whose=0):
     return max((a - b).abs().max().item() for a, b in zip(*weights, strict=True))
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("n", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("name", "flags"), [("mnist_by_hand", ()), ("mnist_accumulate", ("--accumulate", 3))])
 def test_few_steps_give_the_weights_of_ddp(run, tmp_path, name, flags, n):
@@ -209,7 +207,6 @@ def _same_as_one(state, sums, steps, n):
     assert max((state[name] - value).abs().max().item() for name, value in expected.state_dict().items()) <= 1e-6
 
 
-@pytest.mark.timeout(60)
 @WORLDS
 def test_by_hand_is_one_big_batch(n):
     of_processes(_by_hand, n)
@@ -222,7 +219,6 @@ def _accumulate(rank, n):
         _same_as_one(dist.unwrap_model(model).state_dict(), sums, steps, n)
 
 
-@pytest.mark.timeout(60)
 @WORLDS
 def test_accumulation_is_one_big_batch(n):
     of_processes(_accumulate, n)
@@ -239,7 +235,6 @@ def _count_all_reduces(rank, n, module, extra, wrapped, names):
     return {name: found.count(name) for name in names}
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("micro_batches", [1, 4])
 def test_one_all_reduce_per_step(micro_batches):
     """Gloo's own, as the profiler sees them: 3 steps; two more are `trained`'s check of its sums, and no all-reduce."""
@@ -247,7 +242,6 @@ def test_one_all_reduce_per_step(micro_batches):
     assert counted == {"gloo:all_reduce": 3}
 
 
-@pytest.mark.timeout(60)
 def test_by_hand_reduces_each_parameter():
     """Without buckets: an all-gather for the check of each, and an all-reduce for those of more than 512 bytes."""
     names = ["gloo:all_reduce", "gloo:all_gather"]
@@ -307,7 +301,6 @@ def _load(rank, n, file):
     assert sums[1] == 4  # training goes on
 
 
-@pytest.mark.timeout(60)
 def test_a_checkpoint_of_two_ranks_is_loaded_by_one_and_by_three(tmp_path):
     file = tmp_path / "model.pt"
     of_processes(_fsdp, 2, file)
@@ -319,7 +312,6 @@ def test_a_checkpoint_of_two_ranks_is_loaded_by_one_and_by_three(tmp_path):
     assert torch.equal(plain[3].weight, torch.load(file.with_suffix(".expected"))["3.weight"])
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("n", [1, 3])
 def test_fsdp_is_one_big_batch(n, tmp_path):
     of_processes(_fsdp, n, tmp_path / "model.pt")
@@ -328,7 +320,6 @@ def test_fsdp_is_one_big_batch(n, tmp_path):
 # --------------------------------------------------------------------------------------------------------- bad input
 
 
-@pytest.mark.timeout(30)
 @pytest.mark.parametrize(
     ("name", "args", "words"),
     [
@@ -345,14 +336,12 @@ def test_bad_value(run, name, args, words):
     assert refused(run(name, *SYNTHETIC, "--dry-run", *args, timeout=10), f"{name}.py", *words)
 
 
-@pytest.mark.timeout(30)
 def test_a_torch_that_is_too_old(run):
     before = "import torch; torch.__version__ = torch.torch_version.TorchVersion('2.6.0+cpu')"
     result = run("mnist_fsdp", *SYNTHETIC, before=before, timeout=10)
     assert refused(result, "mnist_fsdp.py", "torch 2.7", "2.6.0", "upgrade")
 
 
-@pytest.mark.timeout(30)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_started_as_a_file(tmp_path, name):
     result = forker().run(f"variants/{name}.py", cwd=tmp_path / "cwd")
@@ -360,7 +349,6 @@ def test_started_as_a_file(tmp_path, name):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(60)
 def test_from_a_shell():
     """As a user starts it: in the root, with -m; and in another folder, where there is no such module."""
     result = shell("-m", "variants.mnist_accumulate", *SYNTHETIC, "--dry-run", "--accumulate", "0")
