@@ -9,10 +9,10 @@ The same files in, the same pages out.  Only the figures that a program prints (
 to run, so an output on a page stays as it is while all else in it is still true (`same_output`).
 
     kind        what                   what is written
-    steps                              the table of the progression, from STEPS
+    steps       [FOLDER]               the table of the progression (or of its branches in a folder), from STEPS
     lines       PARENT FILE            +added -removed, as git counts them
     diff        PARENT FILE            the diff
-    output      SCRIPT [ARGS ...]      what the program prints
+    output      SCRIPT [ARGS ...]      what the program prints (or -m MODULE [ARGS ...])
     program     NAME                   a program from PROGRAMS, and what it prints with two processes
     report      NAME                   such a program, and what it says when it is asked where its ranks stand
     wrong       COMMAND                what doctor.py finds wrong
@@ -81,6 +81,9 @@ STEPS = [
     ),
     Step("mnist_amp.py", "mnist_ddp.py", "mixed precision with `torch.amp`: 16-bit numbers where that is safe"),
     Step("mnist_apex.py", "mnist_ddp.py", "mixed precision with NVIDIA Apex, as older code has it", gpus=1),
+    Step("variants/mnist_by_hand.py", "mnist_ddp.py", "what DDP does, written out"),
+    Step("variants/mnist_accumulate.py", "mnist_ddp.py", "gradient accumulation: the batch doesn't fit"),
+    Step("variants/mnist_fsdp.py", "mnist_ddp.py", "`fully_shard` (FSDP2): the model doesn't fit"),
 ]
 
 MEASURED, NOT_MEASURED = ROOT / "results" / "benchmark.csv", "not measured"
@@ -154,12 +157,16 @@ def lines(before: str, after: str) -> str:
     return f"+{added} -{removed}"
 
 
-def steps() -> str:
-    rows = ["| script | what it adds | diff lines | training speed, times that of the first |", "|---|---|---|---|"]
+def steps(folder: str = ".") -> str:
+    """The trunk in the root, with what it buys; or the branches in a folder."""
+    root = folder == "."
+    rows = ["| script | what it adds | diff lines |" + " training speed, times that of the first |" * root]
+    rows.append("|---|---|---|" + "---|" * root)
     for step in STEPS:
-        if (ROOT / step.script).exists():
+        if (ROOT / step.script).exists() and str(Path(step.script).parent) == folder:
             changed = f"{lines(step.parent, step.script)} from `{step.parent}`" if step.parent else ""
-            rows.append(f"| [{step.script}]({step.script}) | {step.adds} | {changed} | {step.buys} |")
+            link = step.script if root else f"../{step.script}"
+            rows.append(f"| [{step.script}]({link}) | {step.adds} | {changed} |" + f" {step.buys} |" * root)
     return "\n" + "\n".join(rows) + "\n"
 
 
@@ -185,8 +192,10 @@ class Programs:
 def _run(script: str, *args: str, **environment: str | None) -> Run:
     if Programs.fork:
         return forker().run(script, *args, timeout=280, **environment)
+    if script == "-m":  # args has the module, which is found in the root
+        environment["PYTHONPATH"] = str(ROOT)
     with tempfile.TemporaryDirectory() as folder:  # cifar10_ddp.py leaves a folder behind
-        return shell(ROOT / script, *args, cwd=folder, timeout=280, **environment)
+        return shell(script if script == "-m" else ROOT / script, *args, cwd=folder, timeout=280, **environment)
 
 
 @functools.cache
@@ -243,6 +252,7 @@ def wrong(command: str) -> str:
 def masked(text: str) -> str:
     """Without the figures that depend on the machine: its speed, and how its CPU rounds."""
     text = re.sub(r"-\d{8}-\d{6}\b", "-TIME", text)
+    text = re.sub(r"\d+ MiB", "# MiB", text)
     return re.sub(r"(loss |accuracy |train |test |top-\d |\(|right |in |  )\d+(\.\d+)?(?=%|/| |\n)", r"\1#", text)
 
 
