@@ -230,10 +230,10 @@ def _roll_call(store: torch_dist.Store, found: World, timeout: float, host: str,
     store.set(keys[found.rank], f"{host}\n{gpu}")
     first_wait = min(REPORT_MISSING_AFTER, timeout)
     missing = _missing_after(first_wait, store, keys)
-    if missing and found.rank == 0 and timeout > first_wait:
-        print(f"distributed: waiting for {missing}", file=sys.stderr, flush=True)
-    if missing:
-        missing = _missing_after(max(0.01, timeout - first_wait), store, keys)
+    if missing and timeout > first_wait:
+        if found.rank == 0:
+            print(f"distributed: waiting for {missing}", file=sys.stderr, flush=True)
+        missing = _missing_after(timeout - first_wait, store, keys)
     if missing:
         raise TimeoutError(f"init_process_group: {missing} did not come within {timeout:.0f} s")
     places, gpus = zip(*(store.get(key).decode().split("\n") for key in keys), strict=True)
@@ -263,8 +263,8 @@ def wait_for_all(store: torch_dist.Store, found: World, timeout: float | None = 
 # --------------------------------------------------------------------------------------------------------- who is lost?
 
 
-def lost(found: World) -> list[int]:
-    """The ranks that can't be reached from here any more, after a collective has failed."""
+def lost(found: World) -> str:
+    """Who can't be reached from here any more, after a collective has failed, in words; "" if nobody."""
     unheard = list(range(found.world_size))
     deadline = time.monotonic() + 5
     try:  # over a new connection: on one that was cut, every call hangs
@@ -273,6 +273,7 @@ def lost(found: World) -> list[int]:
         while unheard and time.monotonic() < deadline:
             unheard = [rank for rank in unheard if not store.check([f"{_attempt()} still here {rank}"])]
             time.sleep(0.1)
-        return unheard
     except RuntimeError:  # rank 0's machine is out of reach, and so are the others
-        return [rank for rank in unheard if hosts[rank] != hosts[found.rank]] or [0]
+        unheard = [rank for rank in unheard if hosts[rank] != hosts[found.rank]] or [0]
+    names = ", ".join(f"rank {rank} ({hosts[rank]})" for rank in unheard)
+    return f"rank {found.rank} ({hosts[found.rank]}) has lost {names}" if names else ""
