@@ -1,14 +1,8 @@
 """Starting processes, watching them, explaining how they failed, and ending them.  Never touches a tensor.
 
-    import launcher
-
-    def work(local_rank, world_size, name): ...
-
-    if __name__ == "__main__":
-        launcher.run(work, ("ada",), nproc=2)
-
-Each process finds its place in torchrun's variables (rendezvous.py).  The file reads in the order in which a run
-lives: plan, run, start, watch, explain, end.  Part of distributed.py; copy it together with that file.
+`launcher.run(work, ("ada",), nproc=2)` calls work(local_rank, world_size, "ada") in two processes.  Each finds its
+place in torchrun's variables (rendezvous.py).  The file reads in the order in which a run lives: plan, run, start,
+watch, explain, end.  Part of distributed.py; copy it together with that file.
 """
 
 import argparse
@@ -30,7 +24,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
-from multiprocessing import resource_tracker
+from multiprocessing import resource_tracker, util
 from typing import Any, NamedTuple
 
 import torch
@@ -44,6 +38,11 @@ STOP_GRACE = 30  # seconds for a checkpoint to be saved, when the run was told t
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _SIGNALS = (*_STOPS, signal.SIGUSR1, signal.SIGTSTP)
 _UNKNOWN = 256  # in the place of an exit code that nobody knows
+_ENDS = {-number: f"by signal {number}" for number in range(1, signal.NSIG)}  # exit code: how a process has ended
+_ENDS |= {-number: f"by {number.name}" for number in signal.Signals}
+_ENDS[-signal.SIGKILL] += " (by hand, or by the kernel for want of memory: see dmesg)"
+_ENDS[_UNKNOWN] = "and nobody knows how"
+_FRAME = re.compile(r'File "(.+)", line (\d+),? in (.+)')  # of a traceback, or of faulthandler's dump
 
 # --------------------------------------------------------------------------------------------------------------- plan
 
@@ -162,12 +161,13 @@ def _exit(code: int | str) -> BaseException:
 def _run_all(function: Callable, args: tuple, nproc: int, finish: Callable | None) -> Any:
     """Start nproc processes, watch them, end them all whatever happens; returns rank 0's result."""
     method, threads = _start_method(function, nproc)
+    job = functools.partial(_run_here, function, args, finish)
     run = _Run(nproc)
     with contextlib.ExitStack() as undo:
         run.handle_signals(undo)
         run.start_guard()
         undo.callback(run.end)
-        run.start(method, functools.partial(_run_here, function, args, finish), threads)
+        run.start(method, job, threads)
         result = run.watch()
     for number, _ in run.stops[:1]:  # too late for us, so it is for the caller
         os.kill(os.getpid(), number)
@@ -194,14 +194,12 @@ def fork_is_safe() -> bool:
         return False
     if len(os.listdir("/proc/self/task")) > 1:
         # OpenBLAS, which numpy brings, ends its threads before every fork and starts them again when it needs them.
-        # So after a first fork the threads that are left belong to somebody else.
+        # So the threads that are left after a first fork belong to somebody else.
+        first = multiprocessing.get_context("fork").Process(target=os._exit, args=(0,))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Python 3.12 warns of these very threads
-            child = os.fork()
-        if child == 0:
-            os._exit(0)
-        with contextlib.suppress(ChildProcessError):  # the caller has SIGCHLD ignored
-            os.waitpid(child, 0)
+            first.start()
+        first.join()
     return len(os.listdir("/proc/self/task")) == 1
 
 
@@ -282,7 +280,7 @@ class _Run:
         environment = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(self.nproc))
         environment |= {"DIST_STORE": f"{self.folder}/store", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         environment |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), rendezvous.LOOPBACK)
-        context = multiprocessing.get_context(method)
+        guard = self.guard.stdin if method == "fork" else None  # spawn doesn't hand it down
         if method == "spawn":
             resource_tracker.ensure_running()  # Python starts it anyway, and that unblocks signals
         # The processes inherit the block: none dies half-way into its start.
@@ -290,11 +288,11 @@ class _Run:
         try:
             for rank in range(self.nproc):
                 environment |= dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
-                guard = self.guard.stdin if method == "fork" else None  # spawn doesn't hand it down
-                process = context.Process(target=_work, args=(job, threads, dict(environment), guard))
+                arguments = (job, threads, dict(environment), guard)
+                process = multiprocessing.get_context(method).Process(target=_work, args=arguments)
                 process.start()
                 self.processes.append(process)
-                if method == "spawn":  # a forked process tells the guard itself: then none is without it for a moment
+                if not guard:  # a forked process tells the guard itself: then none is without it for a moment
                     self.guard.stdin.write(f"{process.pid}\n".encode())
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
@@ -322,36 +320,31 @@ class _Run:
         """Wait for all processes; returns rank 0's result, or raises what ended the run."""
         while True:
             time.sleep(0.01)
-            codes, causes = self.look()
-            if causes:
+            ended = self.look()
+            if self.failed():
                 time.sleep(0.2)  # its peers can notice a death before this process does; a stop may come, too
-                codes, causes = self.look()
+                self.look()
             if self.stops:
                 number = self.stops[0][0]
                 _say(f"launch: {signal.Signals(number).name}: ending {self.nproc} processes")
                 raise _exit(128 + number)
-            if causes:
-                raise self.failure(*min(causes))
-            if None not in codes:
+            if self.failed():
+                raise self.failure()
+            if ended:
                 return self.reports[0].result
 
-    def look(self) -> tuple[list, list[tuple[float, int, str]]]:
-        """The exit codes; and when, which rank and what, for each process that has failed.
-
-        A process that reports its error waits to be ended.  So whoever died without a report died before any other
-        could lose it, and is the cause; among reports it is the earliest.
-        """
-        codes, causes = [], []
-        for rank, process in enumerate(self.processes):
-            code = _exit_code(process)  # first: who is gone has said what it had to
+    def look(self) -> bool:
+        """Read the reports, and write one for each process that died without: returns whether all have ended."""
+        codes = [_exit_code(process) for process in self.processes]  # first: who is gone has said what it had to
+        for rank, code in enumerate(codes):
             report = self.read_report(rank)
-            if report and report.error:
-                causes.append((report.when, rank, report.error))
-            elif code is not None and not (report and code in (0, _UNKNOWN)):
-                causes.append((0.0, rank, f"ended {_how(code)}{' after its work' if report else ''}"))
-                _kill(-process.pid, signal.SIGKILL)  # its data loader workers, likewise
-            codes.append(code)
-        return codes, causes
+            if code is None or (report and (report.error or code in (0, _UNKNOWN))):
+                continue
+            how = _ENDS.get(code, f"by os._exit({code})")
+            # A process that reports an error waits to be ended: whoever died didn't lose another, and is the first.
+            self.reports[rank] = _Report(0.0, f"ended {how} after its work" if report else f"ended {how}")
+            _kill(-self.processes[rank].pid, signal.SIGKILL)  # its data loader workers, likewise
+        return None not in codes
 
     def read_report(self, rank: int) -> _Report | None:
         """It is a file, as a pipe could be left half full, and held open, by a process that was killed."""
@@ -366,12 +359,18 @@ class _Run:
                 self.note_stop(number)  # it was told to stop, so the run was
         return self.reports.get(rank)
 
-    def failure(self, when: float, rank: int, error: str) -> BaseException:
+    def failed(self) -> list[tuple[float, int]]:
+        """When, and which rank."""
+        return sorted((report.when, rank) for rank, report in self.reports.items() if report.error)
+
+    def failure(self) -> BaseException:
         """What `launch` raises, with the error of the first process that failed."""
-        done = [f"rank {r}" for r, report in sorted(self.reports.items()) if not report.error]
-        if done and f"rank {rank}" not in done:
-            error = f"{error.rstrip()}\n({', '.join(done)} had finished)"
-        text = f"rank {rank} of {self.nproc} failed first: {error.rstrip()}"
+        rank = self.failed()[0][1]
+        error = self.reports[rank].error.rstrip()
+        text = f"rank {rank} of {self.nproc} failed first: {error}"
+        done = ", ".join(f"rank {r}" for r, report in sorted(self.reports.items()) if not report.error)
+        if done and not error.endswith("after its work"):
+            text += f"\n({done} had finished)"
         if re.search("tim(ed|e) ?out|SIG(ABRT|BUS|FPE|ILL|SEGV)", error, re.IGNORECASE):
             text += f"\n{self.stack_table()}"
         return _exit(text)
@@ -392,11 +391,9 @@ class _Run:
                 file.seek(0)
                 dump = file.read()  # the answer, or what a crash has left
                 file.truncate(0)  # an answer is shown once
-            # The main thread comes last, innermost frame first; in a traceback the innermost frame is the last.
-            text = self.reports[rank].error if rank in self.reports else dump.rpartition("hread 0x")[2]
-            frames = re.findall(r'File "(.+)", line (\d+),? in (.+)', text)
-            if rank in self.reports:
-                frames.reverse()
+            error = self.reports[rank].error if rank in self.reports else ""
+            # In a traceback the innermost frame is the last.  In a dump it is the first; the main thread comes last.
+            frames = _FRAME.findall(error)[::-1] or _FRAME.findall(dump.rpartition("hread 0x")[2])
             state = f"no answer (if it was stopped: kill -CONT {process.pid})" if process in asked else "gone"
             lines.append(f"  rank {rank}: {_innermost(frames) or state}")
         return "\n".join(lines)
@@ -414,7 +411,7 @@ class _Run:
                 process.join()
 
     def let_them_save(self) -> None:
-        known = set(self.reports)
+        silent = set(range(self.nproc)) - set(self.reports)
         for process in filter(_handles_sigterm, self.processes):
             _kill(process.pid, signal.SIGTERM)
         grace = rendezvous.seconds("DIST_GRACE", STOP_GRACE if self.stops else None)
@@ -424,9 +421,9 @@ class _Run:
             if told_again or not any(map(_handles_sigterm, self.processes)):
                 break
             time.sleep(0.01)
-        for rank in range(self.nproc if self.stops else 0):
+        for rank in silent:
             report = self.read_report(rank)
-            if report and report.error and rank not in known:  # it could not save, perhaps
+            if self.stops and report and report.error:  # it could not save, perhaps
                 _say(f"rank {rank} of {self.nproc} failed while it was ending: {report.error.rstrip()}")
 
 
@@ -443,16 +440,6 @@ def _exit_code(process: multiprocessing.Process) -> int | None:
     return state.si_status if state.si_code == os.CLD_EXITED else -state.si_status
 
 
-def _how(code: int) -> str:
-    if code == _UNKNOWN:
-        return "and nobody knows how"
-    if code >= 0:
-        return f"by os._exit({code})"
-    if code == -signal.SIGKILL:
-        return "by SIGKILL (by hand, or by the kernel for want of memory: see dmesg)"
-    return f"by {signal.Signals(-code).name}" if -code in set(signal.Signals) else f"by signal {-code}"
-
-
 def _kill(pid: int, number: int) -> None:
     """Send a signal; to the process group -pid, if pid is negative.  Whoever is gone needs none."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -461,12 +448,10 @@ def _kill(pid: int, number: int) -> None:
 
 def _catches(pid: int, number: int) -> bool:
     """Whether the process has a handler of its own for this signal.  Only Linux tells."""
-    try:
-        with open(f"/proc/{pid}/status") as status:
-            mask = re.search(r"SigCgt:\s*(\w+)", status.read())  # a bit for each signal that it handles
-    except OSError:  # it is gone
-        return False
-    return bool(mask and int(mask[1], 16) >> (number - 1) & 1)
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/status") as status:
+        mask = re.search(r"SigCgt:\s*(\w+)", status.read())[1]  # a bit for each signal that it handles
+        return bool(int(mask, 16) >> (number - 1) & 1)
+    return False
 
 
 def _handles_sigterm(process: multiprocessing.Process) -> bool:
@@ -509,24 +494,28 @@ def _work(job: Callable, threads: int | None, environment: dict, guard: Any) -> 
     folder, rank = os.path.dirname(environment["DIST_STORE"]), environment["RANK"]
     # Where multiprocessing keeps its sockets, those of DataLoader workers, too: killed, they can't remove them.
     multiprocessing.current_process()._config["tempdir"] = folder
+    path = f"{folder}/report{rank}"
     _handle_signals(f"{folder}/stack{rank}")
     if threads:
         torch.set_num_threads(threads)
     try:
         report = _Report(result=job())
-        print(end="", flush=True)  # what can't be printed is an error
-        content = pickle.dumps(report)
+        util._flush_std_streams()  # what can't be printed is an error
+        _write(report, path)
     except BaseException as problem:
         report = _report_of(problem)
-        content = pickle.dumps(report)
-        with contextlib.suppress(OSError, ValueError):
-            print(end="", flush=True)
-    with open(f"{folder}/report{rank}.tmp", "wb") as file:
-        file.write(content)
-    os.rename(f"{folder}/report{rank}.tmp", f"{folder}/report{rank}")  # at once: nobody reads half of it
+        with contextlib.suppress(OSError):
+            util._flush_std_streams()
+        _write(report, path)  # if the disk is full, Python prints that and the problem
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # nothing is left to save: `end` needn't wait
     while report.error or report.stopped_by:  # until the parent ends all: or the others would fail for want of it
         time.sleep(1)
+
+
+def _write(report: _Report, path: str) -> None:
+    with open(f"{path}.tmp", "wb") as file:
+        pickle.dump(report, file)
+    os.rename(f"{path}.tmp", path)  # at once: nobody reads half of it
 
 
 def _handle_signals(stack_file: str) -> None:

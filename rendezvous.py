@@ -9,7 +9,6 @@ A process's place is read from torchrun's variables, whoever has started it:
 DIST_LAUNCHER notes whose variables were translated.  Part of distributed.py; copy it together with that file.
 """
 
-import math
 import os
 import re
 import socket
@@ -38,7 +37,7 @@ def seconds(name: str, default: float | None = None) -> float:
     try:
         value = float(text)
     except ValueError:
-        value = math.nan
+        value = -1
     least = 0 if name == "DIST_GRACE" else 0.001  # without any time nothing could come in time
     if not least <= value <= 1e9:  # nan is refused, too
         raise ValueError(f"{name} is {text}: give a number of seconds ({name}={LIMITS[name]}), or unset it")
@@ -73,7 +72,6 @@ LAUNCHERS = {
     "mpirun (MPICH)": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
 }
-_IMPLY_WHERE_TO_MEET = ("mpirun (Open MPI)", "mpirun (MPICH)", "srun")
 _by_hand = World()  # where no launcher's variables are set: what init_process_group was told
 
 
@@ -168,7 +166,7 @@ def join(rank: int | None, world_size: int | None) -> World:
 def meeting_point(found: World) -> tuple[str, int]:
     """Rank 0's address and port: from MASTER_ADDR and MASTER_PORT, else what srun's and mpirun's variables imply."""
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
-    if not (address and port) and found.launcher not in _IMPLY_WHERE_TO_MEET:
+    if not (address and port) and found.launcher in ("", "launch", "torchrun"):
         raise ValueError("MASTER_ADDR and MASTER_PORT must say where rank 0 is: set them, or start with launch")
     one_machine = found.local_world_size == found.world_size
     if not address and one_machine:
