@@ -25,7 +25,7 @@ import traceback
 import warnings
 from collections.abc import Callable
 from multiprocessing import resource_tracker, util
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import torch
 
@@ -166,7 +166,7 @@ def _run_all(function: Callable, args: tuple, nproc: int, finish: Callable | Non
     with contextlib.ExitStack() as undo:
         run.handle_signals(undo)
         run.start_guard()
-        undo.callback(run.end)
+        undo.callback(run.terminate)
         run.start(method, job, threads)
         result = run.watch()
     for number, _ in run.stops[:1]:  # too late for us, so it is for the caller
@@ -220,11 +220,11 @@ def _start_method(function: Callable, nproc: int) -> tuple[str, int | None]:
     return "fork", 1  # a process with one thread never uses the pool
 
 
-# Whatever ends this process closes the other end of the guard's pipe: then it ends all, with what they have started.
+# Its input ends when nobody holds the other end of the pipe any more: when this process was killed.
 _GUARD = """
 trap '' HUP INT TERM
 PATH=/usr/bin:/bin:$PATH
-while read -r pid; do
+while read -r pid && [ "$pid" != end ]; do
     case $pid in ''|0|1|*[!0-9]*) ;; *) pids="$pids $pid" ;; esac  # what else is written there by mistake is no pid
 done
 for pid in $pids; do kill -9 -$pid $pid; done
@@ -381,8 +381,7 @@ class _Run:
 
     def stack_table(self) -> str:
         """A line for each rank that says where it stands: its main thread's innermost frame outside torch and this."""
-        asked = [process for process in self.processes if _exit_code(process) is None]
-        for process in asked:
+        for process in self.processes:
             _kill(process.pid, signal.SIGUSR1)  # faulthandler answers, from C: in a collective, too
         time.sleep(0.3)
         lines = ["where each rank stands:"]
@@ -394,24 +393,25 @@ class _Run:
             error = self.reports[rank].error if rank in self.reports else ""
             # In a traceback the innermost frame is the last.  In a dump it is the first; the main thread comes last.
             frames = _FRAME.findall(error)[::-1] or _FRAME.findall(dump.rpartition("hread 0x")[2])
-            state = f"no answer (if it was stopped: kill -CONT {process.pid})" if process in asked else "gone"
+            silent = f"no answer (if it was stopped: kill -CONT {process.pid})"
+            state = silent if _exit_code(process) is None else "gone"
             lines.append(f"  rank {rank}: {_innermost(frames) or state}")
         return "\n".join(lines)
 
     # ------------------------------------------------------------------------------------------------------------ end
 
-    def end(self) -> None:
+    def terminate(self) -> None:
         """SIGTERM to whoever handles it, to save a checkpoint, say; then SIGKILL to all and to what they started."""
         try:
             self.let_them_save()
         finally:
             self.send(signal.SIGKILL)
-            self.guard.communicate()  # it sees the end of its input, and removes the folder
+            self.guard.communicate(b"end\n")  # it removes the folder
             for process in self.processes:
                 process.join()
 
     def let_them_save(self) -> None:
-        silent = set(range(self.nproc)) - set(self.reports)
+        unheard = set(range(self.nproc)) - set(self.reports)
         for process in filter(_handles_sigterm, self.processes):
             _kill(process.pid, signal.SIGTERM)
         grace = rendezvous.seconds("DIST_GRACE", STOP_GRACE if self.stops else None)
@@ -421,7 +421,7 @@ class _Run:
             if told_again or not any(map(_handles_sigterm, self.processes)):
                 break
             time.sleep(0.01)
-        for rank in silent:
+        for rank in sorted(unheard):
             report = self.read_report(rank)
             if self.stops and report and report.error:  # it could not save, perhaps
                 _say(f"rank {rank} of {self.nproc} failed while it was ending: {report.error.rstrip()}")
@@ -482,8 +482,8 @@ def _say(text: str) -> None:
 # ------------------------------------------------------------------------------------------- in each started process
 
 
-def _work(job: Callable, threads: int | None, environment: dict, guard: Any) -> None:
-    """What runs in each started process."""
+def _work(job: Callable, threads: int | None, environment: dict, guard: IO | None) -> None:
+    """Take a group and a place of its own, do the job, and report."""
     os.setpgid(0, 0)  # so that Ctrl-C hits the parent alone, and what the process starts ends with it
     if guard:
         guard.write(f"{os.getpid()}\n".encode())
@@ -507,7 +507,7 @@ def _work(job: Callable, threads: int | None, environment: dict, guard: Any) -> 
         with contextlib.suppress(OSError):
             util._flush_std_streams()
         _write(report, path)  # if the disk is full, Python prints that and the problem
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # nothing is left to save: `end` needn't wait
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # nothing is left to save: `terminate` needn't wait
     while report.error or report.stopped_by:  # until the parent ends all: or the others would fail for want of it
         time.sleep(1)
 

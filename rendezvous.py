@@ -234,11 +234,11 @@ def _roll_call(store: torch_dist.Store, found: World, timeout: float, host: str,
         missing = _missing_after(timeout - first_wait, store, keys)
     if missing:
         raise TimeoutError(f"init_process_group: {missing} did not come within {timeout:.0f} s")
-    places, gpus = zip(*(store.get(key).decode().split("\n") for key in keys), strict=True)
+    machines, gpus = zip(*(store.get(key).decode().split("\n") for key in keys), strict=True)
     same = [key for key, other in zip(keys, gpus, strict=True) if gpu and other == gpu]
     if len(same) > 1:  # NCCL can't, and would say so less clearly
         raise RuntimeError(f"{' and '.join(same)} use the same GPU ({gpu}): one process per GPU, or backend gloo")
-    return list(places)
+    return list(machines)
 
 
 def _missing_after(limit: float, store: torch_dist.Store, keys: list[str]) -> str:

@@ -169,13 +169,13 @@ def _returns(rank, n):
 
 
 def test_a_stop_that_comes_while_a_good_run_ends_reaches_the_caller(monkeypatch):
-    end, came = launcher._Run.end, []
+    terminate, came = launcher._Run.terminate, []
 
     def told_late(run):
         os.kill(os.getpid(), signal.SIGTERM)
-        end(run)
+        terminate(run)
 
-    monkeypatch.setattr(launcher._Run, "end", told_late)
+    monkeypatch.setattr(launcher._Run, "terminate", told_late)
     before = signal.signal(signal.SIGTERM, lambda number, frame: came.append(number))
     try:
         assert dist.launch(_returns, nproc=2) == 2
