@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import pickle
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -224,7 +225,7 @@ def _start_method(function: Callable, nproc: int) -> tuple[str, int | None]:
 _GUARD = """
 trap '' HUP INT TERM
 PATH=/usr/bin:/bin:$PATH
-while read -r pid && [ "$pid" != end ]; do
+while read -r pid; do
     case $pid in ''|0|1|*[!0-9]*) ;; *) pids="$pids $pid" ;; esac  # what else is written there by mistake is no pid
 done
 for pid in $pids; do kill -9 -$pid $pid; done
@@ -406,9 +407,11 @@ class _Run:
             self.let_them_save()
         finally:
             self.send(signal.SIGKILL)
-            self.guard.communicate(b"end\n")  # it removes the folder
             for process in self.processes:
                 process.join()
+            shutil.rmtree(self.folder, ignore_errors=True)
+            with self.guard:  # which closes the pipe, and waits
+                self.guard.kill()
 
     def let_them_save(self) -> None:
         unheard = set(range(self.nproc)) - set(self.reports)
