@@ -179,7 +179,7 @@ def _run_all(function: Callable, args: tuple, nproc: int, finish: Callable | Non
 
 
 def _cuda_was_used() -> bool:
-    """Whether this process has loaded CUDA's driver (torch.cuda.is_available does): its children can't use CUDA."""
+    """Whether CUDA's driver was loaded (torch.cuda.is_available does it): children can't use CUDA.  Linux only."""
     with open("/proc/self/maps") as maps:
         return torch.cuda.is_initialized() or "/libcuda.so" in maps.read()
 

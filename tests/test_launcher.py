@@ -319,6 +319,22 @@ def test_output_that_is_lost_is_an_error_and_the_cause_comes_first(tmp_path):
         assert says in result.err
 
 
+def test_a_report_that_cannot_be_written_hides_no_error(tmp_path):
+    """As when the disk is full."""
+    code = (
+        "import shutil\n"
+        "def worker(rank, n):\n"
+        "    if rank == 1:\n"
+        "        shutil.rmtree(os.path.dirname(os.environ['DIST_STORE']))\n"
+        "        raise KeyError('the cause')\n"
+        "    time.sleep(20)\n"
+        "dist.launch(worker, nproc=2)\n"
+    )
+    result = run(tmp_path, code)
+    assert result.code == 1 and "KeyError: 'the cause'" in result.err
+    assert result.err.endswith("rank 1 of 2 failed first: ended by os._exit(1)\n")
+
+
 def test_the_callers_own_faulthandler_stays(tmp_path):
     code = (
         "import faulthandler\n"
@@ -457,6 +473,12 @@ def test_launch_leaves_no_file_open():
 
 
 # ------------------------------------------------------------------------------------------- notebooks, shells, forks
+
+
+@pytest.mark.slow
+def test_run_needs_no_distributed_py_in_spawned_processes(monkeypatch):
+    monkeypatch.setattr(launcher, "fork_is_safe", lambda: False)
+    assert launcher.run(_returns, nproc=2) == 2  # its arguments, with their defaults, can be pickled
 
 
 def test_in_a_shell_an_error_is_no_exit(monkeypatch):
