@@ -1,19 +1,14 @@
 """Starting processes, watching them, explaining how they failed, and ending them.  Never touches a tensor.
 
-    import launcher
-
-    def work(local_rank, world_size, name): ...
-
-    if __name__ == "__main__":
-        launcher.run(work, ("ada",), nproc=2)
-
-Each process finds its place in torchrun's variables (rendezvous.py).  The file reads in the order in which a run
-lives: plan, run, start, watch, explain, end.  Part of distributed.py; copy it together with that file.
+`launcher.run(work, ("ada",), nproc=2)` calls work(local_rank, world_size, "ada") in two processes.  Each finds its
+place in torchrun's variables (rendezvous.py).  The file reads in the order in which a run lives: plan, run, start,
+watch, explain, end.  Part of distributed.py; copy it together with that file.
 """
 
 import argparse
 import contextlib
 import faulthandler
+import functools
 import multiprocessing
 import os
 import pickle
@@ -29,9 +24,9 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
-from multiprocessing import resource_tracker
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from multiprocessing import resource_tracker, util
+from typing import IO, Any, NamedTuple
 
 import torch
 
@@ -42,8 +37,13 @@ else:
 
 STOP_GRACE = 30  # seconds for a checkpoint to be saved, when the run was told to stop; DIST_GRACE overrides it
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_SIGNALS = {*_STOPS, signal.SIGUSR1, signal.SIGTSTP}
+_SIGNALS = (*_STOPS, signal.SIGUSR1, signal.SIGTSTP)
 _UNKNOWN = 256  # in the place of an exit code that nobody knows
+_ENDS = {-number: f"by signal {number}" for number in range(1, signal.NSIG)}  # exit code: how a process has ended
+_ENDS |= {-number: f"by {number.name}" for number in signal.Signals}
+_ENDS[-signal.SIGKILL] += " (by hand, or by the kernel for want of memory: see dmesg)"
+_ENDS[_UNKNOWN] = "and nobody knows how"
+_FRAME = re.compile(r'File "(.+)", line (\d+),? in (.+)')  # of a traceback, or of faulthandler's dump
 
 # --------------------------------------------------------------------------------------------------------------- plan
 
@@ -91,7 +91,7 @@ def parse_args(parser: argparse.ArgumentParser) -> argparse.Namespace:
 # ---------------------------------------------------------------------------------------------------------------- run
 
 
-def run(function: Callable, args: tuple = (), nproc: int | None = None, finish: Callable = lambda: None) -> Any:
+def run(function: Callable, args: tuple = (), nproc: int | None = None, finish: Callable | None = None) -> Any:
     """function(local_rank, world_size, *args) in nproc processes; returns what it returned on rank 0.
 
     See distributed.py's `launch`.  `finish` is called in each process after the function.
@@ -104,11 +104,12 @@ def run(function: Callable, args: tuple = (), nproc: int | None = None, finish: 
         nproc = plan(nproc, "gloo" if nproc else None)  # who asks for more may share GPUs
         if nproc > 1:
             return _run_all(function, args, nproc, finish)
-    return _run_here(function, args, world, finish)
+    return _run_here(function, args, finish)
 
 
-def _run_here(function: Callable, args: tuple, world: rendezvous.World, finish: Callable) -> Any:
-    """This process is one of several that a launcher has started, or the only one."""
+def _run_here(function: Callable, args: tuple, finish: Callable | None) -> Any:
+    """This process is one of several that `run` or a launcher has started, or the only one."""
+    world = rendezvous.world()
     if "TORCHELASTIC_RUN_ID" in os.environ or "mpirun" in world.launcher:  # killed, they leave their processes behind
         threading.Thread(target=_die_with, args=(os.getppid(),), daemon=True).start()
     if world.launcher not in ("", "torchrun"):  # for a function that calls torch's own init_process_group
@@ -119,11 +120,13 @@ def _run_here(function: Callable, args: tuple, world: rendezvous.World, finish: 
         try:
             return function(world.local_rank, world.world_size, *args)
         except KeyboardInterrupt:
-            raise _stopped_by(signal.SIGINT) from None
+            raise _exit(128 + signal.SIGINT) from None
         except RuntimeError as problem:
             several_machines = world.local_world_size < world.world_size
             if several_machines and re.search("gloo|NCCL|onnection|imed out", str(problem)):
-                _explain_loss(world, problem)
+                text = rendezvous.lost(world)
+                if text:
+                    raise RuntimeError(text) from problem
             raise
 
     if "TORCHELASTIC_ERROR_FILE" in os.environ:  # torchrun's own report then shows this error
@@ -133,15 +136,9 @@ def _run_here(function: Callable, args: tuple, world: rendezvous.World, finish: 
     try:
         result = call()
     finally:
-        finish()
+        if finish:
+            finish()
     return result if world.rank == 0 else None
-
-
-def _explain_loss(world: rendezvous.World, problem: RuntimeError) -> None:
-    hosts = rendezvous.hosts
-    names = ", ".join(f"rank {rank} ({hosts[rank]})" for rank in rendezvous.lost(world))
-    if names:
-        raise RuntimeError(f"rank {world.rank} ({hosts[world.rank]}) has lost {names}") from problem
 
 
 def _die_with(parent: int) -> None:
@@ -153,28 +150,26 @@ def _die_with(parent: int) -> None:
     os._exit(1)
 
 
-def _interactive() -> bool:
-    """In a notebook, IPython or Python's own shell, which SystemExit would end."""
-    return hasattr(sys, "ps1")
-
-
-def _stopped_by(number: int) -> BaseException:
-    if number == signal.SIGINT and _interactive():
+def _exit(code: int | str) -> BaseException:
+    """SystemExit; another exception in a notebook, IPython or Python's own shell, which SystemExit would end."""
+    if hasattr(sys, "ps1") and code == 128 + signal.SIGINT:
         return KeyboardInterrupt()
-    return SystemExit(128 + number)
+    if hasattr(sys, "ps1") and isinstance(code, str):
+        return RuntimeError(code)
+    return SystemExit(code)
 
 
-def _run_all(function: Callable, args: tuple, nproc: int, finish: Callable) -> Any:
+def _run_all(function: Callable, args: tuple, nproc: int, finish: Callable | None) -> Any:
     """Start nproc processes, watch them, end them all whatever happens; returns rank 0's result."""
     method, threads = _start_method(function, nproc)
+    job = functools.partial(_run_here, function, args, finish)
     run = _Run(nproc)
-    with run.signals_noted() as mask:
-        try:
-            run.start(method, _Job(function, args, finish, threads))
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-            result = run.watch()
-        finally:
-            run.end()
+    with contextlib.ExitStack() as undo:
+        run.handle_signals(undo)
+        run.start_guard()
+        undo.callback(run.terminate)
+        run.start(method, job, threads)
+        result = run.watch()
     for number, _ in run.stops[:1]:  # too late for us, so it is for the caller
         os.kill(os.getpid(), number)
     return result
@@ -184,13 +179,9 @@ def _run_all(function: Callable, args: tuple, nproc: int, finish: Callable) -> A
 
 
 def _cuda_was_used() -> bool:
-    """Whether this process has loaded CUDA's driver (torch.cuda.is_available does): its children can't use CUDA."""
-    if torch.cuda.is_initialized():
-        return True
-    if sys.platform != "linux":
-        return False
+    """Whether CUDA's driver was loaded (torch.cuda.is_available does it): children can't use CUDA.  Linux only."""
     with open("/proc/self/maps") as maps:
-        return "/libcuda.so" in maps.read()
+        return torch.cuda.is_initialized() or "/libcuda.so" in maps.read()
 
 
 def fork_is_safe() -> bool:
@@ -204,14 +195,12 @@ def fork_is_safe() -> bool:
         return False
     if len(os.listdir("/proc/self/task")) > 1:
         # OpenBLAS, which numpy brings, ends its threads before every fork and starts them again when it needs them.
-        # So after a first fork the threads that are left belong to somebody else.
+        # So the threads that are left after a first fork belong to somebody else.
+        first = multiprocessing.get_context("fork").Process(target=os._exit, args=(0,))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Python 3.12 warns of these very threads
-            child = os.fork()
-        if child == 0:
-            os._exit(0)
-        with contextlib.suppress(ChildProcessError):  # the caller has SIGCHLD ignored
-            os.waitpid(child, 0)
+            first.start()
+        first.join()
     return len(os.listdir("/proc/self/task")) == 1
 
 
@@ -232,30 +221,22 @@ def _start_method(function: Callable, nproc: int) -> tuple[str, int | None]:
     return "fork", 1  # a process with one thread never uses the pool
 
 
+# Its input ends when nobody holds the other end of the pipe any more: when this process was killed.
 _GUARD = """
+trap '' HUP INT TERM
 PATH=/usr/bin:/bin:$PATH
 while read -r pid; do
     case $pid in ''|0|1|*[!0-9]*) ;; *) pids="$pids $pid" ;; esac  # what else is written there by mistake is no pid
 done
-for pid in $pids; do kill -9 $pid -$pid; done
-sleep 0.1
-rm -rf "$0"
-"""  # the reading ends when nobody holds the other end of the pipe any more
-
-
-class _Job(NamedTuple):
-    """What each process has to do."""
-
-    function: Callable
-    args: tuple
-    finish: Callable
-    threads: int | None  # of torch's operations; None: as OMP_NUM_THREADS says
+for pid in $pids; do kill -9 -$pid $pid; done
+rm -rf "$0" || { sleep 0.1; rm -rf "$0"; }  # a process that is dying may still write there
+"""
 
 
 class _Report(NamedTuple):
     """What a process says of its own end."""
 
-    when: float
+    when: float = 0.0
     error: str = ""
     stopped_by: int = 0  # the signal, if it ended itself with 128 + its number
     result: Any = None
@@ -269,226 +250,184 @@ class _Run:
         self.processes: list[multiprocessing.Process] = []
         self.reports: dict[int, _Report] = {}
         self.stops: list[tuple[int, float]] = []  # signals that end the run, and when they came
-        self.requests: list[int] = []  # SIGUSR1 and Ctrl-Z
-        self.grace = rendezvous.seconds("DIST_GRACE")
-        self.stop_grace = rendezvous.seconds("DIST_GRACE", STOP_GRACE)
         self.folder = os.path.join(tempfile.gettempdir(), f"dist-{os.urandom(8).hex()}")
-        self.guard, self.guard_pipe = None, -1
 
-    @contextlib.contextmanager
-    def signals_noted(self) -> Iterator[set]:
-        """Note signals instead of dying of them.  They are blocked until the caller sets the mask that this yields:
-        the processes inherit the block, so none dies half-way into its start."""
+    def handle_signals(self, undo: contextlib.ExitStack) -> None:
+        """What this process does when it gets a signal, until `undo` puts back the caller's handlers."""
+        if threading.current_thread() is not threading.main_thread():
+            return  # Python lets no other thread handle signals
+        actions: dict = dict.fromkeys(_STOPS, self.note_stop)
+        actions |= {signal.SIGUSR1: self.show_stacks, signal.SIGTSTP: self.suspend}
+        actions[signal.SIGCHLD] = signal.SIG_DFL  # ignored, it would make the kernel forget how a child has ended
+        for number, action in actions.items():
+            given = signal.getsignal(number)
+            # nohup's SIGHUP stays ignored.  SIGINT doesn't: a shell's `script &` ignores it unasked.
+            honoured = given == signal.SIG_IGN and number in (signal.SIGHUP, signal.SIGTSTP)
+            # Python can't put back what it doesn't know, such as faulthandler's handlers.
+            foreign = given is None or (given == signal.SIG_DFL and _catches(os.getpid(), number))
+            if not (honoured or foreign):
+                undo.callback(signal.signal, number, signal.signal(number, action))
 
-        def note(number: int, frame: Any) -> None:
-            if number in _STOPS:
-                self.stops.append((number, time.monotonic()))
-            else:
-                self.requests.append(number)
-
-        handlers = {}
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-        try:
-            if threading.current_thread() is threading.main_thread():  # Python lets no other thread handle signals
-                for number in filter(_is_pythons, _SIGNALS):
-                    # nohup's SIGHUP stays ignored.  SIGINT doesn't: a shell's `script &` ignores it unasked.
-                    honoured = number in (signal.SIGHUP, signal.SIGTSTP)
-                    if not (honoured and signal.getsignal(number) == signal.SIG_IGN):
-                        handlers[number] = signal.signal(number, note)
-                if _is_pythons(signal.SIGCHLD):  # ignored, it would make the kernel forget how a child has ended
-                    handlers[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            yield mask
-        finally:
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-
-    def start(self, method: str, job: _Job) -> None:
-        """Start the processes, and before them the guard.
-
-        Should this process be killed, the guard kills them, with all that they have started, and removes the folder.
-        """
-        if method == "spawn":
-            resource_tracker.ensure_running()  # Python starts it anyway, and that unblocks signals:
-            signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # once more
-        guards_end, self.guard_pipe = os.pipe()
+    def start_guard(self) -> None:
+        """Should this process be killed, the guard kills the others, with all that they have started."""
+        command = ["/bin/sh", "-c", _GUARD, self.folder]
         quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "start_new_session": True, "cwd": "/"}
-        self.guard = subprocess.Popen(["/bin/sh", "-c", _GUARD, self.folder], stdin=guards_end, **quiet)
-        os.close(guards_end)
+        self.guard = subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0, **quiet)
+
+    def start(self, method: str, job: Callable, threads: int | None) -> None:
         os.mkdir(self.folder, 0o700)  # now that the guard knows it
         with socket.create_server(("127.0.0.1", 0)) as free:  # for a function that calls torch's own init
             port = free.getsockname()[1]
         environment = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(self.nproc))
         environment |= {"DIST_STORE": f"{self.folder}/store", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         environment |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), rendezvous.LOOPBACK)
-        context = multiprocessing.get_context(method)
-        guard_pipe = self.guard_pipe if method == "fork" else None  # spawn doesn't hand it down
-        for rank in range(self.nproc):
-            environment |= dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
-            arguments = (job, dict(environment), os.getpid(), guard_pipe)
-            process = context.Process(target=_work, args=arguments, name=f"rank {rank}")
-            process.start()
-            self.processes.append(process)
-            if method == "spawn":  # a forked process tells the guard itself: then none is without it for a moment
-                os.write(self.guard_pipe, f"{process.pid}\n".encode())
+        guard = self.guard.stdin if method == "fork" else None  # spawn doesn't hand it down
+        if method == "spawn":
+            resource_tracker.ensure_running()  # Python starts it anyway, and that unblocks signals
+        # The processes inherit the block: none dies half-way into its start.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+        try:
+            for rank in range(self.nproc):
+                environment |= dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
+                arguments = (job, threads, dict(environment), guard)
+                process = multiprocessing.get_context(method).Process(target=_work, args=arguments)
+                process.start()
+                self.processes.append(process)
+                if not guard:  # a forked process tells the guard itself: then none is without it for a moment
+                    self.guard.stdin.write(f"{process.pid}\n".encode())
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
-    # ---------------------------------------------------------------------------------------------------------- watch
+    # ------------------------------------------------------------------------------------------------ watch, explain
+
+    def note_stop(self, number: int, frame: Any = None) -> None:
+        self.stops.append((number, time.monotonic()))
+
+    def suspend(self, number: int, frame: Any) -> None:
+        """Ctrl-Z: it reaches this process alone, as the others have groups of their own."""
+        self.send(signal.SIGSTOP)
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)  # this process stops here, until `fg`
+        signal.signal(number, self.suspend)
+        self.send(signal.SIGCONT)
+
+    def send(self, number: int) -> None:
+        """Send a signal to all processes, with all that they have started."""
+        for process in self.processes:
+            _kill(-process.pid, number)
+            _kill(process.pid, number)  # it may not have its group yet
 
     def watch(self) -> Any:
         """Wait for all processes; returns rank 0's result, or raises what ended the run."""
-        settled = False
         while True:
             time.sleep(0.01)
-            self.answer_requests()
+            ended = self.look()
+            if self.failed():
+                time.sleep(0.2)  # its peers can notice a death before this process does; a stop may come, too
+                self.look()
             if self.stops:
                 number = self.stops[0][0]
-                _say(f"launch: {_name(number)}: ending {self.nproc} processes")
-                self.grace = self.stop_grace
-                raise _stopped_by(number)
-            codes = [_exit_code(process) for process in self.processes]  # first: who is gone has said what it had to
-            self.read_reports()
-            causes = self.causes(codes)
-            if causes and settled:
-                raise self.failure(*min(causes))
-            if causes:  # its peers can notice a death before this process does: look once more
-                time.sleep(0.2)
-                settled = True
-            elif None not in codes:
+                _say(f"launch: {signal.Signals(number).name}: ending {self.nproc} processes")
+                raise _exit(128 + number)
+            if self.failed():
+                raise self.failure()
+            if ended:
                 return self.reports[0].result
 
-    def answer_requests(self) -> float:
-        """SIGUSR1 and Ctrl-Z; returns for how many seconds this process was stopped."""
-        stopped = 0.0
-        while self.requests:
-            if self.requests.pop(0) == signal.SIGUSR1:
-                _say(self.stack_table())
-                continue
-            began = time.monotonic()
-            self.send(signal.SIGSTOP)  # Ctrl-Z reaches this process alone: the others have groups of their own
-            noted = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
-            os.kill(os.getpid(), signal.SIGTSTP)  # this process stops here, until `fg`
-            signal.signal(signal.SIGTSTP, noted)
-            self.send(signal.SIGCONT)
-            stopped += time.monotonic() - began
-        return stopped
-
-    def send(self, number: int) -> None:
-        """Send a signal to all processes that still run, with all that they have started."""
-        for process in self.processes:
-            if _exit_code(process) is None:
-                _kill(process.pid, number)
-                _kill(-process.pid, number)
-
-    def read_reports(self) -> None:
-        """A report is a file, as a pipe could be left half full, and held open, by a process that was killed."""
-        for rank in range(len(self.processes)):
-            path = self.file("report", rank)
-            if rank in self.reports or not os.path.exists(path):
-                continue
-            with open(path, "rb") as file:
-                content = file.read()
-            try:
-                report = pickle.loads(content)
-            except Exception as problem:  # of a class that can't be made here, say
-                report = _Report(time.monotonic(), f"its result can't be read: {problem}")
-            self.reports[rank] = report
-            if report.stopped_by:  # it was told to stop, so the run was
-                self.stops.append((report.stopped_by, time.monotonic()))
-
-    def causes(self, codes: list) -> list[tuple[float, int, str]]:
-        """When, which rank and what, for each process that has failed.
-
-        A process that reports its error waits to be ended.  So whoever died without a report died before any other
-        could lose it, and is the cause; among reports it is the earliest.
-        """
-        found = [(report.when, rank, report.error) for rank, report in self.reports.items() if report.error]
+    def look(self) -> bool:
+        """Read the reports, and write one for each process that died without: returns whether all have ended."""
+        codes = [_exit_code(process) for process in self.processes]  # first: who is gone has said what it had to
         for rank, code in enumerate(codes):
-            if code is None or (rank in self.reports and code in (0, _UNKNOWN)):
+            report = self.read_report(rank)
+            if code is None or (report and (report.error or code in (0, _UNKNOWN))):
                 continue
-            what = "and nobody knows how" if code == _UNKNOWN else f"by os._exit({code})"
-            if code < 0:
-                what = f"by {_name(-code)}"
-            if code == -signal.SIGKILL:
-                what += " (by hand, or by the kernel for want of memory: see dmesg)"
-            if rank in self.reports:
-                what += " after its work"
-            found.append((0.0, rank, f"ended {what}"))
+            how = _ENDS.get(code, f"by os._exit({code})")
+            # A process that reports an error waits to be ended: whoever died didn't lose another, and is the first.
+            self.reports[rank] = _Report(0.0, f"ended {how} after its work" if report else f"ended {how}")
             _kill(-self.processes[rank].pid, signal.SIGKILL)  # its data loader workers, likewise
-        return found
+        return None not in codes
 
-    # -------------------------------------------------------------------------------------------------------- explain
+    def read_report(self, rank: int) -> _Report | None:
+        """It is a file, as a pipe could be left half full, and held open, by a process that was killed."""
+        path = f"{self.folder}/report{rank}"
+        if rank not in self.reports and os.path.exists(path):
+            try:
+                with open(path, "rb") as file:
+                    self.reports[rank] = pickle.load(file)
+            except Exception as problem:  # of a class that can't be made here, say
+                self.reports[rank] = _Report(time.monotonic(), f"its result can't be read: {problem}")
+            if number := self.reports[rank].stopped_by:
+                self.note_stop(number)  # it was told to stop, so the run was
+        return self.reports.get(rank)
 
-    def failure(self, when: float, rank: int, error: str) -> BaseException:
+    def failed(self) -> list[tuple[float, int]]:
+        """When, and which rank."""
+        return sorted((report.when, rank) for rank, report in self.reports.items() if report.error)
+
+    def failure(self) -> BaseException:
         """What `launch` raises, with the error of the first process that failed."""
-        done = [f"rank {r}" for r, report in sorted(self.reports.items()) if not report.error]
-        if done and f"rank {rank}" not in done:
-            error = f"{error.rstrip()}\n({', '.join(done)} had finished)"
-        text = f"rank {rank} of {self.nproc} failed first: {error.rstrip()}"
+        rank = self.failed()[0][1]
+        error = self.reports[rank].error.rstrip()
+        text = f"rank {rank} of {self.nproc} failed first: {error}"
+        done = ", ".join(f"rank {r}" for r, report in sorted(self.reports.items()) if not report.error)
+        if done and not error.endswith("after its work"):
+            text += f"\n({done} had finished)"
         if re.search("tim(ed|e) ?out|SIG(ABRT|BUS|FPE|ILL|SEGV)", error, re.IGNORECASE):
             text += f"\n{self.stack_table()}"
-        return RuntimeError(text) if _interactive() else SystemExit(text)
+        return _exit(text)
+
+    def show_stacks(self, number: int, frame: Any) -> None:
+        with contextlib.suppress(OSError):  # the folder is gone
+            _say(self.stack_table())
 
     def stack_table(self) -> str:
         """A line for each rank that says where it stands: its main thread's innermost frame outside torch and this."""
-        asked = [rank for rank, process in enumerate(self.processes) if _exit_code(process) is None]
-        for rank in asked:
-            open(self.file("stack", rank), "w").close()  # what it said when it was last asked
-            _kill(self.processes[rank].pid, signal.SIGUSR1)  # faulthandler answers, from C: in a collective, too
+        for process in self.processes:
+            _kill(process.pid, signal.SIGUSR1)  # faulthandler answers, from C: in a collective, too
         time.sleep(0.3)
         lines = ["where each rank stands:"]
         for rank, process in enumerate(self.processes):
-            state = f"no answer (if it was stopped: kill -CONT {process.pid})" if rank in asked else "gone"
-            with contextlib.suppress(FileNotFoundError), open(self.file("stack", rank)) as file:
-                dump = file.read()
-                if rank not in asked:  # a crash has left its last stack
-                    dump = dump.rpartition("Fatal Python error")[2] if "Fatal Python error" in dump else ""
-                # The main thread comes last, innermost frame first.
-                frames = re.findall(r'File "(.+)", line (\d+),? in (.+)', dump.rpartition("hread 0x")[2])
-                if rank in self.reports:  # in a traceback the innermost frame is the last
-                    frames = re.findall(r'File "(.+)", line (\d+),? in (.+)', self.reports[rank].error)[::-1]
-                state = _innermost(frames) or state
-            lines.append(f"  rank {rank}: {state}")
+            with open(f"{self.folder}/stack{rank}", "a+") as file:
+                file.seek(0)
+                dump = file.read()  # the answer, or what a crash has left
+                file.truncate(0)  # an answer is shown once
+            error = self.reports[rank].error if rank in self.reports else ""
+            # In a traceback the innermost frame is the last.  In a dump it is the first; the main thread comes last.
+            frames = _FRAME.findall(error)[::-1] or _FRAME.findall(dump.rpartition("hread 0x")[2])
+            silent = f"no answer (if it was stopped: kill -CONT {process.pid})"
+            state = silent if _exit_code(process) is None else "gone"
+            lines.append(f"  rank {rank}: {_innermost(frames) or state}")
         return "\n".join(lines)
-
-    def file(self, name: str, rank: int) -> str:
-        return os.path.join(self.folder, f"{name}{rank}")
 
     # ------------------------------------------------------------------------------------------------------------ end
 
-    def end(self) -> None:
+    def terminate(self) -> None:
         """SIGTERM to whoever handles it, to save a checkpoint, say; then SIGKILL to all and to what they started."""
         try:
             self.let_them_save()
         finally:
+            self.send(signal.SIGKILL)
             for process in self.processes:
-                _kill(-process.pid, signal.SIGKILL)  # all at once, or its data loader workers would cry
-                if _exit_code(process) is None:
-                    _kill(process.pid, signal.SIGKILL)
                 process.join()
-            if self.guard:
-                self.guard.kill()
-                self.guard.wait()
-                os.close(self.guard_pipe)
             shutil.rmtree(self.folder, ignore_errors=True)
+            with self.guard:  # which closes the pipe, and waits
+                self.guard.kill()
 
     def let_them_save(self) -> None:
-        had_failed = {rank for rank, report in self.reports.items() if report.error}
+        unheard = set(range(self.nproc)) - set(self.reports)
         for process in filter(_handles_sigterm, self.processes):
             _kill(process.pid, signal.SIGTERM)
-        deadline = time.monotonic() + self.grace
-        while any(map(_handles_sigterm, self.processes)) and time.monotonic() < deadline and not self.told_again():
-            deadline += self.answer_requests()
+        grace = rendezvous.seconds("DIST_GRACE", STOP_GRACE if self.stops else None)
+        for _ in range(round(grace / 0.01)):  # counted, not timed: the time to save stands still in a Ctrl-Z
+            # Told again, by a person or a scheduler?  GNU timeout and a closing terminal signal twice at once.
+            told_again = len(self.stops) > 1 and self.stops[-1][1] - self.stops[0][1] >= 1
+            if told_again or not any(map(_handles_sigterm, self.processes)):
+                break
             time.sleep(0.01)
-        if not self.stops:
-            return
-        self.read_reports()
-        for rank, report in self.reports.items():
-            if report.error and rank not in had_failed:  # it could not save, perhaps
+        for rank in sorted(unheard):
+            report = self.read_report(rank)
+            if self.stops and report and report.error:  # it could not save, perhaps
                 _say(f"rank {rank} of {self.nproc} failed while it was ending: {report.error.rstrip()}")
-
-    def told_again(self) -> bool:
-        """A person or a scheduler has lost patience.  GNU timeout and a closing terminal signal twice at once."""
-        return len(self.stops) > 1 and self.stops[-1][1] - self.stops[0][1] >= 1
 
 
 def _exit_code(process: multiprocessing.Process) -> int | None:
@@ -498,7 +437,7 @@ def _exit_code(process: multiprocessing.Process) -> int | None:
     try:
         state = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:  # somebody else has waited for it: the caller, who has SIGCHLD ignored, say
-        return _UNKNOWN if process.exitcode is None else process.exitcode
+        return _UNKNOWN
     if state is None:
         return None
     return state.si_status if state.si_code == os.CLD_EXITED else -state.si_status
@@ -510,33 +449,19 @@ def _kill(pid: int, number: int) -> None:
         os.kill(pid, number)
 
 
-def _name(number: int) -> str:
-    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
-
-
 def _catches(pid: int, number: int) -> bool:
     """Whether the process has a handler of its own for this signal.  Only Linux tells."""
-    try:
-        with open(f"/proc/{pid}/status") as status:
-            mask = re.search(r"SigCgt:\s*(\w+)", status.read())  # a bit for each signal that it handles
-    except OSError:  # it is gone
-        return False
-    return bool(mask and int(mask[1], 16) >> (number - 1) & 1)
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/status") as status:
+        mask = re.search(r"SigCgt:\s*(\w+)", status.read())[1]  # a bit for each signal that it handles
+        return bool(int(mask, 16) >> (number - 1) & 1)
+    return False
 
 
 def _handles_sigterm(process: multiprocessing.Process) -> bool:
     """Whether it runs, and SIGTERM would not simply end it."""
-    if _exit_code(process) is not None:
-        return False
-    return sys.platform != "linux" or _catches(process.pid, signal.SIGTERM)
-
-
-def _is_pythons(number: int) -> bool:
-    """Whether Python's signal module knows this signal's handler: it can't put back faulthandler's, for instance."""
-    known = signal.getsignal(number)
-    if known is None or sys.platform != "linux":
-        return known is not None
-    return callable(known) or not _catches(os.getpid(), number)
+    if sys.platform != "linux":
+        return _exit_code(process) is None
+    return _catches(process.pid, signal.SIGTERM)
 
 
 def _innermost(frames: list[tuple[str, str, str]]) -> str:
@@ -552,75 +477,70 @@ def _innermost(frames: list[tuple[str, str, str]]) -> str:
 
 
 def _say(text: str) -> None:
-    with contextlib.suppress(OSError, ValueError, AttributeError):  # the terminal may be gone: no reason to fail
+    # The terminal may be gone, or a signal has come in the middle of a print: no reason to fail.
+    with contextlib.suppress(OSError, ValueError, AttributeError, RuntimeError):
         print(text, file=sys.stderr, flush=True)
 
 
-def _settle_in(environment: dict, folder: str, parent: int, guard_pipe: int | None) -> None:
-    """A group and a place of its own, and nothing of the caller's signal handling."""
+# ------------------------------------------------------------------------------------------- in each started process
+
+
+def _work(job: Callable, threads: int | None, environment: dict, guard: IO | None) -> None:
+    """Take a group and a place of its own, do the job, and report."""
     os.setpgid(0, 0)  # so that Ctrl-C hits the parent alone, and what the process starts ends with it
-    if guard_pipe is not None:
-        os.write(guard_pipe, f"{os.getpid()}\n".encode())
-        os.close(guard_pipe)  # or the guard would wait for this process, too
-    elif os.getppid() != parent:  # which was killed before it could tell the guard
+    if guard:
+        guard.write(f"{os.getpid()}\n".encode())
+        guard.close()  # or the guard would wait for this process, too
+    elif os.getppid() != multiprocessing.parent_process().pid:  # which was killed before it could tell the guard
         os._exit(1)
     os.environ |= environment
+    folder, rank = os.path.dirname(environment["DIST_STORE"]), environment["RANK"]
     # Where multiprocessing keeps its sockets, those of DataLoader workers, too: killed, they can't remove them.
     multiprocessing.current_process()._config["tempdir"] = folder
-    signal.set_wakeup_fd(-1)  # the caller's, and so is the next: asyncio and faulthandler share theirs with children
-    faulthandler.unregister(signal.SIGUSR1)
-    for number in (*_SIGNALS, signal.SIGCHLD):
-        signal.signal(number, signal.SIG_DFL)
-    os.register_at_fork(after_in_child=faulthandler.enable if faulthandler.is_enabled() else faulthandler.disable)
-    stack = open(os.path.join(folder, f"stack{os.environ['RANK']}"), "a")  # noqa: SIM115  faulthandler keeps it open
-    faulthandler.enable(file=stack)  # of this process alone, so not of its children
-    faulthandler.register(signal.SIGUSR1, file=stack)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
-
-
-def _work(job: _Job, environment: dict, parent: int, guard_pipe: int | None) -> None:
-    """What runs in each started process."""
-    folder = os.path.dirname(environment["DIST_STORE"])
-    _settle_in(environment, folder, parent, guard_pipe)
-    world = rendezvous.world()
-    if job.threads:
-        torch.set_num_threads(job.threads)
+    path = f"{folder}/report{rank}"
+    _handle_signals(f"{folder}/stack{rank}")
+    if threads:
+        torch.set_num_threads(threads)
     try:
-        result = job.function(world.local_rank, world.world_size, *job.args)
-        job.finish()
-        _flush()
-        report = _Report(0.0, result=result if world.rank == 0 else None)
-        content = pickle.dumps(report)
+        report = _Report(result=job())
+        util._flush_std_streams()  # what can't be printed is an error
+        _write(report, path)
     except BaseException as problem:
         report = _report_of(problem)
-        content = pickle.dumps(report)
         with contextlib.suppress(OSError):
-            _flush()
-    try:
-        path = os.path.join(folder, f"report{world.rank}")
-        with open(f"{path}.tmp", "wb") as file:
-            file.write(content)
-        os.rename(f"{path}.tmp", path)  # at once: nobody reads half of it
-    except OSError as problem:  # the disk is full
-        _say(f"rank {world.rank} can't report to launch ({problem}). {report.error}")
-        os._exit(1)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # nothing is left to save: `end` needn't wait
+            util._flush_std_streams()
+        _write(report, path)  # if the disk is full, Python prints that and the problem
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # nothing is left to save: `terminate` needn't wait
     while report.error or report.stopped_by:  # until the parent ends all: or the others would fail for want of it
         time.sleep(1)
 
 
-def _flush() -> None:
-    with contextlib.suppress(AttributeError, ValueError):  # there is no stdout, or it was closed
-        sys.stdout.flush()
+def _write(report: _Report, path: str) -> None:
+    with open(f"{path}.tmp", "wb") as file:
+        pickle.dump(report, file)
+    os.rename(f"{path}.tmp", path)  # at once: nobody reads half of it
+
+
+def _handle_signals(stack_file: str) -> None:
+    """Nothing of the caller's; but on SIGUSR1, or in a crash, this process writes into the file where it stands."""
+    signal.set_wakeup_fd(-1)  # the caller's, and so is the next: asyncio and faulthandler share theirs with children
+    for number in (*_STOPS, signal.SIGTSTP, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_DFL)
+    os.register_at_fork(after_in_child=faulthandler.enable if faulthandler.is_enabled() else faulthandler.disable)
+    file = open(stack_file, "a")  # noqa: SIM115  faulthandler keeps it open
+    faulthandler.enable(file=file)  # of this process alone, so not of its children
+    faulthandler.register(signal.SIGUSR1, file=file)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
 
 
 def _report_of(problem: BaseException) -> _Report:
     if not isinstance(problem, SystemExit):
-        problem = problem.with_traceback(problem.__traceback__.tb_next)  # without _worker
-        return _Report(time.monotonic(), "\n\n" + "".join(traceback.format_exception(problem)))
+        frames = problem.__traceback__
+        while frames and frames.tb_frame.f_code.co_filename == __file__:
+            frames = frames.tb_next
+        return _Report(time.monotonic(), "\n\n" + "".join(traceback.format_exception(problem.with_traceback(frames))))
     code = problem.code
-    for number in _STOPS:
-        if code == 128 + number:
-            return _Report(time.monotonic(), stopped_by=number)
+    if code in [128 + number for number in _STOPS]:
+        return _Report(time.monotonic(), stopped_by=code - 128)
     text = code if isinstance(code, str) else f"it called sys.exit({code!r})"
     return _Report(time.monotonic(), text if code else "")

@@ -9,7 +9,6 @@ A process's place is read from torchrun's variables, whoever has started it:
 DIST_LAUNCHER notes whose variables were translated.  Part of distributed.py; copy it together with that file.
 """
 
-import math
 import os
 import re
 import socket
@@ -38,7 +37,7 @@ def seconds(name: str, default: float | None = None) -> float:
     try:
         value = float(text)
     except ValueError:
-        value = math.nan
+        value = -1
     least = 0 if name == "DIST_GRACE" else 0.001  # without any time nothing could come in time
     if not least <= value <= 1e9:  # nan is refused, too
         raise ValueError(f"{name} is {text}: give a number of seconds ({name}={LIMITS[name]}), or unset it")
@@ -73,7 +72,6 @@ LAUNCHERS = {
     "mpirun (MPICH)": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
 }
-_IMPLY_WHERE_TO_MEET = ("mpirun (Open MPI)", "mpirun (MPICH)", "srun")
 _by_hand = World()  # where no launcher's variables are set: what init_process_group was told
 
 
@@ -168,7 +166,7 @@ def join(rank: int | None, world_size: int | None) -> World:
 def meeting_point(found: World) -> tuple[str, int]:
     """Rank 0's address and port: from MASTER_ADDR and MASTER_PORT, else what srun's and mpirun's variables imply."""
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
-    if not (address and port) and found.launcher not in _IMPLY_WHERE_TO_MEET:
+    if not (address and port) and found.launcher in ("", "launch", "torchrun"):
         raise ValueError("MASTER_ADDR and MASTER_PORT must say where rank 0 is: set them, or start with launch")
     one_machine = found.local_world_size == found.world_size
     if not address and one_machine:
@@ -230,17 +228,17 @@ def _roll_call(store: torch_dist.Store, found: World, timeout: float, host: str,
     store.set(keys[found.rank], f"{host}\n{gpu}")
     first_wait = min(REPORT_MISSING_AFTER, timeout)
     missing = _missing_after(first_wait, store, keys)
-    if missing and found.rank == 0 and timeout > first_wait:
-        print(f"distributed: waiting for {missing}", file=sys.stderr, flush=True)
-    if missing:
-        missing = _missing_after(max(0.01, timeout - first_wait), store, keys)
+    if missing and timeout > first_wait:
+        if found.rank == 0:
+            print(f"distributed: waiting for {missing}", file=sys.stderr, flush=True)
+        missing = _missing_after(timeout - first_wait, store, keys)
     if missing:
         raise TimeoutError(f"init_process_group: {missing} did not come within {timeout:.0f} s")
-    places, gpus = zip(*(store.get(key).decode().split("\n") for key in keys), strict=True)
+    machines, gpus = zip(*(store.get(key).decode().split("\n") for key in keys), strict=True)
     same = [key for key, other in zip(keys, gpus, strict=True) if gpu and other == gpu]
     if len(same) > 1:  # NCCL can't, and would say so less clearly
         raise RuntimeError(f"{' and '.join(same)} use the same GPU ({gpu}): one process per GPU, or backend gloo")
-    return list(places)
+    return list(machines)
 
 
 def _missing_after(limit: float, store: torch_dist.Store, keys: list[str]) -> str:
@@ -263,8 +261,8 @@ def wait_for_all(store: torch_dist.Store, found: World, timeout: float | None = 
 # --------------------------------------------------------------------------------------------------------- who is lost?
 
 
-def lost(found: World) -> list[int]:
-    """The ranks that can't be reached from here any more, after a collective has failed."""
+def lost(found: World) -> str:
+    """Who can't be reached from here any more, after a collective has failed, in words; "" if nobody."""
     unheard = list(range(found.world_size))
     deadline = time.monotonic() + 5
     try:  # over a new connection: on one that was cut, every call hangs
@@ -273,6 +271,7 @@ def lost(found: World) -> list[int]:
         while unheard and time.monotonic() < deadline:
             unheard = [rank for rank in unheard if not store.check([f"{_attempt()} still here {rank}"])]
             time.sleep(0.1)
-        return unheard
     except RuntimeError:  # rank 0's machine is out of reach, and so are the others
-        return [rank for rank in unheard if hosts[rank] != hosts[found.rank]] or [0]
+        unheard = [rank for rank in unheard if hosts[rank] != hosts[found.rank]] or [0]
+    names = ", ".join(f"rank {rank} ({hosts[rank]})" for rank in unheard)
+    return f"rank {found.rank} ({hosts[found.rank]}) has lost {names}" if names else ""

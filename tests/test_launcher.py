@@ -172,13 +172,13 @@ def _returns(rank, n):
 
 
 def test_a_stop_that_comes_while_a_good_run_ends_reaches_the_caller(monkeypatch):
-    end, came = launcher._Run.end, []
+    terminate, came = launcher._Run.terminate, []
 
     def told_late(run):
         os.kill(os.getpid(), signal.SIGTERM)
-        end(run)
+        terminate(run)
 
-    monkeypatch.setattr(launcher._Run, "end", told_late)
+    monkeypatch.setattr(launcher._Run, "terminate", told_late)
     before = signal.signal(signal.SIGTERM, lambda number, frame: came.append(number))
     try:
         assert dist.launch(_returns, nproc=2) == 2
@@ -328,6 +328,22 @@ def test_output_that_is_lost_is_an_error_and_the_cause_comes_first(tmp_path):
         assert says in result.err
 
 
+def test_a_report_that_cannot_be_written_hides_no_error(tmp_path):
+    """As when the disk is full."""
+    code = (
+        "import shutil\n"
+        "def worker(rank, n):\n"
+        "    if rank == 1:\n"
+        "        shutil.rmtree(os.path.dirname(os.environ['DIST_STORE']))\n"
+        "        raise KeyError('the cause')\n"
+        "    time.sleep(20)\n"
+        "dist.launch(worker, nproc=2)\n"
+    )
+    result = run(tmp_path, code)
+    assert result.code == 1 and "KeyError: 'the cause'" in result.err
+    assert result.err.endswith("rank 1 of 2 failed first: ended by os._exit(1)\n")
+
+
 def test_the_callers_own_faulthandler_stays(tmp_path):
     code = (
         "import faulthandler\n"
@@ -466,6 +482,12 @@ def test_launch_leaves_no_file_open():
 
 
 # ------------------------------------------------------------------------------------------- notebooks, shells, forks
+
+
+@pytest.mark.slow
+def test_run_needs_no_distributed_py_in_spawned_processes(monkeypatch):
+    monkeypatch.setattr(launcher, "fork_is_safe", lambda: False)
+    assert launcher.run(_returns, nproc=2) == 2  # its arguments, with their defaults, can be pickled
 
 
 def _interrupts(rank, n):
