@@ -33,6 +33,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -411,6 +412,16 @@ def prepare_ddp_model(
     if asked is None:
         kwargs[new if new in known else old] = False  # see _DDP
     return _DDP(model, asked is not False, device_ids=[device] if device.type == "cuda" else None, **kwargs)
+
+
+def no_sync(model: nn.Module, enabled: bool = True) -> AbstractContextManager:
+    """For all micro-batches of a step but the last: forward and backward in it add up gradients, and average nothing.
+
+    It is the `no_sync` of DistributedDataParallel, if enabled; with one process, where the model is not wrapped, it
+    does nothing.  Every rank must enable it for the same backwards: those outside it are collectives.
+    """
+    wrapped = isinstance(model, nn.parallel.DistributedDataParallel)
+    return model.no_sync() if enabled and wrapped else nullcontext()
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:

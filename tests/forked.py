@@ -55,11 +55,14 @@ for name, value in job["environment"].items():
         os.environ[name] = value
 os.chdir(job["cwd"])
 sys.argv = job["argv"]
-sys.path[0:1] = [os.path.dirname(sys.argv[0]), *job["path"]]
+sys.path[0:1] = [job["folder"], *job["path"]]
 code = 0
 try:
     exec(job["before"])
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    if job["module"]:
+        runpy.run_module(job["module"], run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(sys.argv[0], run_name="__main__")
 except SystemExit as end:  # as the interpreter does it
     code = end.code if isinstance(end.code, int) else int(end.code is not None)
     if code == 1 and end.code != 1:
@@ -89,6 +92,7 @@ class Forker:
     def start(self, script, *args, cwd=None, before="", path=(), timeout=30, **environment):
         """As `python script args` in the folder cwd (or an empty one), with SIGKILL after the timeout.
 
+        `-m` and a module, as for python itself, runs a module of the repository: "-m", "variants.mnist_by_hand".
         `before` is run first, `path` is PYTHONPATH, `environment` are further variables; None: not set.
         """
         if self.job:
@@ -98,7 +102,13 @@ class Forker:
         files = [Path(f"{cwd}.out"), Path(f"{cwd}.err")]
         for file in files:
             file.write_text("")
-        job = {"argv": [str(ROOT / script), *map(str, args)], "cwd": str(cwd), "path": [str(p) for p in path]}
+        module = None
+        if script == "-m":
+            module, *args = args
+            script = f"{module.replace('.', '/')}.py"
+        file = ROOT / script
+        job = {"argv": [str(file), *map(str, args)], "cwd": str(cwd), "path": [str(p) for p in path]}
+        job |= {"module": module, "folder": str(ROOT if module else file.parent)}
         job |= {"out": str(files[0]), "err": str(files[1]), "before": before, "timeout": timeout}
         job |= {"environment": {name: value if value is None else str(value) for name, value in environment.items()}}
         self.process.stdin.write(json.dumps(job) + "\n")

@@ -1,0 +1,370 @@
+"""variants/: the same training as mnist_ddp.py, so the same weights, losses and counts; what each adds is counted."""
+
+import re
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from forked import ROOT, forker, shell
+from test_distributed import run as of_processes
+from test_scripts import FOURTEEN, banner, epochs, refused
+from torch import nn
+from torch.distributed import fsdp
+from torch.profiler import ProfilerActivity, profile
+
+import data
+import distributed as dist
+from variants import mnist_accumulate, mnist_by_hand, mnist_fsdp, sharded
+
+VARIANTS = ["mnist_by_hand", "mnist_accumulate", "mnist_fsdp"]
+SYNTHETIC = ("--dataset", "synthetic")
+NO_BATCHNORM = "from torch import nn; nn.BatchNorm2d = lambda channels: nn.Identity()"
+WORLDS = pytest.mark.parametrize("n", [1, 2, 3])
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def run(tmp_path):
+    """run(name, *args): as `python -m variants.name args`, or the root's `python name.py args`, in tmp_path/cwd."""
+
+    def start(name, *args, **options):
+        command = [f"{name}.py"] if name == "mnist_ddp" else ["-m", f"variants.{name}"]
+        return forker().run(*command, *args, cwd=tmp_path / "cwd", **options)
+
+    return start
+
+
+def without_memory(result, n):
+    """mnist_fsdp.py's output without its last lines, one for each rank, which are checked here."""
+    lines = result.out.splitlines(keepends=True)
+    pattern = r"rank (\d) holds (\d+) bytes of parameters \(DDP: 116136\), (\d+) of optimizer state; peak memory .+ MiB"
+    found = [re.fullmatch(pattern, line.strip()) for line in lines[-n:]]
+    assert all(found), result
+    assert [int(match[1]) for match in found] == list(range(n))
+    for part in (2, 3):  # 29034 float32 numbers, shared out; none is held twice
+        assert sum(int(match[part]) for match in found) == 4 * 29034 == 116136
+    return result._replace(out="".join(lines[:-n]))
+
+
+# --------------------------------------------------------------------------------------------------------- good runs
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("n", [1, pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_uneven_evaluation(run, name, n):
+    """With 3 processes the ranks evaluate 3, 3 and 2 batches: a collective in the forward pass would hang."""
+    flags = ("--epochs", 2, "--batch-size", 7, "--nproc", n)
+    result = run(name, *SYNTHETIC, *flags, before=FOURTEEN)
+    result = without_memory(result, n) if name == "mnist_fsdp" else result
+    assert [epoch.count for epoch in epochs(result, banner("mnist_ddp.py", n, 7), 2)] == [14, 14]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@WORLDS
+@pytest.mark.parametrize("name", VARIANTS)
+def test_dry_run_prints_what_ddp_prints(run, name, n):
+    dry = (*SYNTHETIC, "--dry-run", "--nproc", n)
+    expected = epochs(run("mnist_ddp", *dry), banner("mnist_ddp.py", n))[0]
+    before = NO_BATCHNORM if name == "mnist_accumulate" else ""  # which sees smaller batches
+    if before:
+        expected = epochs(run("mnist_ddp", *dry, before=before), banner("mnist_ddp.py", n))[0]
+    result = run(name, *dry, before=before)
+    result = without_memory(result, n) if name == "mnist_fsdp" else result
+    (epoch,) = epochs(result, banner("mnist_ddp.py", n))
+    assert epoch.loss == pytest.approx(expected.loss, abs=2e-4)
+    assert epoch.count == expected.count and abs(epoch.correct - expected.correct) <= 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_torchrun(tmp_path, name):
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", f"variants.{name}")
+    result = shell(*torchrun, *SYNTHETIC, "--dry-run", cwd=tmp_path, timeout=110, PYTHONPATH=ROOT)
+    result = without_memory(result, 2) if name == "mnist_fsdp" else result
+    assert epochs(result, banner("mnist_ddp.py", 2))[0].count == 400
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_bfloat16_computes_almost_what_float32_computes(run):
+    dry = (*SYNTHETIC, "--dry-run")
+    exact, rough = (without_memory(run("mnist_fsdp", *dry, "--param-dtype", d), 2) for d in ("float32", "bfloat16"))
+    exact, rough = (epochs(result, banner("mnist_ddp.py", 2))[0].loss for result in (exact, rough))
+    assert rough == pytest.approx(exact, rel=0.05) and rough != exact
+
+
+# ------------------------------------------------------------------------------------------------------ same weights
+
+SAVE_WEIGHTS = """
+import os, torch
+step = torch.optim.SGD.step
+def saved(self, *args, **kwargs):
+    step(self, *args, **kwargs)
+    if os.environ.get("RANK", "0") == os.environ["WHOSE"]:
+        torch.save([p.detach().contiguous() for group in self.param_groups for p in group["params"]], "weights.pt")
+torch.optim.SGD.step = saved
+"""
+FEW = """
+import data
+digits = data._digits
+data._digits = lambda count, seed: digits(103, seed)
+"""
+
+
+def largest_difference(run, folder, n, name, *args, before="", whose=0):
+    """max |dw| between the variant and mnist_ddp.py after an epoch."""
+    weights = []
+    for script, flags in ("mnist_ddp", ()), (name, args):
+        options = {"before": SAVE_WEIGHTS + before, "WHOSE": whose, "timeout": 280}
+        result = run(script, *SYNTHETIC, "--epochs", 1, "--nproc", n, *flags, **options)
+        assert result.code == 0, result.err
+        weights.append(torch.load(folder / "cwd" / "weights.pt"))
+    assert len(weights[0]) == len(weights[1])
+    return max((a - b).abs().max().item() for a, b in zip(*weights, strict=True))
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("n", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("name", "flags"), [("mnist_by_hand", ()), ("mnist_accumulate", ("--accumulate", 3))])
+def test_few_steps_give_the_weights_of_ddp(run, tmp_path, name, flags, n):
+    """Without BatchNorm; the last batch of the epoch is smaller, and 3 divides none of them: 200 / n and 3 at last."""
+    difference = largest_difference(run, tmp_path, n, name, *flags, before=FEW + NO_BATCHNORM, whose=n - 1)
+    assert difference <= 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize(
+    ("name", "flags", "before"),
+    [
+        ("mnist_by_hand", (), NO_BATCHNORM),
+        ("mnist_by_hand", (), ""),
+        ("mnist_accumulate", ("--accumulate", 4), NO_BATCHNORM),
+    ],
+)
+def test_an_epoch_gives_the_weights_of_ddp(run, tmp_path, name, flags, before, n):
+    difference = largest_difference(run, tmp_path, n, name, *flags, before=before)
+    print(f"{name}, {n} processes, {'without' if before else 'with'} BatchNorm: max |dw| = {difference:.1e}")
+    assert difference <= (1e-6 if before else 1e-4)
+    assert difference == 0 or n != 2 or name != "mnist_by_hand"  # halving is exact
+
+
+def small_model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(1, 4, 5), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 24**2, 10))
+
+
+def few_images(count):
+    generator = torch.Generator().manual_seed(1)
+    images = torch.randint(256, (count, 1, 28, 28), dtype=torch.uint8, generator=generator)
+    return data.Images(images, torch.arange(count) % 10, (0.5,), (0.5,))
+
+
+def trained(module, model, n, batch_size, *extra):
+    """The module's train over 23 images per process, with SGD; the batch size is one process's."""
+    images = few_images(23 * n)
+    loader = data.loader(images, batch_size, dist.data_sampler(images, distributed=True, shuffle=False))
+    optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
+    steps = []
+    scheduler = SimpleNamespace(step=lambda: steps.append(optimizer))
+    sums = module.train(model, loader, optimizer, scheduler, CPU, *extra)
+    return optimizer, dist.all_reduce(sums), len(steps)
+
+
+def one_big_batch(n):
+    """What all processes together must compute: plain training on the whole batches, here."""
+    model, images = small_model(), few_images(23 * n)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
+    total = 0.0
+    for first in range(0, 23 * n, 10 * n):  # 10 of each process, then 10 and 3; rank r's are r, r + n, ...
+        pixels, labels = images.images[first : first + 10 * n], images.labels[first : first + 10 * n]
+        inputs = (pixels.float() - 255 * 0.5) / (255 * 0.5)
+        loss = F.cross_entropy(model(inputs), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        total += loss.item() * len(labels)
+    return model, total
+
+
+def _by_hand(rank, n):
+    model = small_model()
+    if rank:
+        nn.init.zeros_(model[0].weight)  # rank 0's are meant to win
+    dist.sync_params(model.parameters())
+    _, sums, steps = trained(mnist_by_hand, model, n, 10)
+    _same_as_one(model.state_dict(), sums, steps, n)
+
+
+def _same_as_one(state, sums, steps, n):
+    expected, total = one_big_batch(n)
+    assert steps == 3  # 10, 10 and 3 images of each process
+    assert sums[1] == 23 * n and sums[0].item() == pytest.approx(total, rel=1e-5)
+    assert max((state[name] - value).abs().max().item() for name, value in expected.state_dict().items()) <= 1e-6
+
+
+@pytest.mark.timeout(60)
+@WORLDS
+def test_by_hand_is_one_big_batch(n):
+    of_processes(_by_hand, n)
+
+
+def _accumulate(rank, n):
+    for micro_batches in 1, 3, 4, 100:  # 10 = 4 + 4 + 2 = 3 + 3 + 3 + 1; 100: one image each
+        model = dist.prepare_ddp_model(small_model())
+        _, sums, steps = trained(mnist_accumulate, model, n, 10, micro_batches)
+        _same_as_one(dist.unwrap_model(model).state_dict(), sums, steps, n)
+
+
+@pytest.mark.timeout(60)
+@WORLDS
+def test_accumulation_is_one_big_batch(n):
+    of_processes(_accumulate, n)
+
+
+def _count_all_reduces(rank, n, module, extra, wrapped, names):
+    model = small_model()
+    model = dist.prepare_ddp_model(model) if wrapped else model
+    trained(module, model, n, 10, *extra)  # DDP asks for more in its first iterations
+    model.train()
+    with profile(activities=[ProfilerActivity.CPU]) as prof:
+        trained(module, model, n, 10, *extra)
+    found = [event.name for event in prof.events()]
+    return {name: found.count(name) for name in names}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_one_all_reduce_per_step(micro_batches):
+    """Gloo's own, as the profiler sees them: 3 steps; two more are `trained`'s check of its sums, and no all-reduce."""
+    counted = of_processes(_count_all_reduces, 2, mnist_accumulate, (micro_batches,), True, ["gloo:all_reduce"])
+    assert counted == {"gloo:all_reduce": 3}
+
+
+@pytest.mark.timeout(60)
+def test_by_hand_reduces_each_parameter():
+    """Without buckets: an all-gather for the check of each, and an all-reduce for those of more than 512 bytes."""
+    names = ["gloo:all_reduce", "gloo:all_gather"]
+    counted = of_processes(_count_all_reduces, 2, mnist_by_hand, (), False, names)
+    assert counted == {"gloo:all_reduce": 1 * 3, "gloo:all_gather": 4 * 3 + 1}  # 1: `trained`'s sums
+
+
+# -------------------------------------------------------------------------------------------------------------- FSDP
+
+
+def shard(model):
+    mesh = torch.distributed.init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in (model[0], model[3]):
+        fsdp.fully_shard(layer, mesh=mesh)
+    fsdp.fully_shard(model, mesh=mesh)
+    return model
+
+
+def _fsdp(rank, n, file):
+    model = shard(small_model())
+    optimizer, sums, steps = trained(mnist_fsdp, model, n, 10)
+    weights = {name: param.full_tensor() for name, param in model.named_parameters()}
+    _same_as_one(weights, sums, steps, n)
+    held = sharded.local_bytes(model.parameters())
+    whole = sum(value.nbytes for value in weights.values())
+    assert dist.all_reduce(torch.tensor(held)).item() == whole  # nothing twice
+    sharded.unshard(model)
+    assert sharded.local_bytes(model.parameters()) == whole  # everything here
+    if rank == 0:
+        with torch.no_grad():
+            model(torch.zeros(1, 1, 28, 28))  # a collective would hang: nobody else calls it
+    sharded.reshard(model)
+    assert sharded.local_bytes(model.parameters()) == held
+    sharded.save(file, model, optimizer)
+    momentum = _momentum(optimizer)
+    if rank == 0:  # by a file: tensors as arguments would start a thread in pytest's process
+        torch.save(weights | {"momentum": momentum}, file.with_suffix(".expected"))
+
+
+def _momentum(optimizer):
+    parts = [optimizer.state[param]["momentum_buffer"].full_tensor() for param in optimizer.param_groups[0]["params"]]
+    return torch.cat([part.flatten() for part in parts])
+
+
+def _load(rank, n, file):
+    expected = torch.load(file.with_suffix(".expected"))
+    torch.manual_seed(1 + rank)  # other weights
+    model = nn.Sequential(nn.Conv2d(1, 4, 5), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 24**2, 10))
+    model = shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.5, momentum=0.9)
+    sharded.load(file, model, optimizer)
+    for name, param in model.named_parameters():
+        assert torch.equal(param.full_tensor(), expected[name]), name
+    assert torch.equal(_momentum(optimizer), expected["momentum"])
+    assert optimizer.param_groups[0]["lr"] == 0.01
+    sums = mnist_fsdp.train(model, data.loader(few_images(4), 2, range(4)), optimizer, optimizer, CPU)
+    assert sums[1] == 4  # training goes on
+
+
+@pytest.mark.timeout(60)
+def test_a_checkpoint_of_two_ranks_is_loaded_by_one_and_by_three(tmp_path):
+    file = tmp_path / "model.pt"
+    of_processes(_fsdp, 2, file)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.expected", "model.pt"]
+    for n in 1, 3:
+        of_processes(_load, n, file)
+    plain = nn.Sequential(nn.Conv2d(1, 4, 5), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 24**2, 10))
+    plain.load_state_dict(torch.load(file)["model"])  # an unsharded model takes it, too
+    assert torch.equal(plain[3].weight, torch.load(file.with_suffix(".expected"))["3.weight"])
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("n", [1, 3])
+def test_fsdp_is_one_big_batch(n, tmp_path):
+    of_processes(_fsdp, n, tmp_path / "model.pt")
+
+
+# --------------------------------------------------------------------------------------------------------- bad input
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize(
+    ("name", "args", "words"),
+    [
+        ("mnist_by_hand", ["--epochs", "0"], ["--epochs", "at least 1"]),
+        ("mnist_by_hand", ["--nproc", "0"], ["NPROC) is 0"]),
+        ("mnist_accumulate", ["--accumulate", "0"], ["--accumulate 0", "at least 1"]),
+        ("mnist_accumulate", ["--accumulate", "-2"], ["--accumulate -2", "at least 1"]),
+        ("mnist_accumulate", ["--accumulate", "x"], ["--accumulate", "'x'"]),
+        ("mnist_fsdp", ["--param-dtype", "float16"], ["--param-dtype", "'bfloat16'"]),
+        ("mnist_fsdp", ["--nproc", "2", "--batch-size", "1"], ["--batch-size 1", "2 processes"]),
+    ],
+)
+def test_bad_value(run, name, args, words):
+    assert refused(run(name, *SYNTHETIC, "--dry-run", *args, timeout=10), f"{name}.py", *words)
+
+
+@pytest.mark.timeout(30)
+def test_a_torch_that_is_too_old(run):
+    before = "import torch; torch.__version__ = torch.torch_version.TorchVersion('2.6.0+cpu')"
+    result = run("mnist_fsdp", *SYNTHETIC, before=before, timeout=10)
+    assert refused(result, "mnist_fsdp.py", "torch 2.7", "2.6.0", "upgrade")
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_started_as_a_file(tmp_path, name):
+    result = forker().run(f"variants/{name}.py", cwd=tmp_path / "cwd")
+    assert refused(result, f"{name}.py", f"python -m variants.{name}", "root")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(60)
+def test_from_a_shell():
+    """As a user starts it: in the root, with -m; and in another folder, where there is no such module."""
+    result = shell("-m", "variants.mnist_accumulate", *SYNTHETIC, "--dry-run", "--accumulate", "0")
+    assert refused(result, "mnist_accumulate.py", "--accumulate 0") or sys.version_info >= (3, 14)
+    elsewhere = shell("-m", "variants.mnist_accumulate", cwd=ROOT.parent)
+    assert elsewhere.code == 1 and "No module named 'variants'" in elsewhere.err
+    assert len(elsewhere.err.splitlines()) == 1

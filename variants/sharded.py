@@ -1,0 +1,114 @@
+"""What mnist_fsdp.py needs beside its idea: whole parameters for evaluation, a checkpoint, and who holds how much.
+
+    sharded.unshard(model)                            # every rank has all parameters: evaluation calls no collective
+    ...
+    sharded.reshard(model)                            # and its share again
+    sharded.save("model.pt", model, optimizer)        # one file with the full state, whatever the number of processes
+    sharded.load("model.pt", model, optimizer)
+
+Every rank must call these functions, with a model that `torch.distributed.fsdp.fully_shard` has sharded.
+"""
+
+import io
+import resource
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.distributed import fsdp
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+import checkpoint
+import distributed as dist
+
+DTYPES = ("float32", "bfloat16")  # float16 would need a GradScaler
+
+
+def check_torch(error: Callable[[str], None]) -> None:
+    """Call `error` with one line (argparse's `parser.error`, say), if this torch is too old."""
+    if torch.__version__ < (2, 7):
+        error(f"fully_shard on the CPU needs torch 2.7 or newer, and this is {torch.__version__}: upgrade torch")
+
+
+def _parts(model: nn.Module) -> list[nn.Module]:
+    """The modules that fully_shard was called for: each gathers its own parameters."""
+    return [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
+
+
+def unshard(model: nn.Module) -> None:
+    """Give every rank all parameters, until `reshard`; and rank 0's buffers, which FSDP leaves as they are.
+
+    A forward pass gathers parameters: it is a collective.  A rank with fewer batches than the others would make them
+    wait for ever.  After this, the forward pass without gradients is no collective.
+    """
+    dist.sync_params(model.buffers())
+    for module in _parts(model):
+        module.set_reshard_after_forward(False, recurse=False)
+        module.unshard()
+
+
+def reshard(model: nn.Module) -> None:
+    """Leave each rank its share of the parameters, and set `fully_shard`'s defaults again.  Not a collective."""
+    for module in _parts(model):
+        module.reshard()
+        module.set_reshard_after_forward(module is not model, recurse=False)  # the root's are needed again at once
+
+
+def local_bytes(tensors: Iterable[torch.Tensor | None]) -> int:
+    """The bytes of these tensors on this rank: of a sharded tensor (DTensor) the rank's share."""
+    found = [tensor for tensor in tensors if torch.is_tensor(tensor)]
+    return sum((tensor.to_local() if hasattr(tensor, "to_local") else tensor).nbytes for tensor in found)
+
+
+def peak_memory() -> int:
+    """The largest memory that this process has used so far, in bytes: on its GPU, or without one in main memory."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    unit = 1 if sys.platform == "darwin" else 1024
+    return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def memory(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    """A line for each rank: the bytes of parameters and optimizer state that it holds, beside those that DDP holds."""
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    held = local_bytes(model.parameters()), local_bytes(states), peak_memory()
+    whole = sum(param.numel() * param.element_size() for param in model.parameters())  # a DTensor's numel is global
+    lines = [
+        f"rank {rank} holds {params} bytes of parameters (DDP: {whole}), {state} of optimizer state; "
+        f"peak memory {peak / 2**20:.0f} MiB"
+        for rank, (params, state, peak) in enumerate(row.tolist() for row in dist.gather(torch.tensor(held)))
+    ]
+    return "\n".join(lines)
+
+
+def save(file: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Gather the full state on rank 0, which writes it: {"model": ..., "optimizer": ...}, by parameter names.
+
+    An unsharded model takes it as it is: `model.load_state_dict(torch.load(file)["model"])`.  The file appears at
+    once, complete.  Raises CheckpointError on rank 0 if it can't be written.
+    """
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer, options=options), strict=True))
+    if dist.is_primary():
+        content = io.BytesIO()
+        torch.save(state, content)
+        checkpoint.write(Path(file), content.getvalue())
+    dist.barrier()  # whoever reads it next finds it
+
+
+def load(file: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Rank 0 reads what `save` has written, by any number of processes; each rank gets its share of it."""
+    state = {"model": {}, "optimizer": {}}
+    if dist.is_primary():
+        state = torch.load(file, map_location="cpu", weights_only=True)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    # Not set_state_dict: it takes an empty model state, as the other ranks have it, to mean that there is none to load.
+    set_model_state_dict(model, state["model"], options=options)
+    set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)
