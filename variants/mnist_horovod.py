@@ -100,7 +100,6 @@ def main(local_rank, world_size, args):
             f"accuracy {correct / count:.2%} ({correct:.0f}/{count:.0f})  {seen / seconds:.0f} images/s"
         )
     log(f"done in {time.perf_counter() - started:.1f} s")
-    hvd.shutdown()
 
 
 def parse_args():
@@ -118,7 +117,10 @@ def parse_args():
     if min(args.epochs, args.batch_size) < 1 or not 0 < args.lr < float("inf"):
         parser.error("--epochs and --batch-size must be at least 1, --lr greater than 0 and finite")
     if not hasattr(hvd, "init"):
-        parser.error("Horovod is not installed, or without its part for torch: bash variants/install_horovod.sh FOLDER")
+        parser.error("Horovod is not installed with its part for torch: bash variants/install_horovod.sh FOLDER")
+    hvd.init()  # horovodrun has started the processes
+    if args.batch_size < hvd.size():
+        parser.error(f"--batch-size {args.batch_size} is too small: each of {hvd.size()} processes needs an image")
     data.prepare(args.dataset, args.data_dir, error=parser.error)
     args.epochs = 1 if args.dry_run else args.epochs
     return args
@@ -126,5 +128,4 @@ def parse_args():
 
 if __name__ == "__main__":
     args = parse_args()
-    hvd.init()  # horovodrun has started the processes
     main(hvd.local_rank(), hvd.size(), args)

@@ -72,17 +72,18 @@ def evaluate(model, loader, device):
 
 
 def main(local_rank, world_size, args):
-    log, device = dist.print_primary, torch_xla.device()
-    log(f"XLA: one process, {world_size} devices, {xr.device_type()}")
-    xs.set_global_mesh(xs.Mesh(range(world_size), (world_size,), ("batch",)))
+    xr.use_spmd()  # one process writes the program for all devices, and XLA divides the work among them
+    log, device, devices = print, torch_xla.device(), xr.global_runtime_device_count()
+    xs.set_global_mesh(xs.Mesh(range(devices), (devices,), ("batch",)))
+    log(f"XLA: {world_size} process, {devices} device(s), {xr.device_type()}")
     torch.manual_seed(args.seed)  # the same initial weights every time
 
-    batch_size = args.batch_size // world_size  # each device's share of the global batch
+    batch_size = args.batch_size // world_size  # each process's share of the global batch
     train_set, test_set = data.load(args.dataset, args.data_dir, 2 * batch_size * world_size if args.dry_run else None)
     train_sampler = dist.data_sampler(train_set, distributed=True)
     test_sampler = dist.data_sampler(test_set, distributed=True, shuffle=False, pad=False)
-    train_loader = data.loader(train_set, world_size * batch_size, train_sampler)
-    test_loader = data.loader(test_set, world_size * batch_size, test_sampler)
+    train_loader = data.loader(train_set, batch_size, train_sampler)
+    test_loader = data.loader(test_set, batch_size, test_sampler)
 
     model = ConvNet(train_set.channels, train_set.side)
     model = model.to(device, memory_format=torch.channels_last)  # the faster layout for convolutions
@@ -121,7 +122,9 @@ def parse_args():
     if min(args.epochs, args.batch_size) < 1 or not 0 < args.lr < float("inf"):
         parser.error("--epochs and --batch-size must be at least 1, --lr greater than 0 and finite")
     if torch_xla is None:
-        parser.error("PyTorch/XLA is not installed: variants/README.md says how")
+        parser.error("PyTorch/XLA is not installed: bash variants/install_xla.sh FOLDER")
+    if dist.get_world_size() > 1:
+        parser.error("it is one process for all devices: start it with python, not with a launcher")
     data.prepare(args.dataset, args.data_dir, error=parser.error)
     args.epochs = 1 if args.dry_run else args.epochs
     return args
@@ -129,5 +132,4 @@ def parse_args():
 
 if __name__ == "__main__":
     args = parse_args()
-    xr.use_spmd()
-    main(0, xr.global_runtime_device_count(), args)
+    main(0, 1, args)
