@@ -15,6 +15,7 @@ to run, so an output on a page stays as it is while all else in it is still true
     output      SCRIPT [ARGS ...]      what the program prints (or -m MODULE [ARGS ...])
     program     NAME                   a program from PROGRAMS, and what it prints with two processes
     report      NAME                   such a program, and what it says when it is asked where its ranks stand
+    mistake     NAME                   a mistake of docs/mistakes.py, wrong and right: its lines, and what they print
     wrong       COMMAND                what doctor.py finds wrong
     snippet     FILE                   the program in the file's docstring
     benchmark   PART                   of results/benchmark.csv: table, picture, findings or conditions
@@ -49,7 +50,7 @@ from forked import SHELL, Run, forker, shell  # noqa: E402
 import benchmark_results  # noqa: E402
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-_KINDS = "steps|lines|diff|output|program|report|wrong|snippet|reference|benchmark|measured"
+_KINDS = "steps|lines|diff|output|program|report|mistake|wrong|snippet|reference|benchmark|measured"
 BLOCK = re.compile(rf"<!-- ({_KINDS})(?:: (.+?))? -->(.*?)<!-- end -->", re.DOTALL)
 OUT_OF_DATE = "{} is out of date: run  python docs/build.py"
 
@@ -238,6 +239,35 @@ def report(name: str) -> str:
         table, end = "".join(said[:3]), "".join(said[3:])
     session = f"$ NPROC=2 python {name} &\n$ kill -USR1 $!\n{table}$ kill $!\n{end}"
     return f"\n```python\n{PROGRAMS[name]}```\n\n```console\n{session}```\n"
+
+
+def function_body(file: str, name: str) -> str:
+    """The lines of a function, without its head."""
+    source = (ROOT / file).read_text(encoding="utf-8")
+    node = next(node for node in ast.parse(source).body if getattr(node, "name", None) == name)
+    return textwrap.dedent("\n".join(source.splitlines()[node.lineno : node.end_lineno])) + "\n"
+
+
+@functools.cache
+def mistake(name: str) -> str:
+    """Both ways, each with what it prints, but for the line that says that the processes have met."""
+    shown = ""
+    for way in "wrong", "right":
+        done = forker().run("docs/mistakes.py", name, way, path=[ROOT], timeout=100, DIST_TIMEOUT=1)
+        assert way == "wrong" or done.code == 0, done.err
+        printed = done.out.replace("distributed: 2 processes, gloo, cpu\n", "") + told(done.err)
+        shown += f"\n{way.capitalize()}:\n\n```python\n{function_body('docs/mistakes.py', f'{name}_{way}')}```\n"
+        shown += f"\n```console\n$ python -m docs.mistakes {name} {way}\n{printed}```\n"
+    return shown
+
+
+def told(stderr: str) -> str:
+    """The warnings, and of an error the table of the ranks if there is one, else the last message of the traceback."""
+    text = stderr.replace(f"{ROOT}/", "")
+    found = re.search(r"^where each rank stands:.*", text, re.DOTALL | re.MULTILINE)
+    found = found or re.search(r"^\w+Error: (?!.*^\w+Error: ).*", text, re.DOTALL | re.MULTILINE)
+    warned = dict.fromkeys(re.findall(r"^\S+:\d+: (\w+Warning: .*\n)", text, re.MULTILINE))  # each once, not per rank
+    return "".join(warned) + (found[0] if found else "")
 
 
 @functools.cache

@@ -1,0 +1,135 @@
+"""MNIST with PyTorch/XLA (SPMD).  PJRT_DEVICE=CPU CPU_NUM_DEVICES=2 python -m variants.mnist_xla --dataset synthetic
+
+--dataset synthetic needs no download, --help lists the flags, docs/progression.md walks through the steps.
+"""
+
+import argparse
+import time
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import data
+import distributed as dist
+
+try:
+    import torch_xla
+    import torch_xla.distributed.spmd as xs
+    import torch_xla.runtime as xr
+except ModuleNotFoundError:
+    torch_xla = None  # parse_args says so
+
+
+class ConvNet(nn.Sequential):
+    """Images [N, channels, side, side] -> logits [N, 10]: two convolutions, then a linear layer."""
+
+    def __init__(self, channels: int, side: int) -> None:
+        super().__init__(
+            nn.Conv2d(channels, 16, 5, padding=2),
+            nn.BatchNorm2d(16),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(16, 32, 5, padding=2),
+            nn.BatchNorm2d(32),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Flatten(),
+            nn.Linear(32 * (side // 4) ** 2, 10),
+        )
+
+
+def train(model, loader, optimizer, scheduler, device):
+    """One epoch; returns the sum of the losses and the number of examples, [2] float64."""
+    model.train()
+    sums = torch.zeros(2, dtype=torch.float64, device=device)
+    for images, labels in data.batches(loader, device):
+        xs.mark_sharding(images, xs.get_global_mesh(), ("batch", None, None, None))  # a share for each device
+        loss = F.cross_entropy(model(images), labels)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        sums[0] += loss.detach() * len(labels)
+        sums[1] += len(labels)
+        torch_xla.sync()  # until here the step was only recorded: compile it, the first time, and run it
+    return sums.cpu()  # waits for the device, so that the measured time is that of all the work
+
+
+@torch.no_grad()
+def evaluate(model, loader, device):
+    """The sum of the losses, the number of right answers and the number of examples, [3] float64."""
+    model.eval()
+    sums = torch.zeros(3, dtype=torch.float64, device=device)
+    for images, labels in data.batches(loader, device):
+        xs.mark_sharding(images, xs.get_global_mesh(), ("batch", None, None, None))  # a share for each device
+        logits = model(images)
+        sums[0] += F.cross_entropy(logits, labels, reduction="sum")
+        sums[1] += (logits.argmax(1) == labels).sum()
+        sums[2] += len(labels)
+        torch_xla.sync()
+    return sums.cpu()
+
+
+def main(local_rank, world_size, args):
+    xr.use_spmd()  # one process writes the program for all devices, and XLA divides the work among them
+    log, device, devices = print, torch_xla.device(), xr.global_runtime_device_count()
+    xs.set_global_mesh(xs.Mesh(range(devices), (devices,), ("batch",)))
+    log(f"XLA: {world_size} process, {devices} device(s), {xr.device_type()}")
+    torch.manual_seed(args.seed)  # the same initial weights every time
+
+    batch_size = args.batch_size // world_size  # each process's share of the global batch
+    train_set, test_set = data.load(args.dataset, args.data_dir, 2 * batch_size * world_size if args.dry_run else None)
+    train_sampler = dist.data_sampler(train_set, distributed=True)
+    test_sampler = dist.data_sampler(test_set, distributed=True, shuffle=False, pad=False)
+    train_loader = data.loader(train_set, batch_size, train_sampler)
+    test_loader = data.loader(test_set, batch_size, test_sampler)
+
+    model = ConvNet(train_set.channels, train_set.side)
+    model = model.to(device, memory_format=torch.channels_last)  # the faster layout for convolutions
+    optimizer = torch.optim.SGD(model.parameters(), args.lr, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, total_steps=args.epochs * len(train_loader))
+    used = f"{world_size * batch_size} = {world_size} x {batch_size}"  # less than --batch-size if it doesn't divide
+    log(f"{args.dataset} on {device}, --batch-size {args.batch_size}: global batch {used}")
+
+    started = time.perf_counter()
+    for epoch in range(args.epochs):
+        train_sampler.set_epoch(epoch)  # a different order in each epoch
+        epoch_started = time.perf_counter()
+        trained = train(model, train_loader, optimizer, scheduler, device)
+        seconds = time.perf_counter() - epoch_started
+        tested = evaluate(model, test_loader, device)
+        (loss, seen), (_, correct, count) = trained.tolist(), tested.tolist()
+        log(
+            f"epoch {epoch + 1}/{args.epochs}  loss {loss / seen:.4f}  "
+            f"accuracy {correct / count:.2%} ({correct:.0f}/{count:.0f})  {seen / seconds:.0f} images/s"
+        )
+    log(f"done in {time.perf_counter() - started:.1f} s")
+
+
+def parse_args():
+    parser = argparse.ArgumentParser(
+        description=__doc__, usage=argparse.SUPPRESS, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--dataset", default="mnist", choices=data.DATASETS, help="(default: %(default)s)")
+    parser.add_argument("--data-dir", default="data", help="data sets are kept here (default: %(default)s)")
+    parser.add_argument("--epochs", type=int, default=3, help="(default: %(default)s)")
+    parser.add_argument("--batch-size", type=int, default=200, help="of all processes together (default: %(default)s)")
+    parser.add_argument("--lr", type=float, default=0.1, help="peak learning rate (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
+    parser.add_argument("--dry-run", action="store_true", help="one epoch of two batches, to see that all of it runs")
+    args = parser.parse_args()
+    if min(args.epochs, args.batch_size) < 1 or not 0 < args.lr < float("inf"):
+        parser.error("--epochs and --batch-size must be at least 1, --lr greater than 0 and finite")
+    if torch_xla is None:
+        parser.error("PyTorch/XLA is not installed: bash variants/install_xla.sh FOLDER")
+    if dist.get_world_size() > 1:
+        parser.error("it is one process for all devices: start it with python, not with a launcher")
+    data.prepare(args.dataset, args.data_dir, error=parser.error)
+    args.epochs = 1 if args.dry_run else args.epochs
+    return args
+
+
+if __name__ == "__main__":
+    args = parse_args()
+    main(0, 1, args)
