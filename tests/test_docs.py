@@ -61,7 +61,19 @@ def out_of_date(block):
     return build.OUT_OF_DATE.format(block.page.relative_to(ROOT))
 
 
-TAKEN = ("steps", "diff", "lines", "reference", "program", "report", "mistake", "snippet", "wrong", "benchmark", "measured")
+TAKEN = (
+    "steps",
+    "diff",
+    "lines",
+    "reference",
+    "program",
+    "report",
+    "mistake",
+    "snippet",
+    "wrong",
+    "benchmark",
+    "measured",
+)
 
 
 @pytest.mark.parametrize("block", blocks(*TAKEN))
