@@ -5,6 +5,7 @@ Compared exactly, except for the figures that depend on the machine in what a pr
 
 import ast
 import contextlib
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -224,14 +225,19 @@ def test_a_command_names_files_and_flags_that_exist(command):
         assert program in known, f"{program}: is this a command of the README's?"
 
 
+@functools.cache
+def strings():
+    """All string constants of the programs."""
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in ROOT.glob("*.py")]
+    nodes = (node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant))
+    return [node.value for node in nodes if isinstance(node.value, str)]
+
+
 @pytest.mark.parametrize("message", re.findall(r"^> (.+)$", text(), re.MULTILINE))
 def test_a_quoted_message_is_in_the_source(message):
     """Quoted lines are our own messages, with … for what varies."""
-    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in ROOT.glob("*.py")]
-    nodes = (node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant))
-    strings = [node.value for node in nodes if isinstance(node.value, str)]
     for part in message.strip("`").split("…"):
-        assert any(part.strip() in string for string in strings), f"no file says: {part}"
+        assert any(part.strip() in string for string in strings()), f"no file says: {part}"
 
 
 def anchors(page):
