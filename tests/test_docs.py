@@ -34,7 +34,7 @@ TEXTS = [*build.PAGES, ROOT / "CONTRIBUTING.md"]
 HELPERS = [file for file in ("distributed.py", "rendezvous.py", "launcher.py") if (ROOT / file).is_file()]
 NEEDS_A_GPU = ["mnist_apex.py"]  # its output can't be shown
 SCRIPTS = sorted([*(path.name for path in ROOT.glob("m*.py")), "cifar10_ddp.py"])
-SLOW = ["mnist_single.py --dataset synthetic", "mnist_amp.py --dataset synthetic"]  # tests/test_scripts.py has more
+SLOW = [f"mnist_{step}.py --dataset synthetic" for step in ("single", "ddp", "amp")]  # they train for seconds
 
 
 def text():
