@@ -412,7 +412,7 @@ def _killed_at(point, folder, links):
     keeper.save(3, score=0.3)
 
 
-@pytest.mark.parametrize("links", [True, False])
+@pytest.mark.parametrize("links", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_killed_at_any_point_of_a_save(tmp_path, links):
     steps, code, point, missing = [], -signal.SIGKILL, 0, 0
     while code:
@@ -721,6 +721,7 @@ def _late_to_agree(rank, n):
     stop.agreed()
 
 
+@pytest.mark.slow
 def test_agreed_has_the_time_out_of_the_other_collectives(monkeypatch):
     monkeypatch.setenv("DIST_TIMEOUT", "1")
     monkeypatch.setenv("DIST_GRACE", "0")

@@ -437,7 +437,10 @@ data.batches, time.perf_counter = timed, lambda: seconds[0]
 
 
 # With one process an epoch is 10 batches of training and 3 of evaluation, with two it is 10 and 2.
-@pytest.mark.parametrize(("n", "at", "epoch", "batches"), [(1, 17, 2, {4}), (2, 16, 2, {4, 5}), (2, 11, 1, {10})])
+SIGTERM = [(1, 17, 2, {4}), (2, 16, 2, {4, 5}), pytest.param(2, 11, 1, {10}, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize(("n", "at", "epoch", "batches"), SIGTERM)
 def test_sigterm_and_resume(run, reference, stopped, n, at, epoch, batches):
     folder, at_epoch, at_batch = stopped(n, at)
     assert at_epoch == epoch and at_batch in batches
@@ -520,6 +523,7 @@ pathlib.Path.read_text, torch.autocast = cpuinfo, noted
 """
 
 
+@pytest.mark.slow
 def test_one_precision_for_all_ranks_and_for_the_whole_run(run, tmp_path):
     flags = ("--dataset", "synthetic", "--width", 2, "--batch-size", 8, "--dry-run", "--nproc", 2)
     result = run(*flags, "--amp", before=MIXED_CPUS, CPU="amx_bf16")
@@ -540,7 +544,8 @@ def children(pid):
     return []
 
 
-@pytest.mark.parametrize(("n", "kills"), [pytest.param(1, 2, marks=pytest.mark.slow), (2, 3)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("n", "kills"), [(1, 2), (2, 3)])
 def test_killed_again_and_again(start, reference, tmp_path, n, kills):
     """SIGKILL at random moments, to the parent alone or to all, a checkpoint being written after every step."""
     seed = int(os.environ.get("SEED") or time.time_ns() % 10**6)

@@ -468,7 +468,10 @@ def test_refused(tmp_path, server, refused):
     assert left(tmp_path) == set()
 
 
-@pytest.mark.parametrize("fault", ["truncated", "wrong", "unavailable", "silent", "stalled", "no HTTP"])
+MORE = [pytest.param(fault, marks=pytest.mark.slow) for fault in ("unavailable", "silent", "no HTTP")]
+
+
+@pytest.mark.parametrize("fault", ["truncated", "wrong", "stalled", *MORE])
 def test_failing_server(tmp_path, server, monkeypatch, fault, capfd):
     monkeypatch.setattr(data, "DOWNLOAD_TIMEOUT", 0.3)
     before = socket.getdefaulttimeout()

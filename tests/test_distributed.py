@@ -418,7 +418,10 @@ def _fit(rank, n, dtype):
     return weights
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-12)])
+IN_32_BITS = pytest.param(torch.float32, 1e-6, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [IN_32_BITS, (torch.float64, 1e-12)])
 def test_n_processes_reach_the_weights_of_one(dtype, tolerance):
     one = run(_fit, 1, dtype)
     for n in (2, 3, 4):

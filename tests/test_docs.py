@@ -5,6 +5,7 @@ Compared exactly, except for the figures that depend on the machine in what a pr
 
 import ast
 import contextlib
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -34,7 +35,7 @@ HELPERS = [file for file in ("distributed.py", "rendezvous.py", "launcher.py") i
 NEEDS_A_GPU = ["mnist_apex.py"]  # its output can't be shown
 VARIANTS = sorted(f"variants/{path.name}" for path in ROOT.glob("variants/mnist_*.py"))  # started with python -m
 SCRIPTS = sorted([*(path.name for path in ROOT.glob("m*.py")), "cifar10_ddp.py", "scaling.py", *VARIANTS])
-SLOW = ["mnist_single.py --dataset synthetic", "mnist_amp.py --dataset synthetic"]  # tests/test_scripts.py has more
+SLOW = [f"mnist_{step}.py --dataset synthetic" for step in ("single", "ddp", "amp")]  # they train for seconds
 
 
 def text():
@@ -247,14 +248,19 @@ def test_a_command_names_files_and_flags_that_exist(command):
         assert program in known, f"{program}: is this a command of the README's?"
 
 
+@functools.cache
+def strings():
+    """All string constants of the programs."""
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in ROOT.glob("*.py")]
+    nodes = (node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant))
+    return [node.value for node in nodes if isinstance(node.value, str)]
+
+
 @pytest.mark.parametrize("message", re.findall(r"^> (.+)$", text(), re.MULTILINE))
 def test_a_quoted_message_is_in_the_source(message):
     """Quoted lines are our own messages, with … for what varies."""
-    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in ROOT.glob("*.py")]
-    nodes = (node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant))
-    strings = [node.value for node in nodes if isinstance(node.value, str)]
     for part in message.strip("`").split("…"):
-        assert any(part.strip() in string for string in strings), f"no file says: {part}"
+        assert any(part.strip() in string for string in strings()), f"no file says: {part}"
 
 
 def anchors(page):

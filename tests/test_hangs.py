@@ -22,7 +22,10 @@ def _comes_when_it_is_named(rank, n, missing):
     return dist.all_reduce(torch.tensor(1)).item()
 
 
-@pytest.mark.parametrize(("n", "missing", "names"), [(2, [1], "rank 1 of 2"), (4, [1, 3], "rank 1, rank 3 of 4")])
+OF_TWO = pytest.param(2, [1], "rank 1 of 2", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("n", "missing", "names"), [OF_TWO, (4, [1, 3], "rank 1, rank 3 of 4")])
 def test_the_roll_call_names_the_missing_and_goes_on_when_they_come(n, missing, names, monkeypatch, capfd):
     monkeypatch.setattr(rendezvous, "REPORT_MISSING_AFTER", 1)  # enough for the others to come
     assert dist.launch(_comes_when_it_is_named, missing, nproc=n) == n
@@ -38,7 +41,7 @@ def _late(rank, n, missing, timeout=None):
 @pytest.mark.parametrize(
     ("n", "missing", "names", "limit", "timeout"),
     [
-        (2, [1], "rank 1 of 2", "1", None),
+        pytest.param(2, [1], "rank 1 of 2", "1", None, marks=pytest.mark.slow),
         (4, [0, 2], "rank 0, rank 2 of 4", "5", 1),  # what is passed goes before the variable
     ],
 )
@@ -184,7 +187,10 @@ def _asked_again(rank, n, then):
     dist.barrier()
 
 
-@pytest.mark.parametrize(("then", "says"), [("SIGSTOP", "no answer "), ("SIGKILL", "gone$")])
+STOPPED = pytest.param("SIGSTOP", "no answer ", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("then", "says"), [STOPPED, ("SIGKILL", "gone$")])
 def test_an_earlier_answer_is_not_shown_again(then, says, capfd):
     try:
         ended = dist.launch(_asked_again, getattr(signal, then), nproc=2)
@@ -211,7 +217,7 @@ def _disagrees(rank, n, case):
         c10d.all_reduce(torch.ones(3))
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("case", "says"),
     [

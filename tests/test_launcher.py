@@ -84,7 +84,7 @@ dist.launch(worker, nproc=2)
         (1.0, [("SIGTERM", 0)], True),
         (1.0, [("SIGTERM", 0), ("SIGTERM", 0.001)], True),  # GNU timeout signals its child, then its group
         (1.0, [("SIGHUP", 0), ("SIGHUP", 0.001)], True),  # a closing terminal
-        (2.0, [("SIGTERM", 0), ("SIGUSR1", 1.2)], True),  # only a question
+        pytest.param(2.0, [("SIGTERM", 0), ("SIGUSR1", 1.2)], True, marks=pytest.mark.slow),  # only a question
         (50, [("SIGTERM", 0), ("SIGTERM", 1.2)], False),  # somebody has lost patience
     ],
 )
@@ -108,6 +108,7 @@ def test_a_run_that_is_told_to_stop_has_time_to_save(tmp_path, seconds, signals,
     assert not list((tmp_path / "tmp").iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
 def test_a_stderr_that_is_full_loses_no_checkpoint(tmp_path):
     """As a closed terminal; SIGUSR1's table can't be printed either."""
@@ -399,7 +400,7 @@ print(dist.launch(works, nproc=N))
 """
 
 
-@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("n", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_launch_again_after_a_failure_and_inside_an_except_block(tmp_path, n):
     result = forker().run(program(tmp_path, AGAIN), n, path=[ROOT])
     assert [line for line in result.out.splitlines() if line.isdigit()] == [str(n)] * 2, result.err
@@ -541,6 +542,7 @@ def test_a_pool_of_threads_that_was_made_between_two_runs_is_noticed(tmp_path):
     assert result.out.splitlines() == ["True", "False"], result.err
 
 
+@pytest.mark.slow
 @on_linux
 def test_functions_of_a_shell_are_forked_after_torch_was_used_and_refused_once_cuda_was_used(tmp_path):
     """torch.cuda.is_available() loads the driver; any library of that name stands in for it here."""

@@ -28,8 +28,11 @@ LAUNCHED_SCRIPTS = ["min_DDP.py", *DDP_SCRIPTS]
 DRY = ("--dataset", "synthetic", "--dry-run")
 
 
+BATCH = 50  # of the dry runs: by three, 16 each
+
+
 def dry(script):
-    return () if script == "min_DDP.py" else DRY
+    return () if script == "min_DDP.py" else (*DRY, "--batch-size", BATCH)
 
 
 NOTE_WEIGHTS = """
@@ -94,7 +97,7 @@ def epochs(result, before, total=1):
     return found
 
 
-def banner(script, world_size, batch_size=200):
+def banner(script, world_size, batch_size=BATCH):
     share = batch_size // world_size
     used = f"synthetic on cpu, --batch-size {batch_size}: global batch {share * world_size} = {world_size} x {share}"
     if script == "mnist_dataparallel.py":
@@ -110,7 +113,7 @@ def banner(script, world_size, batch_size=200):
 @pytest.mark.parametrize("script", MNIST_SCRIPTS[:2])
 def test_one_process(dry_run, script):
     (epoch,) = epochs(dry_run(script, 1)[0], banner(script, 1))
-    assert epoch.count == 400  # two batches of 200
+    assert epoch.count == 2 * BATCH  # two batches
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -118,7 +121,7 @@ def test_one_process(dry_run, script):
 def test_ddp(dry_run, script, world_size):
     result, weights = dry_run(script, world_size)
     (epoch,) = epochs(result, banner(script, world_size))
-    assert epoch.count == {1: 400, 2: 400, 3: 396}[world_size]  # two whole batches: 396 = 2 x 3 x 66
+    assert epoch.count == {1: 100, 2: 100, 3: 96}[world_size]  # two whole batches: 96 = 2 x 3 x 16
     # Each rank has other data: without DistributedDataParallel the weights part at the first step.
     assert len(weights) == 2 and set(weights.values()) == {world_size}
 
@@ -146,7 +149,7 @@ def test_one_process_is_the_same_in_single_and_dataparallel(dry_run):
 
 
 def test_seed(run, dry_run):
-    results = dry_run("mnist_ddp.py", 2)[0], *(run("mnist_ddp.py", *DRY, "--seed", n) for n in (0, 1))
+    results = dry_run("mnist_ddp.py", 2)[0], *(run("mnist_ddp.py", *dry("mnist_ddp.py"), "--seed", n) for n in (0, 1))
     first, again, other = (epochs(result, banner("mnist_ddp.py", 2)) for result in results)
     assert first == again != other
 
@@ -248,9 +251,10 @@ def test_help_gives_every_default(run, script):
 @pytest.mark.slow
 def test_torchrun_gives_the_same_lines(run, tmp_path):
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
-    under_torchrun = shell(*torchrun, ROOT / "mnist_ddp.py", *DRY, cwd=tmp_path)
+    flags = dry("mnist_ddp.py")
+    under_torchrun = shell(*torchrun, ROOT / "mnist_ddp.py", *flags, cwd=tmp_path)
     expected = banner("mnist_ddp.py", 2)
-    assert epochs(under_torchrun, expected) == epochs(run("mnist_ddp.py", *DRY, "--nproc", 2), expected)
+    assert epochs(under_torchrun, expected) == epochs(run("mnist_ddp.py", *flags, "--nproc", 2), expected)
 
 
 # --------------------------------------------------------------------------------------------------------- bad input
@@ -379,6 +383,7 @@ def test_data_dir_is_a_file(run, script, tmp_path):
     assert refused(result, script, f"--data-dir {file}")
 
 
+@pytest.mark.slow
 def test_bad_value_from_a_shell(tmp_path):
     result = shell(ROOT / "mnist_ddp.py", *DRY, "--nproc", "0", cwd=tmp_path)
     assert refused(result, "mnist_ddp.py", "NPROC) is 0", "at least 1")
