@@ -235,6 +235,8 @@ def test_a_command_names_files_and_flags_that_exist(command):
     if args[:2] == ["doctor.py", "run"]:
         args = args[2:]
     if program == "python" and args[:2] != ["-m", "pytest"] and args[0] == "-m":
+        if args[1] == "variants.NAME":  # any of them
+            return
         args = [script_of(args), *args[2:]]
     if program == "python" and args[0].endswith(".py"):
         if args[0] in ("train.py", *build.PROGRAMS):  # the reader's own

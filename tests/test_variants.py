@@ -275,23 +275,26 @@ def shard(model):
     return model
 
 
+def with_average(model, value):
+    """With a buffer, as BatchNorm has them."""
+    model.register_buffer("average", torch.tensor(float(value)))
+    return model
+
+
 def _fsdp(rank, n, file):
-    model = shard(small_model())
-    model.register_buffer("average", torch.tensor(float(rank)), persistent=False)
+    model = shard(with_average(small_model(), rank))
     optimizer, sums, steps = trained(mnist_fsdp, model, n, 10)
     weights = {name: param.full_tensor() for name, param in model.named_parameters()}
     _same_as_one(weights, sums, steps, n)
     held = sharded.local_bytes(model.parameters())
     whole = sum(value.nbytes for value in weights.values())
     assert dist.all_reduce(torch.tensor(held)).item() == whole  # nothing twice
-    sharded.unshard(model)
-    assert sharded.local_bytes(model.parameters()) == whole  # everything here
-    assert model.average == 0  # rank 0's
+    plain = sharded.whole(model, with_average(small_model(), -1.0))
+    assert plain.average == model.average == 0  # rank 0's
+    assert all(torch.equal(param, weights[name]) for name, param in plain.named_parameters())
+    assert sharded.local_bytes(model.parameters()) == held  # still sharded
     if rank == 0:
-        with torch.no_grad():
-            model(torch.zeros(1, 1, 28, 28))  # a collective would hang: nobody else calls it
-    sharded.reshard(model)
-    assert sharded.local_bytes(model.parameters()) == held
+        plain(torch.zeros(1, 1, 28, 28)).sum().backward()  # a collective would hang: nobody else calls it
     sharded.save(file, model, optimizer)
     momentum = _momentum(optimizer)
     if rank == 0:  # by a file: tensors as arguments would start a thread in pytest's process
@@ -307,13 +310,13 @@ def _load(rank, n, file):
     expected = torch.load(file.with_suffix(".expected"))
     torch.manual_seed(1 + rank)  # other weights
     model = nn.Sequential(nn.Conv2d(1, 4, 5), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 24**2, 10))
-    model = shard(model)
+    model = shard(with_average(model, 1 + rank))
     optimizer = torch.optim.SGD(model.parameters(), 0.5, momentum=0.9)
     sharded.load(file, model, optimizer)
     for name, param in model.named_parameters():
         assert torch.equal(param.full_tensor(), expected[name]), name
     assert torch.equal(_momentum(optimizer), expected["momentum"])
-    assert optimizer.param_groups[0]["lr"] == 0.01
+    assert optimizer.param_groups[0]["lr"] == 0.01 and model.average == 0
     sums = mnist_fsdp.train(model, data.loader(few_images(4), 2, range(4)), optimizer, optimizer, CPU)
     assert sums[1] == 4  # training goes on
 
@@ -324,7 +327,7 @@ def test_a_checkpoint_of_two_ranks_is_loaded_by_one_and_by_three(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model.expected", "model.pt"]
     for n in 1, 3:
         of_processes(_load, n, file)
-    plain = nn.Sequential(nn.Conv2d(1, 4, 5), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 24**2, 10))
+    plain = with_average(nn.Sequential(nn.Conv2d(1, 4, 5), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 24**2, 10)), 1)
     plain.load_state_dict(torch.load(file)["model"])  # an unsharded model takes it, too
     assert torch.equal(plain[3].weight, torch.load(file.with_suffix(".expected"))["3.weight"])
 
