@@ -85,6 +85,8 @@ STEPS = [
     Step("variants/mnist_by_hand.py", "mnist_ddp.py", "what DDP does, written out"),
     Step("variants/mnist_accumulate.py", "mnist_ddp.py", "gradient accumulation: the batch doesn't fit"),
     Step("variants/mnist_fsdp.py", "mnist_ddp.py", "`fully_shard` (FSDP2): the model doesn't fit"),
+    Step("variants/mnist_horovod.py", "mnist_ddp.py", "the same under Horovod, to read older code"),
+    Step("variants/mnist_xla.py", "mnist_ddp.py", "the same under PyTorch/XLA, for TPUs"),
 ]
 
 MEASURED, NOT_MEASURED = ROOT / "results" / "benchmark.csv", "not measured"

@@ -62,7 +62,7 @@ def evaluate(model, loader, device):
     model.eval()
     sums = torch.zeros(3, dtype=torch.float64, device=device)
     for images, labels in data.batches(loader, device):
-        xs.mark_sharding(images, xs.get_global_mesh(), ("batch", None, None, None))  # a share for each device
+        xs.mark_sharding(images, xs.get_global_mesh(), ("batch", None, None, None))
         logits = model(images)
         sums[0] += F.cross_entropy(logits, labels, reduction="sum")
         sums[1] += (logits.argmax(1) == labels).sum()
