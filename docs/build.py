@@ -11,13 +11,14 @@ to run, so an output on a page stays as it is while all else in it is still true
     steps                              the table of the progression, from STEPS
     lines       PARENT FILE            +added -removed, as git counts them
     diff        PARENT FILE            the diff
-    output      SCRIPT [ARGS ...]      what the program prints
+    output      SCRIPT [ARGS ...]      what the program prints (or -m MODULE [ARGS ...])
     program     NAME                   a program from PROGRAMS, and what it prints with two processes
     report      NAME                   such a program, and what it says when it is asked where its ranks stand
     mistake     NAME                   a mistake of docs/mistakes.py, wrong and right: its lines, and what they print
     wrong       COMMAND                what doctor.py finds wrong
     snippet     FILE                   the program in the file's docstring
     reference   FILE                   a table of the file's public names, from their docstrings
+    measured    FILE                   what a program has measured on an idle machine, and left in this file
 
 A file that doesn't exist (yet) is left out of the tables, and its block says so.
 """
@@ -44,7 +45,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 from forked import SHELL, Run, forker, shell  # noqa: E402
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-_KINDS = "steps|lines|diff|output|program|report|mistake|wrong|snippet|reference"
+_KINDS = "steps|lines|diff|output|program|report|mistake|wrong|snippet|reference|measured"
 BLOCK = re.compile(rf"<!-- ({_KINDS})(?:: (.+?))? -->(.*?)<!-- end -->", re.DOTALL)
 OUT_OF_DATE = "{} is out of date: run  python docs/build.py"
 
@@ -82,6 +83,26 @@ STEPS = [
         "mixed precision with NVIDIA Apex, as older code has it",
         "needs a GPU: not measured",
     ),
+    Step(
+        "variants/mnist_by_hand.py",
+        "mnist_ddp.py",
+        "what DDP does, written out",
+        "not timed",
+    ),
+    Step(
+        "variants/mnist_accumulate.py",
+        "mnist_ddp.py",
+        "gradient accumulation with `no_sync`: the batch doesn't fit",
+        "not timed",
+    ),
+    Step(
+        "variants/mnist_fsdp.py",
+        "mnist_ddp.py",
+        "`fully_shard` (FSDP2): the model doesn't fit",
+        "not timed",
+    ),
+    Step("variants/mnist_horovod.py", "mnist_ddp.py", "the same under Horovod, as older code has it", "not timed"),
+    Step("variants/mnist_xla.py", "mnist_ddp.py", "the same under PyTorch/XLA, for TPUs", "not timed"),
 ]
 
 PROGRAMS = {
@@ -174,8 +195,10 @@ class Programs:
 def _run(script: str, *args: str, **environment: str | None) -> Run:
     if Programs.fork:
         return forker().run(script, *args, timeout=280, **environment)
+    if script == "-m":  # args has the module, which is found in the root
+        environment["PYTHONPATH"] = str(ROOT)
     with tempfile.TemporaryDirectory() as folder:  # cifar10_ddp.py leaves a folder behind
-        return shell(ROOT / script, *args, cwd=folder, timeout=280, **environment)
+        return shell(script if script == "-m" else ROOT / script, *args, cwd=folder, timeout=280, **environment)
 
 
 @functools.cache
@@ -261,6 +284,7 @@ def wrong(command: str) -> str:
 def masked(text: str) -> str:
     """Without the figures that depend on the machine: its speed, and how its CPU rounds."""
     text = re.sub(r"-\d{8}-\d{6}\b", "-TIME", text)
+    text = re.sub(r"\d+ MiB", "# MiB", text)
     return re.sub(r"(loss |accuracy |train |test |top-\d |\(|right |in |  )\d+(\.\d+)?(?=%|/| |\n)", r"\1#", text)
 
 
@@ -323,6 +347,10 @@ def snippet(file: str) -> str:
     block = textwrap.dedent(re.search(r"(?:^(?: {4}.*)?\n)+", docstring.split("\n", 1)[1], re.MULTILINE)[0])
     text = re.sub(r"\n\n(?=def |if )", "\n\n\n", block.split("\npython ")[0].strip("\n"))
     return "\n```python\n" + re.sub(r" {2,}# ", "  # ", text) + "\n```\n"  # as ruff formats it
+
+
+def measured(file: str) -> str:
+    return "\n" + (ROOT / file).read_text(encoding="utf-8")
 
 
 # ---------------------------------------------------------------------------------------------------------- the pages

@@ -32,7 +32,9 @@ build.Programs.fork = True
 TEXTS = [*build.PAGES, ROOT / "CONTRIBUTING.md"]
 HELPERS = [file for file in ("distributed.py", "rendezvous.py", "launcher.py") if (ROOT / file).is_file()]
 NEEDS_A_GPU = ["mnist_apex.py"]  # its output can't be shown
-SCRIPTS = sorted([*(path.name for path in ROOT.glob("m*.py")), "cifar10_ddp.py"])
+ENGINES = ["variants/mnist_horovod.py", "variants/mnist_xla.py"]  # theirs is in docs/results.md: tests/test_engines.py
+VARIANTS = sorted(f"variants/{path.name}" for path in ROOT.glob("variants/mnist_*.py"))  # started with python -m
+SCRIPTS = sorted([*(path.name for path in ROOT.glob("m*.py")), "cifar10_ddp.py", *VARIANTS])
 SLOW = ["mnist_single.py --dataset synthetic", "mnist_amp.py --dataset synthetic"]  # tests/test_scripts.py has more
 
 
@@ -44,16 +46,23 @@ def text():
 
 
 def blocks(*kinds):
-    marks = {what: [pytest.mark.slow] for what in SLOW}
+    def marks(what):
+        return [pytest.mark.slow] if what in SLOW or what.startswith("-m ") else []
+
     found = build.blocks(*kinds)
-    return [pytest.param(b, id=f"{b.page.name}: {b.kind}: {b.what}", marks=marks.get(b.what, [])) for b in found]
+    return [pytest.param(b, id=f"{b.page.name}: {b.kind}: {b.what}", marks=marks(b.what)) for b in found]
+
+
+def script_of(words):
+    """The script that these arguments of python start: a file of the root, or -m and a module in a folder of it."""
+    return f"{words[1].replace('.', '/')}.py" if words[0] == "-m" else words[0]
 
 
 def out_of_date(block):
     return build.OUT_OF_DATE.format(block.page.relative_to(ROOT))
 
 
-TAKEN = ("steps", "diff", "lines", "reference", "program", "report", "mistake", "snippet", "wrong")
+TAKEN = ("steps", "diff", "lines", "reference", "program", "report", "mistake", "snippet", "wrong", "measured")
 
 
 @pytest.mark.parametrize("block", blocks(*TAKEN))
@@ -114,8 +123,8 @@ def test_every_step_and_every_script_is_shown():
     for step in build.STEPS[1:]:
         assert ("diff", f"{step.parent} {step.script}") in shown
         assert step.script in NEEDS_A_GPU or ("lines", f"{step.parent} {step.script}") in shown
-    outputs = {what.split()[0] for kind, what in shown if kind == "output"}
-    assert sorted(outputs) == [script for script in SCRIPTS if script not in NEEDS_A_GPU]
+    outputs = {script_of(what.split()) for kind, what in shown if kind == "output"}
+    assert sorted(outputs) == [script for script in SCRIPTS if script not in NEEDS_A_GPU + ENGINES]
     assert ("steps", "") in shown
     pages = "".join(page.read_text(encoding="utf-8") for page in build.PAGES)
     assert len(build.BLOCK.findall(pages)) == pages.count("<!-- end -->"), "a marker is misspelt"
@@ -123,7 +132,7 @@ def test_every_step_and_every_script_is_shown():
 
 def test_the_table_has_every_script_of_the_progression():
     """Also one that was added without a word to build.py."""
-    assert {path.name for path in ROOT.glob("mnist_*.py")} == {
+    assert {*(path.name for path in ROOT.glob("mnist_*.py")), *VARIANTS} == {
         step.script for step in build.STEPS if (ROOT / step.script).is_file()
     }
 
@@ -208,10 +217,15 @@ def test_a_command_names_files_and_flags_that_exist(command):
 
         parsed = get_args_parser().parse_args(args)
         program, args = "python", [parsed.training_script, *parsed.training_script_args]
+        args = ["-m", *args] if parsed.module else args
     if program in ("srun", "mpirun"):
         program, args = "python", args[args.index("python") + 1 :]
     if args[:2] == ["doctor.py", "run"]:
         args = args[2:]
+    if program == "python" and args[:2] != ["-m", "pytest"] and args[0] == "-m":
+        if args[1] == "variants.NAME":  # any of them
+            return
+        args = [script_of(args), *args[2:]]
     if program == "python" and args[0].endswith(".py"):
         if args[0] in ("train.py", *build.PROGRAMS):  # the reader's own
             return

@@ -16,8 +16,27 @@ GOALS = [  # lines added + removed, at most
     ("mnist_single.py", "mnist_ddp.py", 20),
     ("mnist_ddp.py", "mnist_amp.py", 19),
     ("mnist_ddp.py", "mnist_apex.py", 36),
+    ("mnist_ddp.py", "variants/mnist_by_hand.py", 12),
+    ("mnist_ddp.py", "variants/mnist_accumulate.py", 18),
+    ("mnist_ddp.py", "variants/mnist_fsdp.py", 16),
+    ("mnist_ddp.py", "variants/mnist_horovod.py", 34),
+    ("mnist_ddp.py", "variants/mnist_xla.py", 38),
 ]
-SCRIPTS = [*CHAIN, "mnist_apex.py"]  # a branch of mnist_ddp.py
+SCRIPTS = list(dict.fromkeys(script for before, after, _ in GOALS for script in (before, after)))  # parents first
+CHANGED = {  # functions whose text differs from the others'; main and parse_args are compared in their own tests
+    "mnist_amp.py": ["train"],
+    "mnist_apex.py": ["train"],
+    "variants/mnist_by_hand.py": ["train"],
+    "variants/mnist_accumulate.py": ["train"],
+    "variants/mnist_xla.py": ["train", "evaluate"],
+}
+ENGINES = {"variants/mnist_horovod.py": "hvd.", "variants/mnist_xla.py": "xs."}  # other words in the place of dist.
+ADDED = {"mnist_apex.py": ["check_apex"]}  # functions
+FLAGS = {  # more than the parent's
+    "mnist_apex.py": ["--opt-level"],
+    "variants/mnist_accumulate.py": ["--accumulate"],
+    "variants/mnist_fsdp.py": ["--param-dtype"],
+}
 
 
 def source(script, name=None):
@@ -38,8 +57,8 @@ def loop(script):
 
 
 def test_no_script_is_excluded():
-    assert sorted(path.name for path in ROOT.glob("mnist_*.py")) == sorted(SCRIPTS)
-    assert {script for before, after, _ in GOALS for script in (before, after)} == set(SCRIPTS)
+    files = [*ROOT.glob("mnist_*.py"), *ROOT.glob("variants/mnist_*.py")]
+    assert sorted(str(path.relative_to(ROOT)) for path in files) == sorted(SCRIPTS)
 
 
 @pytest.mark.parametrize(("before", "after", "goal"), GOALS)
@@ -54,29 +73,38 @@ def test_a_step_is_small(before, after, goal):
 @pytest.mark.parametrize("script", SCRIPTS[1:])
 def test_what_scripts_share_is_the_same_text(script):
     first = CHAIN[0]
-    shared = ["ConvNet", "train", "evaluate"]
-    if script in ("mnist_amp.py", "mnist_apex.py"):
-        shared.remove("train")
-    for name in shared:
-        assert source(script, name) == source(first, name), f"{name} differs between {first} and {script}"
+    for name in "ConvNet", "train", "evaluate":
+        same = source(script, name) == source(first, name)
+        assert same == (name not in CHANGED.get(script, [])), f"{name} in {first} and {script}"
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_the_skeleton_is_the_same(script):
     body = ast.parse(source(script)).body
     names = [node.name for node in body if isinstance(node, (ast.ClassDef, ast.FunctionDef))]
-    added = ["check_apex"] if script == "mnist_apex.py" else []
-    assert names == ["ConvNet", "train", "evaluate", "main", *added, "parse_args"]
+    assert names == ["ConvNet", "train", "evaluate", "main", *ADDED.get(script, []), "parse_args"]
     assert source(script).splitlines()[1:4] == source(CHAIN[0]).splitlines()[1:4]  # the docstring but its first line
 
 
 def test_the_loop_over_epochs_grows_by_the_idea_alone():
-    single, parallel, ddp, amp, apex = (loop(script) for script in SCRIPTS)
+    single, parallel, ddp, amp = (loop(script) for script in CHAIN)
+    apex = loop("mnist_apex.py")
     assert parallel == single and apex == ddp
     added = [line for line in ddp if line not in single]
     assert [line for line in ddp if line in single] == single
     assert all("dist." in line or "set_epoch" in line for line in added) and len(added) <= 3
     assert [line.replace(", autocast, scaler)", ")") for line in amp] == ddp
+    for script in SCRIPTS:
+        if script in ENGINES:
+            without = [line for line in ddp if "dist." not in line]
+            assert [line for line in loop(script) if line in without] == without, script
+            assert all(line in without or ENGINES[script] in line for line in loop(script)), script
+        elif script.startswith("variants/"):
+            lines = [line.replace(", args.accumulate)", ")") for line in loop(script)]
+            lines = [re.sub(r"sharded\.whole\(model, ConvNet\(.*?\)\)", "model", line) for line in lines]
+            assert [line for line in lines if line in ddp] == ddp, script
+            added = [line for line in lines if line not in ddp]
+            assert all("dist." in line or "sharded." in line for line in added) and len(added) <= 1, script
 
 
 def test_mixed_precision_has_no_if_in_the_training_loop():
@@ -92,10 +120,13 @@ def test_flags_are_the_same_in_the_same_order():
         calls = [call for call in calls if getattr(call.func, "attr", None) == "add_argument"]
         return [ast.unparse(call) for call in sorted(calls, key=lambda call: call.lineno)]
 
-    single, parallel, ddp, amp, apex = (flags(script) for script in SCRIPTS)
-    assert len(single) >= 7
-    assert single == parallel == ddp == amp
-    assert apex[:-1] == ddp
+    parents = {after: before for before, after, _ in GOALS}
+    assert len(flags(CHAIN[0])) >= 7
+    for script, parent in parents.items():
+        inherited, here = flags(parent), flags(script)
+        assert here[: len(inherited)] == inherited, script
+        added = [ast.literal_eval(ast.parse(call).body[0].value.args[0]) for call in here[len(inherited) :]]
+        assert added == FLAGS.get(script, []), script
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

@@ -93,9 +93,7 @@ def main(local_rank, world_size, args):
         epoch_started = time.perf_counter()
         trained = train(model, train_loader, optimizer, scheduler, device)
         seconds = time.perf_counter() - epoch_started
-        sharded.unshard(model)  # now evaluation needs no collective: the ranks may have different numbers of batches
-        tested = evaluate(model, test_loader, device)
-        sharded.reshard(model)
+        tested = evaluate(sharded.whole(model, ConvNet(train_set.channels, train_set.side)), test_loader, device)
         trained, tested = dist.all_reduce(trained), dist.all_reduce(tested)
         (loss, seen), (_, correct, count) = trained.tolist(), tested.tolist()
         log(

@@ -1,8 +1,6 @@
-"""What mnist_fsdp.py needs beside its idea: whole parameters for evaluation, a checkpoint, and who holds how much.
+"""What mnist_fsdp.py needs beside its idea: a whole model for evaluation, a checkpoint, and who holds how much.
 
-    sharded.unshard(model)                            # every rank has all parameters: evaluation calls no collective
-    ...
-    sharded.reshard(model)                            # and its share again
+    evaluate(sharded.whole(model, Net()))             # with all parameters on every rank, so without a collective
     sharded.save("model.pt", model, optimizer)        # one file with the full state, whatever the number of processes
     sharded.load("model.pt", model, optimizer)
 
@@ -17,9 +15,9 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from torch.distributed import fsdp
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
+    get_model_state_dict,
     get_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
@@ -37,28 +35,17 @@ def check_torch(error: Callable[[str], None]) -> None:
         error(f"fully_shard on the CPU needs torch 2.7 or newer, and this is {torch.__version__}: upgrade torch")
 
 
-def _parts(model: nn.Module) -> list[nn.Module]:
-    """The modules that fully_shard was called for: each gathers its own parameters."""
-    return [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
+def whole(model: nn.Module, plain: nn.Module) -> nn.Module:
+    """`plain`, which is not sharded, with all of the model's parameters and rank 0's buffers: for evaluation.
 
-
-def unshard(model: nn.Module) -> None:
-    """Give every rank all parameters, until `reshard`; and rank 0's buffers, which FSDP leaves as they are.
-
-    A forward pass gathers parameters: it is a collective.  A rank with fewer batches than the others would make them
-    wait for ever.  After this, the forward pass without gradients is no collective.
+    The forward pass of a sharded model gathers parameters: it is a collective, and a rank with fewer batches than the
+    others would make them wait for ever.  That of `plain` is none.  FSDP doesn't touch buffers, so those of the ranks
+    differ until this sets them, in both models.
     """
     dist.sync_params(model.buffers())
-    for module in _parts(model):
-        module.set_reshard_after_forward(False, recurse=False)
-        module.unshard()
-
-
-def reshard(model: nn.Module) -> None:
-    """Leave each rank its share of the parameters, and set `fully_shard`'s defaults again.  Not a collective."""
-    for module in _parts(model):
-        module.reshard()
-        module.set_reshard_after_forward(module is not model, recurse=False)  # the root's are needed again at once
+    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    plain.load_state_dict(state, assign=True)  # the gathered tensors themselves, on their device: no second copy
+    return plain
 
 
 def local_bytes(tensors: Iterable[torch.Tensor | None]) -> int:
