@@ -10,6 +10,7 @@ of processes.  A row that can't be made here (no Horovod, say) is left as it is,
 
 import argparse
 import importlib
+import os
 import re
 import shlex
 import subprocess
@@ -31,9 +32,13 @@ COMMANDS = [  # two processes each; `python` is this Python
     "python -m variants.mnist_accumulate --nproc 2 --accumulate 4",
     "python -m variants.mnist_fsdp --nproc 2",
     "python -m variants.mnist_fsdp --nproc 2 --param-dtype bfloat16",
+    "horovodrun -np 2 --gloo python -m variants.mnist_horovod",
+    "PJRT_DEVICE=CPU CPU_NUM_DEVICES=2 python -m variants.mnist_xla",
 ]
+# The folders of the environments that variants/install_horovod.sh and install_xla.sh have made.
+ENVIRONMENTS = {"mnist_horovod": "HOROVOD_ENVIRONMENT", "mnist_xla": "XLA_ENVIRONMENT"}
 DATASETS = ["synthetic", "mnist"]
-EPOCH = r"^epoch \d+/\d+  loss (\d+\.\d+)  accuracy (\d+\.\d+)%"
+EPOCH = r"^(?:\[0\]<stdout>:)?epoch \d+/\d+  loss (\d+\.\d+)  accuracy (\d+\.\d+)%"
 HEAD = ["| command | data | loss in epochs 1, 2, 3 | test accuracy after epochs 1, 2, 3 |", "|---|---|---|---|"]
 BYTES_HEAD = [
     "| processes | parameters: DDP | FSDP | gradients: DDP | FSDP | optimizer state: DDP | FSDP |",
@@ -43,9 +48,15 @@ BYTES_HEAD = [
 
 def row(command: str, dataset: str, data_dir: str) -> str:
     """Run it for 3 epochs; RuntimeError with its last line if it fails."""
-    words = [sys.executable if word == "python" else word for word in shlex.split(command)]
-    words += ["--dataset", dataset, "--data-dir", data_dir, "--epochs", "3"]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    programs = Path(sys.executable).parent
+    for name, variable in ENVIRONMENTS.items():
+        if name in command:
+            if variable not in os.environ:
+                raise RuntimeError(f"set {variable} to the folder of its environment")
+            programs = Path(os.environ[variable], "bin").absolute()
+    words = ["env", *shlex.split(command), "--dataset", dataset, "--data-dir", data_dir, "--epochs", "3"]
+    path = f"{programs}:{os.environ['PATH']}"
+    done = subprocess.run(words, cwd=ROOT, env=os.environ | {"PATH": path}, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError((done.stderr.strip().splitlines() or ["no error message"])[-1])
     losses, accuracies = zip(*re.findall(EPOCH, done.stdout, re.MULTILINE), strict=True)

@@ -105,7 +105,7 @@ def test_horovod_trains_as_ddp_does(horovod_environment, processes):
     launch = ("horovodrun", "-np", str(processes), "--gloo", "python", "-m", "variants.mnist_horovod")
     code, out, err = run(horovod_environment, *launch, *SYNTHETIC)
     assert code == 0, out + err
-    assert_same_training(out, ddp("--nproc", processes), loss=0.02)
+    assert_same_training(out, ddp("--nproc", processes), loss=0.05)
     assert out.count("epoch 1/3") == 1, "rank 0 alone prints"
 
 
@@ -128,7 +128,7 @@ def test_xla_trains_as_ddp_does(xla_environment, devices):
     code, out, err = run(xla_environment, "python", "-m", "variants.mnist_xla", *SYNTHETIC, **variables)
     assert code == 0, out + err
     assert f"XLA: 1 process, {devices} device(s), CPU" in out
-    assert_same_training(out, ddp("--nproc", 1), loss=0.02)
+    assert_same_training(out, ddp("--nproc", 1), loss=0.05)
 
 
 @pytest.mark.slow

@@ -30,7 +30,7 @@ CHANGED = {  # functions whose text differs from the others'; main and parse_arg
     "variants/mnist_accumulate.py": ["train"],
     "variants/mnist_xla.py": ["train", "evaluate"],
 }
-OTHER_ENGINES = ["variants/mnist_horovod.py", "variants/mnist_xla.py"]  # their own words instead of distributed.py's
+ENGINES = {"variants/mnist_horovod.py": "hvd.", "variants/mnist_xla.py": "xs."}  # other words in the place of dist.
 ADDED = {"mnist_apex.py": ["check_apex"]}  # functions
 FLAGS = {  # more than the parent's
     "mnist_apex.py": ["--opt-level"],
@@ -94,11 +94,12 @@ def test_the_loop_over_epochs_grows_by_the_idea_alone():
     assert [line for line in ddp if line in single] == single
     assert all("dist." in line or "set_epoch" in line for line in added) and len(added) <= 3
     assert [line.replace(", autocast, scaler)", ")") for line in amp] == ddp
-    for script in OTHER_ENGINES:
-        kept = [line for line in ddp if "dist." not in line]
-        assert [line for line in loop(script) if line in kept] == kept, script
     for script in SCRIPTS:
-        if script.startswith("variants/") and script not in OTHER_ENGINES:
+        if script in ENGINES:
+            without = [line for line in ddp if "dist." not in line]
+            assert [line for line in loop(script) if line in without] == without, script
+            assert all(line in without or ENGINES[script] in line for line in loop(script)), script
+        elif script.startswith("variants/"):
             lines = [line.replace(", args.accumulate)", ")") for line in loop(script)]
             lines = [re.sub(r"sharded\.whole\(model, ConvNet\(.*?\)\)", "model", line) for line in lines]
             assert [line for line in lines if line in ddp] == ddp, script
