@@ -166,7 +166,7 @@ def _check_same_call(call: str, shape: Iterable[int] = (), small: torch.Tensor |
     headers = table[:, : len(header)].contiguous().view(torch.int64).tolist()
     if any(others != digest for others, *_ in headers):
         calls: list = [None] * get_world_size()
-        torch_dist.all_gather_object(calls, f"{call} {list(shape) or ''}".rstrip())
+        torch_dist.all_gather_object(calls, call)
         lines = "".join(f"\n  rank {rank}: {called}" for rank, called in enumerate(calls))
         raise RuntimeError(f"the ranks called different things, but all must call the same:{lines}")
     return [shape for _, *shape in headers], list(table[:, _HEADER:])
