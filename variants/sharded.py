@@ -17,7 +17,6 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
-    get_model_state_dict,
     get_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
@@ -43,7 +42,11 @@ def whole(model: nn.Module, plain: nn.Module) -> nn.Module:
     differ until this sets them, in both models.
     """
     dist.sync_params(model.buffers())
-    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    # fully_shard has split each parameter along its first dimension; to_local is this rank's share.
+    state = model.state_dict()
+    for name, value in state.items():
+        if hasattr(value, "to_local"):
+            state[name] = torch.cat(dist.gather(value.to_local()))
     plain.load_state_dict(state, assign=True)  # the gathered tensors themselves, on their device: no second copy
     return plain
 
