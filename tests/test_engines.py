@@ -99,6 +99,7 @@ def assert_same_training(out, reference, loss):
 
 
 @pytest.mark.slow
+@pytest.mark.install
 @pytest.mark.timeout(4000)
 @pytest.mark.parametrize("processes", [1, 2, 3])
 def test_horovod_trains_as_ddp_does(horovod_environment, processes):
@@ -110,6 +111,7 @@ def test_horovod_trains_as_ddp_does(horovod_environment, processes):
 
 
 @pytest.mark.slow
+@pytest.mark.install
 @pytest.mark.timeout(4000)
 @pytest.mark.parametrize("size", ["0", "1"])
 def test_horovod_refuses_a_batch_that_is_too_small(horovod_environment, size):
@@ -120,6 +122,7 @@ def test_horovod_refuses_a_batch_that_is_too_small(horovod_environment, size):
 
 
 @pytest.mark.slow
+@pytest.mark.install
 @pytest.mark.timeout(4000)
 @pytest.mark.parametrize("devices", [1, 2])
 def test_xla_trains_as_ddp_does(xla_environment, devices):
@@ -132,6 +135,7 @@ def test_xla_trains_as_ddp_does(xla_environment, devices):
 
 
 @pytest.mark.slow
+@pytest.mark.install
 @pytest.mark.timeout(4000)
 def test_xla_is_one_process(xla_environment):
     variables = {"PJRT_DEVICE": "CPU", "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
