@@ -174,8 +174,8 @@ def accumulation(run: Run) -> Models:
 
 def fsdp_fully_shard(run: Run) -> Models:
     """Each process keeps its part of every weight."""
-    if torch.__version__ < (2, 7):
-        raise NotImplementedError("needs torch 2.7")
+    if torch.__version__ < (2, 9):
+        raise NotImplementedError("needs torch 2.9")
     mesh = torch_dist.init_device_mesh(run.device.type, (dist.get_world_size(),))
     return train(fsdp.fully_shard(run.network(), mesh=mesh), run.shares())
 

@@ -105,9 +105,9 @@ def test_what_cant_run_is_one_line(tmp_path, args, environment, message):
 
 
 def test_an_old_torch_has_a_row_that_says_so():
-    skipped = {"fp32": {2: {"FSDP": equivalence.Row([], "needs torch 2.7")}}}
+    skipped = {"fp32": {2: {"FSDP": equivalence.Row([], "needs torch 2.9")}}}
     fsdp = [way for way in WAYS if way.name == "FSDP"]
-    assert equivalence.table(skipped, fsdp, ["fp32"]).splitlines()[2] == "| FSDP | needs torch 2.7 |"
+    assert equivalence.table(skipped, fsdp, ["fp32"]).splitlines()[2] == "| FSDP | needs torch 2.9 |"
     assert equivalence.too_far(skipped) == []
 
 

@@ -29,9 +29,13 @@ DTYPES = ("float32", "bfloat16")  # float16 would need a GradScaler
 
 
 def check_torch(error: Callable[[str], None]) -> None:
-    """Call `error` with one line (argparse's `parser.error`, say), if this torch is too old."""
-    if torch.__version__ < (2, 7):
-        error(f"fully_shard on the CPU needs torch 2.7 or newer, and this is {torch.__version__}: upgrade torch")
+    """Call `error` with one line (argparse's `parser.error`, say), if this torch is too old.
+
+    2.6 has no fully_shard on the CPU.  In 2.7 and 2.8 gloo adds the gradients up where FSDP asks for their average, and
+    says nothing (pytorch#162338): training is wrong.
+    """
+    if torch.__version__ < (2, 9):
+        error(f"FSDP on the CPU is right since torch 2.9, and this is {torch.__version__}: upgrade torch")
 
 
 def whole(model: nn.Module, plain: nn.Module) -> nn.Module:
