@@ -150,22 +150,33 @@ def test_few_steps_give_the_weights_of_ddp(run, tmp_path, name, flags, n):
     assert difference <= 1e-6
 
 
+# Training amplifies rounding: after an epoch in float32, with the default learning rate and three processes, weights
+# differ by 1e-2 (by 2e-9 after the first step, by 1e-7 after 16).  In float64 rounding is 1e-16, and what is left of a difference is a mistake.
+FLOAT64 = """
+import torch
+torch.set_default_dtype(torch.float64)
+torch.Tensor.float = torch.Tensor.double  # the images
+"""
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize(
-    ("name", "flags", "before"),
+    ("name", "flags", "n", "before", "most"),
     [
-        ("mnist_by_hand", (), NO_BATCHNORM),
-        ("mnist_by_hand", (), ""),
-        ("mnist_accumulate", ("--accumulate", 4), NO_BATCHNORM),
+        ("mnist_by_hand", (), 2, NO_BATCHNORM, 0),  # halving is exact
+        ("mnist_by_hand", (), 2, "", 0),
+        ("mnist_by_hand", (), 3, FLOAT64 + NO_BATCHNORM, 1e-6),
+        ("mnist_by_hand", (), 3, FLOAT64, 1e-6),
+        ("mnist_accumulate", ("--accumulate", 3), 2, FLOAT64 + NO_BATCHNORM, 1e-6),
+        ("mnist_accumulate", ("--accumulate", 4), 3, FLOAT64 + NO_BATCHNORM, 1e-6),
     ],
 )
-def test_an_epoch_gives_the_weights_of_ddp(run, tmp_path, name, flags, before, n):
+def test_an_epoch_gives_the_weights_of_ddp(run, tmp_path, name, flags, n, before, most):
     difference = largest_difference(run, tmp_path, n, name, *flags, before=before)
-    print(f"{name}, {n} processes, {'without' if before else 'with'} BatchNorm: max |dw| = {difference:.1e}")
-    assert difference <= (1e-6 if before else 1e-4)
-    assert difference == 0 or n != 2 or name != "mnist_by_hand"  # halving is exact
+    dtype, batchnorm = "float64" if FLOAT64 in before else "float32", "no " * (NO_BATCHNORM in before) + "BatchNorm"
+    print(f"{name}, {n} processes, {dtype}, {batchnorm}: max |dw| = {difference:.1e}")
+    assert difference <= most
 
 
 def small_model():
@@ -357,9 +368,9 @@ def test_bad_value(run, name, args, words):
 
 
 def test_a_torch_that_is_too_old(run):
-    before = "import torch; torch.__version__ = torch.torch_version.TorchVersion('2.6.0+cpu')"
+    before = "import torch; torch.__version__ = torch.torch_version.TorchVersion('2.8.0+cpu')"
     result = run("mnist_fsdp", *SYNTHETIC, before=before, timeout=10)
-    assert refused(result, "mnist_fsdp.py", "torch 2.7", "2.6.0", "upgrade")
+    assert refused(result, "mnist_fsdp.py", "torch 2.9", "2.8.0", "upgrade")
 
 
 @pytest.mark.parametrize("name", VARIANTS)

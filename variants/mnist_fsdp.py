@@ -1,4 +1,4 @@
-"""MNIST with FSDP2: each process keeps a share of every parameter (torch >= 2.7).  python -m variants.mnist_fsdp
+"""MNIST with FSDP2: each process keeps a share of every parameter (torch >= 2.9).  python -m variants.mnist_fsdp
 
 --dataset synthetic needs no download, --help lists the flags, docs/progression.md walks through the steps.
 """

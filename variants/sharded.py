@@ -17,7 +17,6 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
-    get_model_state_dict,
     get_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
@@ -30,9 +29,13 @@ DTYPES = ("float32", "bfloat16")  # float16 would need a GradScaler
 
 
 def check_torch(error: Callable[[str], None]) -> None:
-    """Call `error` with one line (argparse's `parser.error`, say), if this torch is too old."""
-    if torch.__version__ < (2, 7):
-        error(f"fully_shard on the CPU needs torch 2.7 or newer, and this is {torch.__version__}: upgrade torch")
+    """Call `error` with one line (argparse's `parser.error`, say), if this torch is too old.
+
+    2.6 has no fully_shard on the CPU.  In 2.7 and 2.8 gloo adds the gradients up where FSDP asks for their average, and
+    says nothing (pytorch#162338): training is wrong.
+    """
+    if torch.__version__ < (2, 9):
+        error(f"FSDP on the CPU is right since torch 2.9, and this is {torch.__version__}: upgrade torch")
 
 
 def whole(model: nn.Module, plain: nn.Module) -> nn.Module:
@@ -43,7 +46,11 @@ def whole(model: nn.Module, plain: nn.Module) -> nn.Module:
     differ until this sets them, in both models.
     """
     dist.sync_params(model.buffers())
-    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    # fully_shard has split each parameter along its first dimension; to_local is this rank's share.
+    state = model.state_dict()
+    for name, value in state.items():
+        if hasattr(value, "to_local"):
+            state[name] = torch.cat(dist.gather(value.to_local()))
     plain.load_state_dict(state, assign=True)  # the gathered tensors themselves, on their device: no second copy
     return plain
 
