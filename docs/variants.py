@@ -32,7 +32,7 @@ COMMANDS = [  # two processes each; `python` is this Python
     "python -m variants.mnist_accumulate --nproc 2 --accumulate 4",
     "python -m variants.mnist_fsdp --nproc 2",
     "python -m variants.mnist_fsdp --nproc 2 --param-dtype bfloat16",
-    "horovodrun -np 2 --gloo python -m variants.mnist_horovod",
+    "OMP_NUM_THREADS=1 horovodrun -np 2 --gloo python -m variants.mnist_horovod",
     "PJRT_DEVICE=CPU CPU_NUM_DEVICES=2 python -m variants.mnist_xla",
 ]
 # The folders of the environments that variants/install_horovod.sh and install_xla.sh have made.

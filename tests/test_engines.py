@@ -106,8 +106,49 @@ def test_horovod_trains_as_ddp_does(horovod_environment, processes):
     launch = ("horovodrun", "-np", str(processes), "--gloo", "python", "-m", "variants.mnist_horovod")
     code, out, err = run(horovod_environment, *launch, *SYNTHETIC)
     assert code == 0, out + err
-    assert_same_training(out, ddp("--nproc", processes), loss=0.05)
+    assert_same_training(out, ddp("--nproc", processes), loss=0.05)  # another layout: it rounds otherwise
     assert out.count("epoch 1/3") == 1, "rank 0 alone prints"
+
+
+EXACT = """
+import horovod.torch as hvd
+import torch
+import torch.nn.functional as F
+
+hvd.init()
+
+
+def weights(rank, size):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.Flatten(), torch.nn.Linear(144, 5)).double()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    if size > 1:
+        optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=20)
+    for step in range(20):
+        generator = torch.Generator().manual_seed(step)
+        images, labels = torch.randn(8, 3, 8, 8, generator=generator), torch.randint(5, (8,), generator=generator)
+        F.cross_entropy(model(images[rank::size].double()), labels[rank::size]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+    return torch.cat([param.detach().flatten() for param in model.parameters()])
+
+
+print("difference", (weights(hvd.rank(), hvd.size()) - weights(0, 1)).abs().max().item())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.install
+@pytest.mark.timeout(4000)
+def test_horovod_reaches_the_weights_of_one_process(horovod_environment, tmp_path):
+    """In float64, with momentum and the scheduler, which reads and writes what DistributedOptimizer wraps."""
+    (tmp_path / "exact.py").write_text(EXACT)
+    code, out, err = run(horovod_environment, "horovodrun", "-np", "2", "--gloo", "python", tmp_path / "exact.py")
+    assert code == 0, out + err
+    found = [float(difference) for difference in re.findall(r"difference (\S+)", out)]
+    assert len(found) == 2 and max(found) < 1e-12
 
 
 @pytest.mark.slow
