@@ -268,6 +268,7 @@ def mistake(name: str) -> str:
 def told(stderr: str) -> str:
     """The warnings, and of an error the table of the ranks if there is one, else the last message of the traceback."""
     text = stderr.replace(f"{ROOT}/", "")
+    text = re.sub(r"\bfor rank \d", "for rank 0", text)  # of two ranks with the same error either may be the first
     found = re.search(r"^where each rank stands:.*", text, re.DOTALL | re.MULTILINE)
     found = found or re.search(r"^\w+Error: (?!.*^\w+Error: ).*", text, re.DOTALL | re.MULTILINE)
     warned = dict.fromkeys(re.findall(r"^\S+:\d+: (\w+Warning: .*\n)", text, re.MULTILINE))  # each once, not per rank
