@@ -19,7 +19,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 
 # No GPU, so that the expectations hold on every machine; one thread, so that every run computes the same sums.
-_NOT_OURS = ("NPROC", "PYTHONPATH", "PYTHONWARNINGS", "TORCH_DISTRIBUTED_DEBUG")
+_NOT_OURS = ("NPROC", "PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONWARNINGS", "TORCH_DISTRIBUTED_DEBUG")
 _NOT_OURS += ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 ENVIRONMENT = {k: v for k, v in os.environ.items() if k not in _NOT_OURS and not k.startswith("DIST_")}
 ENVIRONMENT |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "no_proxy": "127.0.0.1"}

@@ -22,7 +22,7 @@ def test_each_mistake_is_on_the_page_wrong_and_right():
 
 def test_wrong_and_right_print_different_things():
     for block in PAGE.split("<!-- mistake: ")[1:]:
-        wrong, right = re.findall(r"```console\n\$ .*\n([^`]+)```", block)
+        wrong, right = re.findall(r"^```console\n\$ .*\n((?:.*\n)+?)```$", block, re.MULTILINE)
         assert wrong != right
 
 
