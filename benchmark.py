@@ -345,7 +345,7 @@ def save(args: argparse.Namespace, rows: list[Row], runs: list[Run]) -> list[Run
 
 
 def interrupt(number: int, frame: object) -> None:
-    """SIGTERM ends it as Ctrl-C does, but with exit code 143."""
+    """Ctrl-C ends it with exit code 130, SIGTERM with 143."""
     raise KeyboardInterrupt(number)
 
 
@@ -377,6 +377,7 @@ def main() -> int:
 
         return scaling.main([flag for flag in sys.argv[1:] if flag != "--predict"])
     signal.signal(signal.SIGTERM, interrupt)
+    signal.signal(signal.SIGINT, interrupt)  # a shell's `python benchmark.py &` ignores it unasked
     try:
         return benchmark(parse_args())
     except KeyboardInterrupt as stop:  # before or after the runs
