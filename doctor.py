@@ -303,9 +303,9 @@ def _trouble(check: Callable, backend: str, n: int, limit: float) -> str:
     said, rings = io.StringIO(), []
 
     def ring(signum: int, frame: FrameType | None) -> None:
-        rings.append(os.kill(os.getpid(), signal.SIGUSR1))  # `launch` says where each rank stands
-        if len(rings) > 1:
+        if rings:
             raise SystemExit(f"TimeoutError: no end after {limit:.0f} s\n{said.getvalue()}")
+        rings.append(os.kill(os.getpid(), signal.SIGUSR1))  # `launch` says where each rank stands
 
     handlers = {signal.SIGALRM: signal.signal(signal.SIGALRM, ring)}
     handlers[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # launch handles it while it supervises

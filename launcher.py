@@ -43,6 +43,7 @@ _ENDS = {-number: f"by signal {number}" for number in range(1, signal.NSIG)}  # 
 _ENDS |= {-number: f"by {number.name}" for number in signal.Signals}
 _ENDS[-signal.SIGKILL] += " (by hand, or by the kernel for want of memory: see dmesg)"
 _ENDS[_UNKNOWN] = "and nobody knows how"
+_LOST = re.compile("onnection (closed|reset) by peer")  # what others say of a rank that failed: it isn't the cause
 _FRAME = re.compile(r'File "(.+)", line (\d+),? in (.+)')  # of a traceback, or of faulthandler's dump
 
 # --------------------------------------------------------------------------------------------------------------- plan
@@ -282,11 +283,12 @@ class _Run:
         environment |= {"DIST_STORE": f"{self.folder}/store", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         environment |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), rendezvous.LOOPBACK)
         guard = self.guard.stdin if method == "fork" else None  # spawn doesn't hand it down
-        if method == "spawn":
-            resource_tracker.ensure_running()  # Python starts it anyway, and that unblocks signals
         # The processes inherit the block: none dies half-way into its start.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         try:
+            if method == "spawn":
+                resource_tracker.ensure_running()  # so that it has the block, too: Ctrl-Z doesn't stop it
+                signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # once more, as Python has unblocked some
             for rank in range(self.nproc):
                 environment |= dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
                 arguments = (job, threads, dict(environment), guard)
@@ -360,19 +362,20 @@ class _Run:
                 self.note_stop(number)  # it was told to stop, so the run was
         return self.reports.get(rank)
 
-    def failed(self) -> list[tuple[float, int]]:
-        """When, and which rank."""
-        return sorted((report.when, rank) for rank, report in self.reports.items() if report.error)
+    def failed(self) -> list[int]:
+        """The ranks with an error, the first one first; who only lost the connection to another comes later."""
+        failed = [rank for rank, report in self.reports.items() if report.error]
+        return sorted(failed, key=lambda rank: (bool(_LOST.search(self.reports[rank].error)), self.reports[rank].when))
 
     def failure(self) -> BaseException:
         """What `launch` raises, with the error of the first process that failed."""
-        rank = self.failed()[0][1]
+        rank = self.failed()[0]
         error = self.reports[rank].error.rstrip()
         text = f"rank {rank} of {self.nproc} failed first: {error}"
         done = ", ".join(f"rank {r}" for r, report in sorted(self.reports.items()) if not report.error)
         if done and not error.endswith("after its work"):
             text += f"\n({done} had finished)"
-        if re.search("tim(ed|e) ?out|SIG(ABRT|BUS|FPE|ILL|SEGV)", error, re.IGNORECASE):
+        if _LOST.search(error) or re.search("tim(ed|e) ?out|SIG(ABRT|BUS|FPE|ILL|SEGV)", error, re.IGNORECASE):
             text += f"\n{self.stack_table()}"
         return _exit(text)
 
@@ -477,9 +480,12 @@ def _innermost(frames: list[tuple[str, str, str]]) -> str:
 
 
 def _say(text: str) -> None:
-    # The terminal may be gone, or a signal has come in the middle of a print: no reason to fail.
-    with contextlib.suppress(OSError, ValueError, AttributeError, RuntimeError):
-        print(text, file=sys.stderr, flush=True)
+    # There may be no stderr, or a signal has come in the middle of a print: no reason to fail.
+    with contextlib.suppress(ValueError, AttributeError, RuntimeError):
+        try:
+            print(text, file=sys.stderr, flush=True)
+        except OSError:  # the terminal is gone; what is left in the buffer would make Python end with 120
+            sys.stderr = open(os.devnull, "w")  # noqa: SIM115
 
 
 # ------------------------------------------------------------------------------------------- in each started process

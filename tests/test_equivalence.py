@@ -4,7 +4,7 @@ import json
 import re
 
 import pytest
-from forked import forker, shell
+from forked import ROOT, forker, shell
 from PIL import Image
 
 import distributed as dist
@@ -126,7 +126,7 @@ def test_labels_keep_their_order_and_their_distance():
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_whole_table(tmp_path):
-    done = shell("equivalence.py", "--output", tmp_path, cwd=tmp_path, timeout=800)
+    done = shell(ROOT / "equivalence.py", "--output", tmp_path, cwd=tmp_path, timeout=800)
     assert done.code == 0, done.out + done.err
     results = json.loads((tmp_path / "equivalence.json").read_text())
     assert list(results["fp32"]) == ["1", "2", "3", "4"]

@@ -140,6 +140,22 @@ def test_a_collective_that_times_out_ends_with_where_each_rank_stands(n, monkeyp
     assert re.search(rf"{re.escape(__file__)}:\d+, _busy_elsewhere$", table[-1]), text
 
 
+def _loses_and_times_out(rank, n):
+    """As gloo does it: the rank whose time is over closes its connections, and the others may be heard first."""
+    if rank == 0:
+        raise RuntimeError("Connection closed by peer [127.0.0.1]:12345")
+    time.sleep(0.05)
+    raise RuntimeError("Timed out waiting 1000ms for recv operation to complete")
+
+
+def test_who_lost_the_connection_to_another_did_not_fail_first():
+    with pytest.raises(SystemExit) as failure:
+        dist.launch(_loses_and_times_out, nproc=2)
+    assert str(failure.value).startswith("rank 1 of 2 failed first:") and "where each rank stands:" in str(
+        failure.value
+    )
+
+
 def _asks(rank, n, stop):
     """Rank 1 is stopped, or waits in a collective for rank 0, which asks for the table; then all go on."""
     dist.init_process_group(rank, n)

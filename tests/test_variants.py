@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from forked import ROOT, forker, shell
 from test_distributed import run as of_processes
-from test_scripts import FOURTEEN, banner, epochs, refused
+from test_scripts import BATCH, FOURTEEN, banner, epochs, refused
 from torch import nn
 from torch.distributed import fsdp
 from torch.profiler import ProfilerActivity, profile
@@ -86,7 +86,7 @@ def test_few_epochs_print_what_ddp_prints(run, name):
 @WORLDS
 @pytest.mark.parametrize("name", VARIANTS)
 def test_dry_run_prints_what_ddp_prints(run, name, n):
-    dry = (*SYNTHETIC, "--dry-run", "--nproc", n)
+    dry = (*SYNTHETIC, "--dry-run", "--batch-size", BATCH, "--nproc", n)
     expected = epochs(run("mnist_ddp", *dry), banner("mnist_ddp.py", n))[0]
     before = NO_BATCHNORM if name == "mnist_accumulate" else ""  # which sees smaller batches
     if before:
@@ -103,15 +103,17 @@ def test_dry_run_prints_what_ddp_prints(run, name, n):
 @pytest.mark.parametrize("name", VARIANTS)
 def test_torchrun(tmp_path, name):
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", f"variants.{name}")
-    result = shell(*torchrun, *SYNTHETIC, "--dry-run", cwd=tmp_path, timeout=110, PYTHONPATH=ROOT)
+    result = shell(
+        *torchrun, *SYNTHETIC, "--dry-run", "--batch-size", BATCH, cwd=tmp_path, timeout=110, PYTHONPATH=ROOT
+    )
     result = without_memory(result, 2) if name == "mnist_fsdp" else result
-    assert epochs(result, banner("mnist_ddp.py", 2))[0].count == 400
+    assert epochs(result, banner("mnist_ddp.py", 2))[0].count == 2 * BATCH
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_bfloat16_computes_almost_what_float32_computes(run):
-    dry = (*SYNTHETIC, "--dry-run")
+    dry = (*SYNTHETIC, "--dry-run", "--batch-size", BATCH)
     exact, rough = (without_memory(run("mnist_fsdp", *dry, "--param-dtype", d), 2) for d in ("float32", "bfloat16"))
     exact, rough = (epochs(result, banner("mnist_ddp.py", 2))[0].loss for result in (exact, rough))
     assert rough == pytest.approx(exact, rel=0.05) and rough != exact
