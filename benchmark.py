@@ -12,7 +12,8 @@ unchanged script.  The programs take turns (A B C A B C), so that a machine that
 images/s          training only, as the program prints it: the median over the epochs of a run, without the first epoch
                   if there are several; in the table the median, least and greatest over the repeats
 speed-up          images/s divided by that of mnist_single.py in the same repeat; the median over the repeats
-of the limit      the same for baselines/limit.py with the same processes, threads and precision
+of the limit      the same for baselines/limit.py with the same processes, threads and precision (it also keeps its
+                  memory from step to step, see KEEP_MEMORY: the programs run as a user would start them)
 first step, time  seconds from the start of the command (so with imports, data and starting processes) to the end of
 to the target     the first optimizer step, and to the line of the first epoch whose accuracy is at least --target
 memory            the greatest peak resident set size of the command's processes (wait4's ru_maxrss), on the host
@@ -68,6 +69,9 @@ BASELINES = {  # the module that each needs, and the package that has it
 }
 STOP_GRACE = 40  # seconds for a run to end after SIGTERM; torchrun takes up to 30
 FIRST_STEP = "first optimizer step"  # the line of baselines/timed.py
+# glibc then keeps the memory that a step has freed for the next one.  Otherwise it returns large blocks to the system,
+# and gets them back page by page: with a batch of 200 in one process, a third of the time is that.
+KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**32), "MALLOC_TRIM_THRESHOLD_": str(2**36)}
 NOT_PASSED_ON = r"(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|NPROC|MASTER_ADDR|MASTER_PORT|DIST_.*|OMP_NUM_THREADS)"
 EPOCH = re.compile(
     r"epoch \d+/\d+  loss (?P<loss>\S+)(  accuracy \S+ \((?P<correct>\d+)/(?P<count>\d+)\))?  (?P<speed>\d+) images/s"
@@ -166,12 +170,14 @@ def command(row: Row, args: argparse.Namespace, cores: int) -> tuple[list[str], 
     if row.program in BASELINES:
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={row.processes}"]
         return [sys.executable, *torchrun, timed, program, *flags], environment(**threads)
+    variables = KEEP_MEMORY if row.program == LIMIT else {}
     if row.program == LIMIT and row.precision != "fp32":
         flags.append("--amp")
     if row.program not in ONE_PROCESS:
         flags += ["--nproc", str(row.processes)]
-    by_itself = row.threads == max(1, cores // row.processes)
-    return [sys.executable, timed, program, *flags], environment() if by_itself else environment(**threads)
+    if row.threads != max(1, cores // row.processes):  # the number that `launch` chooses by itself
+        variables = variables | threads
+    return [sys.executable, timed, program, *flags], environment(**variables)
 
 
 def reason(stderr: str, code: int) -> str:

@@ -125,9 +125,9 @@ def cleanup() -> None:
     raised = sys.exc_info()[1]
     if not torch_dist.is_initialized() or (get_world_size() > 1 and raised not in (None, _outer_error)):
         return
-    # Gloo's threads let go of their last tensors, for which they need Python: when they are joined (torch 2.4) that is
-    # a deadlock, when Python ends it aborts the process (pytorch#179291).
-    time.sleep(0.1)
+    # Gloo's threads need Python to let go of their last tensors: too late, that aborts or hangs it (pytorch#179291).
+    for _ in range(20):  # on a busy machine each of these sleeps is longer
+        time.sleep(0.001)
     torch_dist.destroy_process_group()
     _outer_error = None
 

@@ -364,8 +364,8 @@ class _Run:
 
     def failed(self) -> list[int]:
         """The ranks with an error, the first one first; who only lost the connection to another comes later."""
-        failed = [rank for rank, report in self.reports.items() if report.error]
-        return sorted(failed, key=lambda rank: (bool(_LOST.search(self.reports[rank].error)), self.reports[rank].when))
+        errors = {rank: report for rank, report in self.reports.items() if report.error}
+        return sorted(errors, key=lambda rank: (bool(_LOST.search(errors[rank].error)), errors[rank].when, rank))
 
     def failure(self) -> BaseException:
         """What `launch` raises, with the error of the first process that failed."""

@@ -4,7 +4,8 @@
     python baselines/limit.py --nproc 2 --dataset synthetic --amp     # of mnist_amp.py
 
 Each process keeps its share of the normalised batches in memory, and trains a copy of the model without DDP: no loader,
-no communication.  The processes only meet between the epochs, and add up their images/s.
+no communication.  The processes only meet between the epochs, and add up their images/s.  --loader and --ddp put one of
+the two back, so that its cost is seen.
 """
 
 import argparse
@@ -28,19 +29,23 @@ def main(local_rank, world_size, args):
     torch.manual_seed(args.seed)
     train_set, _ = data.load(args.dataset, args.data_dir)
     sampler = dist.data_sampler(train_set, distributed=True)
-    ready = list(data.batches(data.loader(train_set, args.batch_size // world_size, sampler), device))
-    data.batches = lambda loader, device: loader  # from here on `train` takes the batches as they are
+    batches = data.loader(train_set, args.batch_size // world_size, sampler)
+    if not args.loader:
+        batches = list(data.batches(batches, device))
+        data.batches = lambda loader, device: loader  # from here on `train` takes the batches as they are
 
     model = mnist_ddp.ConvNet(train_set.channels, train_set.side).to(device, memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(model.parameters(), args.lr, momentum=0.9)
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, total_steps=args.epochs * len(ready))
-    step = (model, ready, optimizer, scheduler, device)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, total_steps=args.epochs * len(batches))
+    model = dist.prepare_ddp_model(model) if args.ddp else model
+    step = (model, batches, optimizer, scheduler, device)
     before_ampere = device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)
     dtype = torch.float16 if before_ampere else torch.bfloat16  # as in mnist_amp.py
     autocast = torch.autocast(device.type, dtype)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
 
     for epoch in range(args.epochs):
+        sampler.set_epoch(epoch)
         dist.barrier()
         started = time.perf_counter()
         sums = mnist_amp.train(*step, autocast, scaler) if args.amp else mnist_ddp.train(*step)
@@ -59,6 +64,10 @@ def parse_args():
     parser.add_argument("--lr", type=float, default=0.1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--amp", action="store_true", help="in mixed precision")
+    parser.add_argument(
+        "--loader", action="store_true", help="with mnist_ddp.py's loader in the place of ready batches"
+    )
+    parser.add_argument("--ddp", action="store_true", help="with DDP: the gradients are averaged in each step")
     return dist.parse_args(parser)
 
 

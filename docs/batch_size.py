@@ -8,6 +8,8 @@ from pathlib import Path
 
 from points import add, missing, new_picture, run, save_picture, set_ticks, spread, write_table
 
+from benchmark import KEEP_MEMORY
+
 SCRIPT = "mnist_amp.py"  # as accurate as mnist_ddp.py (docs/results.md), and faster on CPUs with bfloat16 instructions
 EPOCHS = 3
 BASE_BATCH, BASE_LR = 50, 0.025
@@ -49,13 +51,11 @@ def all_points(seeds: int) -> list[dict]:
 
 def measure(args: argparse.Namespace) -> None:
     """One run of the script for each point, one after the other."""
-    # Else a large batch returns its memory to the system in each step, and half of the time is that.
-    memory = {"MALLOC_MMAP_THRESHOLD_": str(2**32), "MALLOC_TRIM_THRESHOLD_": str(2**36)}
     for point in missing("batch_size", all_points(args.seeds)):
         command = ["-c", NO_WARM_UP, SCRIPT] if point["rule"] == "linear, no warm-up" else [SCRIPT]
         command += ["--epochs", EPOCHS, "--batch-size", point["batch"], "--lr", point["lr"], "--seed", point["seed"]]
         command += ["--nproc", point["processes"], "--data-dir", Path(args.data_dir).resolve()]
-        loss, accuracy = re.findall(r"loss (\S+)  accuracy (\S+)%", run(command, **memory))[-1]
+        loss, accuracy = re.findall(r"loss (\S+)  accuracy (\S+)%", run(command, **KEEP_MEMORY))[-1]
         add("batch_size", point | {"accuracy": accuracy, "loss": loss})
 
 

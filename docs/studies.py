@@ -2,6 +2,7 @@
 
     python docs/studies.py batch-size    # accuracy by batch size and learning rate: half an hour
     python docs/studies.py scaling       # images per second on 1, 2, ... cores: 4 minutes on a quiet machine
+    python docs/studies.py limit         # where mnist_ddp.py's time goes: 4 minutes on a quiet machine
     python docs/studies.py slow-link     # steps over a slowed network, as root: 4 minutes on a quiet machine
     python docs/studies.py draw          # only the tables and pictures, from what was measured
 
@@ -34,6 +35,7 @@ from points import (  # noqa: E402
 )
 
 import scaling  # noqa: E402
+from benchmark import KEEP_MEMORY  # noqa: E402
 
 # ------------------------------------------------------------------------------------------------------------- scaling
 
@@ -71,6 +73,37 @@ def draw_scaling(points: list[dict]) -> None:
         shares = [f"{speed / alone:.2f}", f"{100 * speed / alone / n:.0f} %"]
         rows.append([kept, str(n), str(batch), spread(values, "{:.0f}"), *shares])
     write_table("scaling", rows, points, f"Median and range; runs: {len(values)}. ")
+
+
+# --------------------------------------------------------------------------------------------------------------- limit
+
+PARTS = {"the model alone": (), "with the loader": ("--loader",), "with DDP": ("--ddp",)}
+PARTS["with both, as mnist_ddp.py"] = ("--loader", "--ddp")
+
+
+def measure_limit(args: argparse.Namespace) -> None:
+    """The compute-only limit, and what each part of mnist_ddp.py costs: again the second epoch on synthetic digits."""
+    most = len(os.sched_getaffinity(0))
+    names = ("processes", "parts", "memory", "repeat")
+    kept = ("kept", "returned")
+    found = [(n, part, memory, k) for k in range(args.repeats) for n in (1, most) for part in PARTS for memory in kept]
+    for point in missing("limit", [dict(zip(names, values, strict=True)) for values in found]):
+        flags = ["--dataset", "synthetic", "--epochs", 2, "--nproc", point["processes"], *PARTS[point["parts"]]]
+        memory = KEEP_MEMORY if point["memory"] == "kept" else {}
+        printed = run(["baselines/limit.py", *flags], OMP_NUM_THREADS="1", **memory)
+        add("limit", point | {"images_per_second": re.findall(r"(\d+) images/s", printed)[-1]})
+
+
+def draw_limit(points: list[dict]) -> None:
+    speeds: dict[tuple[str, str, str], list[float]] = {}
+    for row in points:
+        cell = (row["processes"], row["parts"], row["memory"])
+        speeds.setdefault(cell, []).append(float(row["images_per_second"]))
+    rows = [["processes", "what runs", "images/s, memory kept", "images/s, memory returned"]]
+    for n, part in dict.fromkeys((n, part) for n, part, _ in speeds):
+        rows.append([n, part, *(spread(speeds.get((n, part, kept), []), "{:.0f}") for kept in ("kept", "returned"))])
+    repeats = max(map(len, speeds.values()))
+    write_table("limit", rows, points, f"One thread per process. Median and range; runs: {repeats}. ")
 
 
 # ----------------------------------------------------------------------------------------------------------- slow-link
@@ -132,6 +165,7 @@ def draw_slow_link(points: list[dict]) -> None:
 STUDIES = {
     "batch-size": (batch_size.measure, batch_size.draw),
     "scaling": (measure_scaling, draw_scaling),
+    "limit": (measure_limit, draw_limit),
     "slow-link": (measure_slow_link, draw_slow_link),
 }
 

@@ -37,6 +37,7 @@ ENGINES = ["variants/mnist_horovod.py", "variants/mnist_xla.py"]  # theirs is in
 VARIANTS = sorted(f"variants/{path.name}" for path in ROOT.glob("variants/mnist_*.py"))  # started with python -m
 SCRIPTS = sorted([*(path.name for path in ROOT.glob("m*.py")), "cifar10_ddp.py", "scaling.py", *VARIANTS])
 SLOW = [f"mnist_{step}.py --dataset synthetic" for step in ("single", "ddp", "amp")]  # they train for seconds
+SLOW.append("cifar10_ddp.py --dataset synthetic --dry-run")
 
 
 def text():
@@ -47,11 +48,12 @@ def text():
 
 
 def blocks(*kinds):
-    def marks(what):
-        return [pytest.mark.slow] if what in SLOW or what.startswith("-m ") else []
+    def marks(block):
+        slow = block.what in SLOW or block.what.startswith("-m ") or block.kind == "mistake"
+        return [pytest.mark.slow] if slow else []
 
     found = build.blocks(*kinds)
-    return [pytest.param(b, id=f"{b.page.name}: {b.kind}: {b.what}", marks=marks(b.what)) for b in found]
+    return [pytest.param(b, id=f"{b.page.name}: {b.kind}: {b.what}", marks=marks(b)) for b in found]
 
 
 def script_of(words):

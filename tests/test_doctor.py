@@ -55,6 +55,7 @@ def examined(done):
 # ----------------------------------------------------------------------------------------------------------- healthy
 
 
+@pytest.mark.slow
 @whole_table
 def test_a_healthy_machine():
     started = time.monotonic()
