@@ -57,7 +57,7 @@ def measure_scaling(args: argparse.Namespace) -> None:
     """The second epoch of mnist_ddp.py on synthetic digits."""
     for point in missing("scaling", scaling_points(args.repeats)):
         flags = ["--dataset", "synthetic", "--epochs", 2, "--nproc", point["processes"], "--batch-size", point["batch"]]
-        printed = run(["mnist_ddp.py", *flags], OMP_NUM_THREADS="1")
+        printed = run(["mnist_ddp.py", *flags], OMP_NUM_THREADS="1", **KEEP_MEMORY)
         add("scaling", point | {"images_per_second": re.findall(r"(\d+) images/s", printed)[-1]})
 
 

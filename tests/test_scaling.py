@@ -176,7 +176,7 @@ def studies(monkeypatch):
     return importlib.import_module("studies")
 
 
-@pytest.mark.parametrize("study", ["batch-size", "scaling", "slow-link"])
+@pytest.mark.parametrize("study", ["batch-size", "scaling", "limit", "slow-link"])
 def test_the_tables_are_those_of_the_points(study, studies, tmp_path, monkeypatch):
     """The points are in results/*.csv; nobody has edited the tables."""
     points = sys.modules["points"]
