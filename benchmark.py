@@ -70,7 +70,7 @@ BASELINES = {  # the module that each needs, and the package that has it
 STOP_GRACE = 40  # seconds for a run to end after SIGTERM; torchrun takes up to 30
 FIRST_STEP = "first optimizer step"  # the line of baselines/timed.py
 # glibc then keeps the memory that a step has freed for the next one.  Otherwise it returns large blocks to the system,
-# and gets them back page by page: with a batch of 200 in one process, a third of the time is that.
+# and gets them back page by page: with a batch of 200 in one process, up to a third of the time is that.
 KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**32), "MALLOC_TRIM_THRESHOLD_": str(2**36)}
 NOT_PASSED_ON = r"(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|NPROC|MASTER_ADDR|MASTER_PORT|DIST_.*|OMP_NUM_THREADS)"
 EPOCH = re.compile(

@@ -338,22 +338,28 @@ def _draw_speed(axes: Any, runs: list[Run], styles: dict) -> None:
 
 
 def _draw_scaling(axes: Any, runs: list[Run], styles: dict) -> None:
-    """mnist_ddp.py and its limit, with the same number of threads for each process: one more is one more device."""
+    """mnist_ddp.py and its limit, with the same number of threads for each process: one more is one more device.
+
+    Both relative to the limit of one process: a script that is slow in one process would seem to scale well.
+    """
     most = largest(runs, DDP)
     axes.set(title="Speed-up of mnist_ddp.py", xlabel="processes", ylabel="images/s, relative to one process")
     if not most:
         return
     top = most.processes
     axes.plot([1, top], [1, top], color="0.5", linestyle="--", label="ideal")
+    one = most._replace(processes=1)
+    if good_runs(runs, one._replace(program=LIMIT)):
+        one = one._replace(program=LIMIT)
+        axes.set_ylabel("images/s, relative to the limit of one process")
     limit = {"color": "black", "marker": "|", "linewidth": 1.5, "markersize": 14}
     for program, style in (LIMIT, limit), (DDP, {"linewidth": 2.5, "markersize": 8, **styles[DDP]}):
         same = [row for row in measured_rows(runs, program) if row.threads == most.threads and row.precision == "fp32"]
-        one = next((row for row in same if row.processes == 1), None)
         points = sorted((row.processes, ratio(runs, row, one)) for row in same if ratio(runs, row, one))
         if not points:
             continue
         axes.plot(*zip(*points, strict=True), label="compute-only limit" if program == LIMIT else DDP, **style)
-        for processes, times in points[1:] if program == DDP else []:
+        for processes, times in points if program == DDP else []:
             axes.annotate(f"{times:.2f}", (processes, times), (10, -4), textcoords="offset points", weight="bold")
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_xlim(0.85, top + 0.25 * max(1, top - 1))
