@@ -178,7 +178,7 @@ def test_what_is_not_installed_says_what_to_type(monkeypatch):
     assert "| not installed: pip install lightning |" in results.table([run])
 
 
-@pytest.mark.parametrize("ends", [True, False])
+@pytest.mark.parametrize("ends", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_a_run_that_hangs_is_ended(ends):
     program = "import signal, time; print('line', flush=True); time.sleep(60)"
     if not ends:

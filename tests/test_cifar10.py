@@ -437,7 +437,11 @@ data.batches, time.perf_counter = timed, lambda: seconds[0]
 
 
 # With one process an epoch is 10 batches of training and 3 of evaluation, with two it is 10 and 2.
-SIGTERM = [(1, 17, 2, {4}), (2, 16, 2, {4, 5}), pytest.param(2, 11, 1, {10}, marks=pytest.mark.slow)]
+SIGTERM = [
+    pytest.param(1, 17, 2, {4}, marks=pytest.mark.slow),
+    (2, 16, 2, {4, 5}),
+    pytest.param(2, 11, 1, {10}, marks=pytest.mark.slow),
+]
 
 
 @pytest.mark.parametrize(("n", "at", "epoch", "batches"), SIGTERM)

@@ -395,6 +395,7 @@ CALLS = {
 }
 
 
+@pytest.mark.slow
 def test_a_script_whose_ranks_disagree(tmp_path):
     (tmp_path / "disagrees.py").write_text(DISAGREES)
     done = python("doctor.py", "run", tmp_path / "disagrees.py", *CALLS, PYTHONPATH=ROOT)

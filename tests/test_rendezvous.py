@@ -473,7 +473,7 @@ SLOW_LAUNCHERS = [
 
 @on_linux
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("launcher", [torchrun_command, *SLOW_LAUNCHERS])
+@pytest.mark.parametrize("launcher", [pytest.param(torchrun_command, marks=pytest.mark.slow), *SLOW_LAUNCHERS])
 def test_two_tasks_of_a_real_launcher(launcher, tmp_path):
     command, env = launcher()
     log, kill = tmp_path / "log", launcher != srun_command  # who kills srun finds its tasks in SLURM's hands
