@@ -1,4 +1,4 @@
-"""What the baseline programs share: flags, model, data as every tutorial loads it, and the line after each epoch.
+"""What the programs of this folder share: flags, model, data as every tutorial loads it, and the line after each epoch.
 
 The model, the flags and their defaults are those of mnist_ddp.py.  So is the recipe (SGD with momentum, OneCycleLR):
 the programs differ in how they load data and talk to each other, not in what they learn.
@@ -18,15 +18,19 @@ import data  # noqa: E402
 from mnist_single import ConvNet  # noqa: E402
 
 
-def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
+def make_parser(description: str | None = None) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--dataset", default="mnist", choices=data.DATASETS)
     parser.add_argument("--data-dir", default="data")
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--batch-size", type=int, default=200, help="of all processes together")
     parser.add_argument("--lr", type=float, default=0.1)
     parser.add_argument("--seed", type=int, default=0)
-    return parser.parse_args()
+    return parser
+
+
+def parse_args() -> argparse.Namespace:
+    return make_parser().parse_args()
 
 
 class SyntheticDigits(datasets.VisionDataset):

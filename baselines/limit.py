@@ -8,12 +8,12 @@ no communication.  The processes only meet between the epochs, and add up their 
 the two back, so that its cost is seen.
 """
 
-import argparse
 import sys
 import time
 from pathlib import Path
 
 import torch
+from common import make_parser
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
@@ -56,13 +56,7 @@ def main(local_rank, world_size, args):
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--dataset", default="mnist", choices=data.DATASETS)
-    parser.add_argument("--data-dir", default="data")
-    parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--batch-size", type=int, default=200, help="of all processes together")
-    parser.add_argument("--lr", type=float, default=0.1)
-    parser.add_argument("--seed", type=int, default=0)
+    parser = make_parser(__doc__.splitlines()[0])
     parser.add_argument("--amp", action="store_true", help="in mixed precision")
     parser.add_argument(
         "--loader", action="store_true", help="with mnist_ddp.py's loader in the place of ready batches"

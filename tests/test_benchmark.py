@@ -170,6 +170,16 @@ def test_threads_are_set_only_where_a_user_has_to(monkeypatch):
     assert line[-3:] == ["--amp", "--nproc", "2"]
 
 
+def test_only_the_limit_keeps_its_memory_and_the_page_shows_how():
+    kept = benchmark.KEEP_MEMORY.items()
+    for row in DDP, DDP._replace(program=results.LIMIT), DDP._replace(program=results.LIMIT, processes=1):
+        _, variables = benchmark.command(row, flags(), cores=2)
+        assert (kept <= variables.items()) == (row.program == results.LIMIT)
+        assert ("OMP_NUM_THREADS" in variables) == (row.processes == 1)
+    typed = " ".join(f"{name}={value}" for name, value in kept)
+    assert f"{typed} python" in (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
+
+
 def test_what_is_not_installed_says_what_to_type(monkeypatch):
     monkeypatch.setitem(benchmark.BASELINES, "baselines/with_fabric.py", ("no_such_module", "lightning"))
     run = a_run(Row("baselines/with_fabric.py", 2, 1, "fp32"), 1, [])
