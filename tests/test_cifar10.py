@@ -303,7 +303,7 @@ def test_loss_scaling(n):
     of_processes(in_float16, n, _train)
 
 
-@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("n", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3])
 def test_every_example_is_evaluated_once(run, tmp_path, n):
     # Neither 200 nor 500 divides by 3, and no batch divides anything.
     flags = ("--dataset", "synthetic", "--width", 2, "--batch-size", 97, "--epochs", 1)
@@ -457,7 +457,8 @@ def test_sigterm_and_resume(run, reference, stopped, n, at, epoch, batches):
     assert " 0 images/s" not in result.out
 
 
-@pytest.mark.parametrize(("n", "at"), [(2, 16), pytest.param(3, 11, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("n", "at"), [(2, 16), (3, 11)])
 def test_sigterm_to_one_process_stops_the_run(stopped, n, at):
     """All ranks save together, and the run ends with 143, as if the program itself had been told."""
     stopped(n, at, TO_ONE=1)

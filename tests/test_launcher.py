@@ -81,7 +81,7 @@ dist.launch(worker, nproc=2)
 @pytest.mark.parametrize(
     ("seconds", "signals", "saved"),
     [
-        (1.0, [("SIGTERM", 0)], True),
+        pytest.param(1.0, [("SIGTERM", 0)], True, marks=pytest.mark.slow),
         (1.0, [("SIGTERM", 0), ("SIGTERM", 0.001)], True),  # GNU timeout signals its child, then its group
         pytest.param(1.0, [("SIGHUP", 0), ("SIGHUP", 0.001)], True, marks=pytest.mark.slow),  # a closing terminal
         pytest.param(2.0, [("SIGTERM", 0), ("SIGUSR1", 1.2)], True, marks=pytest.mark.slow),  # only a question
@@ -131,6 +131,7 @@ def test_an_error_while_saving_is_shown(tmp_path):
     assert re.search(r"\nrank 1 of 2 failed while it was ending: (?s:.*)OSError: the disk is full\n$", result.err)
 
 
+@pytest.mark.slow
 @on_linux
 def test_the_time_to_save_stands_still_while_all_are_stopped(tmp_path):
     (tmp_path / "tmp").mkdir()

@@ -66,7 +66,8 @@ def test_uneven_evaluation(run, name, n):
     assert [epoch.count for epoch in epochs(result, banner("mnist_ddp.py", n, 7), 2)] == [14, 14]
 
 
-@pytest.mark.parametrize("name", [pytest.param("mnist_by_hand", marks=pytest.mark.slow), "mnist_fsdp"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mnist_by_hand", "mnist_fsdp"])
 def test_few_epochs_print_what_ddp_prints(run, name):
     """With BatchNorm: each rank evaluates with rank 0's averages, or the counts of right answers would differ."""
     flags = (*SYNTHETIC, "--epochs", 4, "--batch-size", 22)
