@@ -61,6 +61,7 @@ from benchmark_results import (
 ROOT = Path(__file__).resolve().parent
 SCRIPTS = ["mnist_single.py", "mnist_dataparallel.py", "mnist_ddp.py", "mnist_amp.py"]
 ONE_PROCESS = SCRIPTS[:2]  # the others take --nproc
+DATAPARALLEL = SCRIPTS[1]  # without several GPUs it computes what its parent does: a row would show chance only
 BASELINES = {  # the module that each needs, and the package that has it
     "baselines/plain_ddp.py": ("torch", "torch"),
     "baselines/with_ignite.py": ("ignite", "pytorch-ignite"),
@@ -263,7 +264,7 @@ def measure(run: Run, args: argparse.Namespace, cores: int, told: Callable[[str]
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--scripts", nargs="+", default=SCRIPTS, help="(default: the progression)")
+    parser.add_argument("--scripts", nargs="+", help="(default: the progression)")
     parser.add_argument("--nproc", nargs="+", type=int, help="numbers of processes (default: 1, 2, 4, ... devices)")
     parser.add_argument("--epochs", type=int, default=3, help="(default: %(default)s)")
     parser.add_argument("--dataset", default="mnist", choices=TARGETS, help="(default: %(default)s)")
@@ -280,7 +281,7 @@ def parse_args() -> argparse.Namespace:
         parser.error("--epochs, --repeats and --nproc must be at least 1, --timeout greater than 0")
     if args.target is not None and not 0 < args.target <= 100:
         parser.error("--target must be greater than 0 and at most 100")
-    missing = [script for script in args.scripts if not (ROOT / script).is_file()]
+    missing = [script for script in args.scripts or [] if not (ROOT / script).is_file()]
     if missing:
         parser.error(f"--scripts: there is no {ROOT / missing[0]}")
     try:
@@ -288,6 +289,8 @@ def parse_args() -> argparse.Namespace:
     except OSError as problem:
         parser.error(f"--output: can't make {args.output} ({problem.strerror})")
     args.machine = look(args.dataset, args.data_dir, parser.error)
+    several_gpus = len(args.machine.gpus) > 1
+    args.scripts = args.scripts or [name for name in SCRIPTS if several_gpus or name != DATAPARALLEL]
     devices = len(args.machine.gpus) or args.machine.cores
     args.nproc = sorted(set(args.nproc or [*(2**i for i in range(devices.bit_length())), devices]))
     args.runs = stored(args, parser.error) if args.resume else []

@@ -8,7 +8,7 @@
     import checkpoint
     import distributed as dist
 
-    def main_worker(gpu, world_size, last_step):
+    def main_worker(local_rank, world_size, last_step):
         dist.init_process_group()
         stop = checkpoint.Preemption()                # SIGTERM to any of the processes
         model = dist.prepare_ddp_model(Net().to(dist.get_device()))
@@ -59,7 +59,7 @@ from torch import distributed as torch_dist
 import distributed as dist
 
 LOCK_TIMEOUT = 10  # seconds to wait for the processes of a killed run to be gone
-_BEST = r"best-(-?[\d.]+(?:e\+\d+)?)-step-(\d+)\.pt"
+_BEST = r"best-(-?[\d.]+(?:e[+-]\d+)?)-step-(\d+)\.pt"
 _KEYS = {"step", "config", "parts", "random"}
 
 
@@ -128,10 +128,13 @@ def read(path: Path) -> dict:
 
 def locked(folder: Path) -> AcquireReturnProxy:
     """Let no other process write to this run's folder: until this one ends, however it ends; or inside a `with`."""
-    try:
-        return FileLock(folder / ".lock").acquire(timeout=LOCK_TIMEOUT)
+    try:  # again in the same process: the exception of a run that failed can keep its lock alive
+        return FileLock(folder / ".lock", is_singleton=True).acquire(timeout=LOCK_TIMEOUT)
     except Timeout:
         raise CheckpointError(f"another process is writing to {folder}: end it first") from None
+    except OSError as problem:
+        wrong = f"can't write to {folder} ({problem.strerror})"
+        raise CheckpointError(f"{wrong}: copy it, or start a new run from a checkpoint in it") from None
 
 
 def newest(folder: Path) -> tuple[Path, list[str]]:
@@ -300,7 +303,9 @@ class Keeper:
             kind = re.search(r"GLOBAL ([\w.]+)", str(problem)) or ["something unknown"] * 2
             raise TypeError(f"{kind[1]} can't be read back from a checkpoint: make it a number, a string...") from None
         if score is not None and math.isfinite(score):
-            digits = f"{score:.4f}" if abs(score) < 1e15 else f"{score:.4e}"  # a name has at most 255 characters
+            digits = f"{score:.4f}"
+            if abs(score) >= 1e15 or float(digits) != score:  # too long for a name, or not exact: names are ranked
+                digits = repr(float(score))
             best = self.folder / f"best-{digits}-step-{state['step']}.pt"
             others = [path for path in self.folder.glob("best-*.pt") if re.fullmatch(_BEST, path.name)]
             ranked = sorted({best, *others}, key=_rank_of, reverse=True)

@@ -165,9 +165,8 @@ def _check_same_call(call: str, shape: Iterable[int] = (), small: torch.Tensor |
     torch_dist.all_gather(list(table), message)
     headers = table[:, : len(header)].contiguous().view(torch.int64).tolist()
     if any(others != digest for others, *_ in headers):
-        calls: list = [None] * get_world_size()
-        torch_dist.all_gather_object(calls, call)
-        lines = "".join(f"\n  rank {rank}: {called}" for rank, called in enumerate(calls))
+        calls = _exchange("the calls", torch.tensor(list(call.encode()), dtype=torch.uint8))
+        lines = "".join(f"\n  rank {rank}: {bytes(called.tolist()).decode()}" for rank, called in enumerate(calls))
         raise RuntimeError(f"the ranks called different things, but all must call the same:{lines}")
     return [shape for _, *shape in headers], list(table[:, _HEADER:])
 
@@ -244,7 +243,7 @@ def sync_params(params: Iterable[torch.Tensor]) -> None:
     _check_same_call(f"sync_params of {[(param.dtype, *param.shape) for param in params]}")
     for param in params:
         values = _copy(param, device)
-        torch_dist.broadcast(values, 0)
+        torch_dist.broadcast(values.flatten().view(torch.uint8), 0)  # gloo of torch 2.4 knows no complex numbers
         param.copy_(values)
 
 
@@ -301,18 +300,17 @@ class _DDP(nn.parallel.DistributedDataParallel):
     """DistributedDataParallel whose evaluation is exact and can't hang.
 
     torch's broadcasts rank 0's buffers (BatchNorm's running averages) in every forward, in evaluation too, so ranks
-    with different numbers of batches wait for ever.  Here `eval()` does it, once, with the same result.
+    with different numbers of batches wait for ever.  Here `eval()` does it, once.
     """
 
-    sync_buffers: bool | None = None  # None: by eval() alone; True: in each training step, too; False: never
-
-    def will_sync_module_buffers(self) -> bool:  # DDP asks this in every forward
-        wanted = self.sync_buffers and self.training and torch.is_grad_enabled()
-        return bool(wanted) and super().will_sync_module_buffers()
+    def will_sync_module_buffers(self) -> bool | None:  # DDP asks this in every forward
+        return self.sync_buffers and self.training and torch.is_grad_enabled() and super().will_sync_module_buffers()
 
     def train(self, mode: bool = True) -> "_DDP":
-        if self.training and not mode and self.sync_buffers is not False:
-            sync_params(self.module.buffers())
+        if self.training and not mode and self.modules_buffers and self.sync_buffers is not False:
+            if self.process_group.size() == get_world_size():
+                _check_same_call("eval() of a DDP model")
+            self._sync_buffers()  # DDP's: in its group, and without what it was told to ignore
         return super().train(mode)
 
 
@@ -327,8 +325,6 @@ def prepare_ddp_model(model: nn.Module, device_ids: Any = None, sync_bn: bool = 
     if _comm_device() is None:
         return model
     device = next(model.parameters()).device
-    if sync_bn and device.type != "cuda":
-        raise ValueError("sync_bn=True needs the model on CUDA: torch's SyncBatchNorm runs nowhere else")
     model = nn.SyncBatchNorm.convert_sync_batchnorm(model) if sync_bn else model
     level = torch_dist.get_debug_level()
     torch_dist.set_debug_level(torch_dist.DebugLevel.INFO)  # errors then name the parameters without a gradient
@@ -336,14 +332,18 @@ def prepare_ddp_model(model: nn.Module, device_ids: Any = None, sync_bn: bool = 
         limit = timedelta(seconds=rendezvous.seconds("DIST_TIMEOUT"))
         kwargs.setdefault("process_group", torch_dist.new_group(timeout=limit))
     model = _DDP(model, [device] if device.type == "cuda" else None, **kwargs)
-    model.sync_buffers = kwargs.get("broadcast_buffers", kwargs.get("forward_sync_buffers"))  # renamed in torch 2.15
+    # None: by eval() alone, as BatchNorm doesn't read its buffers in training.  True: in each step, too.  False: never.
+    others = any(m._buffers and not isinstance(m, nn.modules.batchnorm._NormBase) for m in model.modules())
+    model.sync_buffers = kwargs.get("broadcast_buffers", kwargs.get("forward_sync_buffers", others or None))
     torch_dist.set_debug_level(level)
     return model
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:
-    """The model inside DistributedDataParallel or DataParallel: its state dict's names have no "module." in front."""
-    return model.module if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)) else model
+    """The model inside DDP, DataParallel and torch.compile: its state dict's names have no "module." in front."""
+    while isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)) or hasattr(model, "_orig_mod"):
+        model = getattr(model, "_orig_mod", None) or model.module
+    return model
 
 
 def launch(worker_fn: Callable, *args: Any, nproc: int | None = None) -> Any:
@@ -356,5 +356,5 @@ def launch(worker_fn: Callable, *args: Any, nproc: int | None = None) -> Any:
 
 
 def parse_args(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """`parser.parse_args()` with --nproc and --backend; what can't run is a `parser.error`, before anything starts."""
+    """`parser.parse_args()` with --nproc (without a GPU: 2) and --backend; what can't run is a `parser.error`."""
     return launcher.parse_args(parser)

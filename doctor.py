@@ -66,7 +66,8 @@ def look() -> Iterator[Finding]:
         world = rendezvous.world()
         found = f"{world.launcher}: rank {world.rank} of {world.world_size}, {world.local_world_size} on this machine"
         if not world.launcher:
-            found = f"none: launch will start the processes ({launcher.plan()} by default; NPROC, nproc= or --nproc)"
+            default = f"{launcher.plan()}, with dist.parse_args {launcher.plan(on_cpu=2)}"
+            found = f"none: launch will start the processes (NPROC, nproc= or --nproc; by default {default})"
         yield True, "launcher", found
     except ValueError as problem:
         yield False, "launcher", str(problem)

@@ -82,8 +82,9 @@ def parse_args(parser: argparse.ArgumentParser) -> argparse.Namespace:
             args.nproc = world.local_world_size
         else:
             args.nproc = processes = plan(args.nproc, args.backend, on_cpu=2)
-        if getattr(args, "batch_size", processes) < processes:
-            raise ValueError(f"--batch-size {args.batch_size} is too small for {processes} processes: one example each")
+        batch_size = getattr(args, "batch_size", None)
+        if isinstance(batch_size, int) and batch_size < processes:
+            raise ValueError(f"--batch-size {batch_size} is too small for {processes} processes: one example each")
     except ValueError as problem:
         parser.error(str(problem))
     return args
@@ -105,7 +106,12 @@ def run(function: Callable, args: tuple = (), nproc: int | None = None, finish: 
         nproc = plan(nproc, "gloo" if nproc else None)  # who asks for more may share GPUs
         if nproc > 1:
             return _run_all(function, args, nproc, finish)
-    return _run_here(function, args, finish)
+    given = signal.getsignal(signal.SIGTERM)
+    try:
+        return _run_here(function, args, finish)
+    finally:  # the caller goes on, without checkpoint.py's handler
+        if not world.launcher and given is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, given)
 
 
 def _run_here(function: Callable, args: tuple, finish: Callable | None) -> Any:
@@ -211,12 +217,16 @@ def _start_method(function: Callable, nproc: int) -> tuple[str, int | None]:
     threads = None if "OMP_NUM_THREADS" in os.environ else max(1, cores // nproc)
     if fork_is_safe():
         return "fork", threads
-    main_file = getattr(sys.modules["__main__"], "__file__", None) or ""
-    if function.__module__ != "__main__" or os.path.exists(main_file):
+    while isinstance(function, functools.partial):
+        function = function.func
+    main = sys.modules["__main__"]  # a new process imports it, if it is a file ("<stdin>" is none) or a module
+    main_file = getattr(main, "__file__", None)
+    if os.path.exists(main_file or "") or main.__spec__ or (not main_file and function.__module__ != "__main__"):
         return "spawn", threads
     if sys.platform != "linux" or _cuda_was_used():
+        name = getattr(function, "__name__", function)
         raise RuntimeError(
-            f"a new process can't find {function.__name__}, defined in a notebook or shell, and this one can't be "
+            f"a new process can't find {name}, defined in a notebook or shell, and this one can't be "
             "forked (CUDA is in use, or this isn't Linux): move it to a file, or restart and call launch first"
         )
     return "fork", 1  # a process with one thread never uses the pool
@@ -532,6 +542,7 @@ def _handle_signals(stack_file: str) -> None:
     signal.set_wakeup_fd(-1)  # the caller's, and so is the next: asyncio and faulthandler share theirs with children
     for number in (*_STOPS, signal.SIGTSTP, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # in a terminal with `stty tostop` a print would stop it
     os.register_at_fork(after_in_child=faulthandler.enable if faulthandler.is_enabled() else faulthandler.disable)
     file = open(stack_file, "a")  # noqa: SIM115  faulthandler keeps it open
     faulthandler.enable(file=file)  # of this process alone, so not of its children
@@ -548,5 +559,5 @@ def _report_of(problem: BaseException) -> _Report:
     code = problem.code
     if code in [128 + number for number in _STOPS]:
         return _Report(time.monotonic(), stopped_by=code - 128)
-    text = code if isinstance(code, str) else f"it called sys.exit({code!r})"
-    return _Report(time.monotonic(), text if code else "")
+    text = code if code and isinstance(code, str) else f"it called sys.exit({code!r})"
+    return _Report(time.monotonic(), "" if code in (None, 0) else text)

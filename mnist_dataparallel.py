@@ -61,7 +61,7 @@ def evaluate(model, loader, device):
 
 def main(args, world_size=1):  # one process; mnist_ddp.py starts more
     log, device = print, torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    torch.manual_seed(args.seed)  # the same initial weights every time
+    torch.manual_seed(args.seed)  # the same weights and order every time
 
     batch_size = args.batch_size // world_size  # each process's share of the global batch
     train_set, test_set = data.load(args.dataset, args.data_dir, 2 * batch_size * world_size if args.dry_run else None)
@@ -74,7 +74,7 @@ def main(args, world_size=1):  # one process; mnist_ddp.py starts more
     model = model.to(device, memory_format=torch.channels_last)  # the faster layout for convolutions
     optimizer = torch.optim.SGD(model.parameters(), args.lr, momentum=0.9)
     model = nn.DataParallel(model)  # splits each batch over all visible GPUs
-    log(f"DataParallel on {torch.cuda.device_count()} GPUs (with fewer than two it only passes through)")
+    log(f"DataParallel on {torch.cuda.device_count()} GPUs (with fewer than two it calls the model directly)")
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, total_steps=args.epochs * len(train_loader))
     used = f"{world_size * batch_size} = {world_size} x {batch_size}"  # less than --batch-size if it doesn't divide
     log(f"{args.dataset} on {device}, --batch-size {args.batch_size}: global batch {used}")
@@ -102,7 +102,7 @@ def parse_args():
     parser.add_argument("--epochs", type=int, default=3, help="(default: %(default)s)")
     parser.add_argument("--batch-size", type=int, default=200, help="of all processes together (default: %(default)s)")
     parser.add_argument("--lr", type=float, default=0.1, help="peak learning rate (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of weights and order (default: %(default)s)")
     parser.add_argument("--dry-run", action="store_true", help="one epoch of two batches, to see that all of it runs")
     args = parser.parse_args()
     if min(args.epochs, args.batch_size) < 1 or not 0 < args.lr < float("inf"):

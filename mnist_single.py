@@ -61,7 +61,7 @@ def evaluate(model, loader, device):
 
 def main(args, world_size=1):  # one process; mnist_ddp.py starts more
     log, device = print, torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    torch.manual_seed(args.seed)  # the same initial weights every time
+    torch.manual_seed(args.seed)  # the same weights and order every time
 
     batch_size = args.batch_size // world_size  # each process's share of the global batch
     train_set, test_set = data.load(args.dataset, args.data_dir, 2 * batch_size * world_size if args.dry_run else None)
@@ -100,7 +100,7 @@ def parse_args():
     parser.add_argument("--epochs", type=int, default=3, help="(default: %(default)s)")
     parser.add_argument("--batch-size", type=int, default=200, help="of all processes together (default: %(default)s)")
     parser.add_argument("--lr", type=float, default=0.1, help="peak learning rate (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of weights and order (default: %(default)s)")
     parser.add_argument("--dry-run", action="store_true", help="one epoch of two batches, to see that all of it runs")
     args = parser.parse_args()
     if min(args.epochs, args.batch_size) < 1 or not 0 < args.lr < float("inf"):

@@ -163,6 +163,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         value = getattr(args, name)
         if value is not None and not 0 < value < math.inf:
             parser.error(f"--{name} is {value}: give a number greater than 0")
+    if (args.gradient or 1000) * 1e6 > 1e6 * args.bucket * MIB:
+        parser.error(f"--bucket {args.bucket} MiB is too small: that makes more than a million buckets")
     if args.utilisation and args.utilisation > 1:
         parser.error(f"--utilisation is {args.utilisation}: give a share of the peak, at most 1")
     if args.gradient and (args.model or not args.compute):

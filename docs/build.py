@@ -5,8 +5,8 @@
     python docs/build.py --new-figures   # takes the programs' speeds and losses anew, too
     python docs/build.py --pages         # only the side-by-side pages, docs/*.html, in about a second: see pages.py
 
-The same files in, the same pages out.  Only the figures that a program prints (losses, speeds, times) differ from run
-to run, so an output on a page stays as it is while all else in it is still true (`same_output`).
+The same files in, the same pages out.  Only the speeds and times that a program prints differ from run to run, and its
+losses a little from CPU to CPU: an output on a page stays as it is while all else in it is true (`same_output`).
 
     kind        what                   what is written
     steps       [FOLDER]               the table of the progression (or of its branches in a folder), from STEPS
@@ -99,9 +99,9 @@ import torch
 import distributed as dist
 
 
-def worker(rank, world_size):
+def worker(local_rank, world_size):
     dist.init_process_group()
-    if rank == 1:
+    if dist.get_rank() == 1:
         time.sleep(3600)  # for example a data loader that never returns
     dist.reduce(torch.tensor(0.5))
 
@@ -292,11 +292,18 @@ def masked(text: str) -> str:
 
 
 def same_output(what: str, shown: str, now: str) -> bool:
-    """The same text, but for figures that depend on the machine; and about the same accuracy at the end."""
+    """The same text, but for speeds, and for losses and a last accuracy that differ by no more than rounding explains.
+
+    CPUs round differently, and training makes that larger.  Another order of the examples gives greater differences.
+    """
+    if masked(shown) != masked(now):
+        return False
+    pairs = zip(re.findall(r"loss ([\d.]+)", shown), re.findall(r"loss ([\d.]+)", now), strict=True)
+    if any(abs(float(before) - float(after)) > 0.01 + 0.05 * float(before) for before, after in pairs):
+        return False
     before, after = ([float(figure) for figure in re.findall(r"([\d.]+)% ", text)[-1:]] for text in (shown, now))
     tolerance = 100 if "dry-run" in what else 3  # in percentage points
-    close = len(before) == len(after) and all(abs(a - b) <= tolerance for a, b in zip(before, after, strict=True))
-    return masked(shown) == masked(now) and close
+    return all(abs(a - b) <= tolerance for a, b in zip(before, after, strict=True))
 
 
 # ----------------------------------------------------------------------------------------------------- from docstrings

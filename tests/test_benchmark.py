@@ -147,6 +147,15 @@ def test_every_program_gets_the_same_cores():
     assert len(rows) == len(set(rows)) == 2 + 4 + 4 + 4
 
 
+@pytest.mark.parametrize(("gpus", "there"), [([], False), (["a"], False), (["a", "a"], True)])
+def test_dataparallel_is_measured_where_it_differs_from_one_device(gpus, there, monkeypatch, tmp_path):
+    monkeypatch.setattr(benchmark, "look", lambda *args: TWO_CORES._replace(gpus=gpus))
+    monkeypatch.setattr(sys, "argv", ["benchmark.py", "--output", str(tmp_path)])
+    assert ("mnist_dataparallel.py" in benchmark.parse_args().scripts) == there
+    sys.argv += ["--scripts", "mnist_dataparallel.py"]
+    assert benchmark.parse_args().scripts == ["mnist_dataparallel.py"]
+
+
 def test_on_gpus_there_is_no_row_for_a_share_of_the_cpu():
     machine = TWO_CORES._replace(gpus=["GPU", "GPU"], cores=16, half="fp16")
     rows = benchmark.plan(flags(), machine)

@@ -4,6 +4,7 @@ What is about files runs in pytest's own process, a world of one; what is about 
 """
 
 import ctypes
+import errno
 import io
 import math
 import multiprocessing
@@ -169,6 +170,8 @@ def test_last_and_previous(tmp_path):
         (0, [(0.9, 1)], []),
         (3, [(None, 1), (0.2, 2), (None, 3)], ["0.2000-step-2"]),
         (2, [(-2.5, 1), (-0.5, 2), (-1.5, 3)], ["-0.5000-step-2", "-1.5000-step-3"]),  # a loss with its sign turned
+        (1, [(-4e-5, 1), (-2e-5, 2), (-3e-5, 3)], ["-2e-05-step-2"]),  # four digits don't tell them apart
+        (2, [(1 / 3, 1), (0.33334, 2), (0.33332, 3)], ["0.3333333333333333-step-1", "0.33334-step-2"]),
     ],
 )
 def test_best(tmp_path, keep, saves, expected):
@@ -191,7 +194,7 @@ def test_a_huge_score_is_ranked_too(tmp_path, score):
     keeper = checkpoint.Keeper(tmp_path, keep=2, model=linear())
     for step, value in enumerate((0.5, score, score / 10, 2 * score, 123456.75), 1):
         keeper.save(step, value)
-    best = {1e300: ["2.0000e+300-step-4", "1.0000e+300-step-2"], -1e300: ["123456.7500-step-5", "0.5000-step-1"]}
+    best = {1e300: ["2e+300-step-4", "1e+300-step-2"], -1e300: ["123456.7500-step-5", "0.5000-step-1"]}
     assert set(names(tmp_path, "best-*")) == {f"best-{name}.pt" for name in best[score]}
     assert checkpoint.read(tmp_path / "last.pt")["step"] == 5
 
@@ -677,6 +680,23 @@ def test_lock(tmp_path, monkeypatch):
         holder.join()
     checkpoint.Keeper(tmp_path, model=linear())
     assert names(tmp_path) == [".lock"]  # and what was left half is gone
+
+
+def test_a_run_that_failed_in_this_process_does_not_lock_out_the_next(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "LOCK_TIMEOUT", 0.3)
+    failed = checkpoint.Keeper(tmp_path, model=linear())  # a traceback may keep it, as sys.last_traceback does
+    checkpoint.Keeper(tmp_path, model=linear()).save(1)
+    assert failed.lock.is_locked
+
+
+def test_a_folder_that_can_not_be_locked(tmp_path, monkeypatch):
+    def read_only(*args, **options):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(checkpoint.FileLock, "acquire", read_only)
+    assert message(lambda: checkpoint.locked(tmp_path)) == (
+        f"can't write to {tmp_path} (Read-only file system): copy it, or start a new run from a checkpoint in it"
+    )
 
 
 def test_waits_for_the_processes_of_a_killed_run(tmp_path):

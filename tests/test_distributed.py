@@ -153,11 +153,15 @@ def _without_pickling(rank, n):
     assert dist.reduce(mine).tolist() == mine.tolist()
     assert len(dist.gather(mine[rank:])) == n
     dist.sync_params([mine])
+    with pytest.raises(RuntimeError, match=rf"\n  rank {n - 1}: gather of torch.float64 with 1 dimension"):
+        dist.gather(mine.to(torch.float64 if rank == n - 1 else torch.float32))
+    with pytest.raises(RuntimeError, match=rf"\n  rank {n - 1}: sync_params of (?s:.*)torch.float64"):
+        dist.sync_params([mine] * 50 + [mine.double()] * rank)  # the table is longer than what travels in one message
 
 
 @pytest.mark.parametrize("n", [2, 3])
-def test_the_check_of_a_call_that_agrees_pickles_nothing(n):
-    """It took longer than the reductions themselves.  Measured by tests/time_collectives.py."""
+def test_the_check_of_a_call_pickles_nothing(n):
+    """It took longer than the reductions themselves (see tests/time_collectives.py), and numpy may be missing."""
     run(_without_pickling, n)
 
 
@@ -498,6 +502,63 @@ def test_eval_shares_buffers_unless_told_not_to(n):
     run(_buffers, n)
 
 
+class _Centred(nn.Module):
+    """Its buffer is read in training, unlike BatchNorm's averages."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(1, 1, bias=False)
+        self.register_buffer("mean", torch.zeros(1))
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.mean.lerp_(x.mean(0), 0.5)
+        return self.linear(x - self.mean)
+
+
+def _centred(rank, n):
+    ends = []
+    for wrap in nn.parallel.DistributedDataParallel, dist.prepare_ddp_model:
+        torch.manual_seed(0)
+        model = wrap(_Centred())
+        for step in range(3):
+            x = torch.tensor([[1.0], [2.0 + rank]]) * (step + 1)
+            loss = (model(x) - 1).square().mean()
+            loss.backward()
+            with torch.no_grad():
+                dist.unwrap_model(model).linear.weight -= 0.1 * dist.unwrap_model(model).linear.weight.grad
+            model.zero_grad()
+        ends.append([*model.parameters(), *model.buffers()])
+    for torchs, ours in zip(*ends, strict=True):
+        assert torch.equal(torchs, ours)
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_buffers_that_are_read_in_training_are_shared_in_each_step(n):
+    run(_centred, n)
+
+
+def _of_groups(rank, n):
+    group = [torch.distributed.new_group(ranks) for ranks in ([0], [1, 2])][rank > 0]
+    model = dist.prepare_ddp_model(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), process_group=group)
+    mean = dist.unwrap_model(model)[1].running_mean
+    mean.fill_(rank)
+    if rank > 0:  # the other group need not call it
+        model.eval()
+    assert mean.tolist() == [min(rank, 1)] * 2
+    ignoring = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(ignoring, ["1.running_mean"])
+    model = dist.prepare_ddp_model(ignoring)
+    for buffer in ignoring[1].running_mean, ignoring[1].running_var:
+        buffer.fill_(rank)
+    model.eval()
+    assert ignoring[1].running_mean.tolist() == [rank] * 2 and ignoring[1].running_var.tolist() == [0] * 2
+
+
+def test_eval_shares_buffers_in_the_models_group_and_not_what_ddp_ignores():
+    run(_of_groups, 3)
+
+
 def _moved_inputs(rank, n):
     """DDP moves inputs to the model's GPU; to float64 stands in for that."""
 
@@ -648,7 +709,6 @@ def test_the_openmp_pool_is_noticed(tmp_path):
 def _torchs_own_init(rank, n):
     torch.distributed.init_process_group("gloo")
     assert dist.all_reduce(torch.tensor(rank)).item() == n * (n - 1) // 2
-    torch.distributed.destroy_process_group()
 
 
 def test_torchs_own_init_process_group_works_under_launch():

@@ -95,10 +95,9 @@ def test_what_a_program_prints(block):
         pytest.skip("this CPU has no bf16 instructions: it would take minutes")
     printed = build.generate("output", what)
     assert build.masked(shown) == build.masked(printed), out_of_date(block)
-    for before, now in zip(re.findall(r"([\d.]+)% ", shown)[-1:], re.findall(r"([\d.]+)% ", printed)[-1:], strict=True):
-        assert float(now) == pytest.approx(float(before), abs=3 if "dry-run" not in what else 100), out_of_date(block)
-        assert what != "mnist_ddp.py --dataset synthetic" or float(now) >= 97  # the promise for this data
-    assert block.now() == shown, "build.py would replace an output that differs in its figures only"
+    assert block.now() == shown, f"{out_of_date(block)}\n{printed}"
+    if what == "mnist_ddp.py --dataset synthetic":
+        assert float(re.findall(r"([\d.]+)% ", printed)[-1]) >= 97  # the promise for this data
 
 
 def test_figures_are_masked_and_nothing_else():
@@ -131,6 +130,7 @@ def test_an_output_is_kept_only_while_it_is_true():
     assert not build.same_output("x.py", shown, faster.replace("96.00", "90.00"))
     assert build.same_output("x.py --dry-run", shown, faster.replace("96.00", "90.00"))
     assert not build.same_output("x.py", shown, faster.replace("done", "finished"))
+    assert not build.same_output("x.py --dry-run", shown, shown.replace("2.1669", "1.8404"))  # in another order
 
 
 def test_every_step_and_every_script_is_shown():

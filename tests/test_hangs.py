@@ -291,13 +291,17 @@ def _wrapped(rank, n):
     wrapped = dist.prepare_ddp_model(model)
     assert wrapped is not model and dist.unwrap_model(wrapped) is model and dist.unwrap_model(model) is model
     assert list(dist.unwrap_model(wrapped).state_dict()) == ["weight", "bias"]
-    with pytest.raises(ValueError, match="sync_bn=True needs the model on CUDA"):
-        dist.prepare_ddp_model(model, sync_bn=True)
+    compiled = torch.compile(model)
+    assert dist.unwrap_model(dist.prepare_ddp_model(compiled)) is model
+    assert dist.unwrap_model(torch.compile(wrapped)) is model
+    with pytest.raises(ValueError, match="SyncBatchNorm layers only work with GPU modules"):
+        dist.prepare_ddp_model(nn.BatchNorm1d(2), sync_bn=True)
 
 
 def test_unwrap_model_and_sync_bn():
     dist.launch(_wrapped, nproc=2)
     assert dist.unwrap_model(nn.DataParallel(model := nn.Linear(1, 1))) is model
+    assert dist.unwrap_model(torch.compile(model)) is model
 
 
 def test_two_ranks_on_one_gpu_are_named():

@@ -3,13 +3,18 @@
 The matrix of signals is in test_faults.py.  Most programs are forked from one process that has imported torch.
 """
 
+import argparse
+import functools
 import os
+import pty
 import re
 import signal
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -567,6 +572,80 @@ def test_functions_of_a_shell_are_forked_after_torch_was_used_and_refused_once_c
     safe, _, total, refusal = result.out.splitlines()
     assert safe == "False" and total == "500000.0", result
     assert refusal.startswith("a new process can't find work, defined in a notebook or shell, and this"), result
+
+
+@pytest.mark.parametrize(
+    ("main", "defined_in", "expected"),
+    [
+        ({"__file__": __file__, "__spec__": None}, "__main__", "spawn"),  # python script.py
+        ({"__file__": "<stdin>", "__spec__": None}, "elsewhere", "fork"),  # python - : spawn would look for that file
+        ({"__spec__": None}, "elsewhere", "spawn"),  # python -c, a notebook
+        ({"__spec__": None}, "__main__", "fork"),
+        ({"__file__": "away.zip/__main__.py", "__spec__": "a module"}, "__main__", "spawn"),  # python away.zip
+    ],
+)
+@pytest.mark.parametrize("wrap", [lambda function: function, functools.partial], ids=["plain", "partial"])
+@on_linux
+def test_what_a_new_process_can_not_import_is_forked(wrap, main, defined_in, expected, monkeypatch):
+    def function():
+        pass
+
+    function.__module__ = defined_in
+    monkeypatch.setattr(launcher, "fork_is_safe", lambda: False)
+    monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace(**main))
+    assert launcher._start_method(wrap(function), 2)[0] == expected
+
+
+def _prints(rank, n):
+    os.write(1, f"rank {rank} prints\n".encode())
+
+
+@on_linux
+def test_a_terminal_that_stops_background_processes_that_print_does_not_stop_the_ranks():
+    pid, terminal = pty.fork()
+    if pid == 0:  # in a session of its own, with this terminal
+        settings = termios.tcgetattr(0)
+        settings[3] |= termios.TOSTOP  # `stty tostop`
+        termios.tcsetattr(0, termios.TCSANOW, settings)
+        dist.launch(_prints, nproc=2)
+        os._exit(0)
+    try:
+        wait_for(lambda: os.waitpid(pid, os.WNOHANG) == (pid, 0))
+    except AssertionError:
+        os.kill(pid, signal.SIGKILL)
+        raise
+    assert sorted(os.read(terminal, 1000).decode().split("\r\n")) == ["", "rank 0 prints", "rank 1 prints"]
+
+
+@pytest.mark.parametrize(("code", "error"), [("", "''"), ([], "[]"), (3, "3"), ("why", ""), (None, None), (0, None)])
+def test_an_exit_is_a_failure_as_python_has_it(code, error):
+    def worker(rank, n):
+        sys.exit(code)
+
+    if error is None:
+        assert dist.launch(worker, nproc=2) is None
+        return
+    with pytest.raises(
+        SystemExit, match=rf"failed first: {re.escape(f'it called sys.exit({error})' if error else code)}"
+    ):
+        dist.launch(worker, nproc=2)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_the_callers_sigterm_is_as_it_was(n):
+    def worker(rank, world_size):
+        signal.signal(signal.SIGTERM, lambda *_: None)
+
+    before = signal.getsignal(signal.SIGTERM)
+    dist.launch(worker, nproc=n)
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_parse_args_knows_no_batch_size_of_none(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["program"])
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--batch-size", type=int)
+    assert dist.parse_args(parser).batch_size is None
 
 
 # ------------------------------------------------------------------------------------------------ what can be reached

@@ -101,7 +101,7 @@ def banner(script, world_size, batch_size=BATCH):
     share = batch_size // world_size
     used = f"synthetic on cpu, --batch-size {batch_size}: global batch {share * world_size} = {world_size} x {share}"
     if script == "mnist_dataparallel.py":
-        return ["DataParallel on 0 GPUs (with fewer than two it only passes through)", used]
+        return ["DataParallel on 0 GPUs (with fewer than two it calls the model directly)", used]
     if script in DDP_SCRIPTS:
         return [f"distributed: {world_size} process{'es' if world_size > 1 else ''}, gloo, cpu", used]
     return [used]
@@ -143,7 +143,7 @@ def test_every_test_example_once(run, script, world_size):
 
 
 def test_one_process_is_the_same_in_single_and_dataparallel(dry_run):
-    # Nothing but the wrapper differs, and without GPUs that only passes through.
+    # Nothing but the wrapper differs, and without GPUs that calls the model directly.
     single, parallel = (epochs(dry_run(s, 1)[0], banner(s, 1)) for s in MNIST_SCRIPTS[:2])
     assert single == parallel
 

@@ -65,11 +65,11 @@ def evaluate(model, loader, device):
 def main(local_rank, world_size, args):
     dist.init_process_group(backend=args.backend, checked=args.dry_run)
     log, device = dist.print_primary, dist.get_device()
-    torch.manual_seed(args.seed)  # the same initial weights every time
+    torch.manual_seed(args.seed)  # the same weights and order every time
 
     batch_size = args.batch_size // world_size  # each process's share of the global batch
     train_set, test_set = data.load(args.dataset, args.data_dir, 2 * batch_size * world_size if args.dry_run else None)
-    train_sampler = dist.data_sampler(train_set, distributed=True)
+    train_sampler = dist.data_sampler(train_set, distributed=True, seed=args.seed)
     test_sampler = dist.data_sampler(test_set, distributed=True, shuffle=False, pad=False)
     train_loader = data.loader(train_set, batch_size, train_sampler)
     test_loader = data.loader(test_set, batch_size, test_sampler)
@@ -114,7 +114,7 @@ def parse_args():
     parser.add_argument("--epochs", type=int, default=3, help="(default: %(default)s)")
     parser.add_argument("--batch-size", type=int, default=200, help="of all processes together (default: %(default)s)")
     parser.add_argument("--lr", type=float, default=0.1, help="peak learning rate (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of weights and order (default: %(default)s)")
     parser.add_argument("--dry-run", action="store_true", help="one epoch of two batches, to see that all of it runs")
     parser.add_argument("--param-dtype", default="float32", choices=sharded.DTYPES, help="(default: %(default)s)")
     args = dist.parse_args(parser)  # with --nproc and --backend
