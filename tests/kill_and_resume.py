@@ -33,12 +33,11 @@ ENVIRONMENT.pop("NPROC", None)
 
 
 def start(cwd, nproc, *args):
+    """In cwd, its temporary files too: with all processes killed nobody is left to remove them."""
     command = [sys.executable, str(ROOT / "cifar10_ddp.py"), *FLAGS, "--nproc", str(nproc), *args]
+    options = {"cwd": cwd, "env": ENVIRONMENT | {"TMPDIR": str(cwd)}, "start_new_session": True}
     with open(cwd / "output.txt", "a") as output:
-        return subprocess.Popen(
-            command, cwd=cwd, env=ENVIRONMENT, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
-            start_new_session=True,
-        )  # fmt: skip
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, **options)
 
 
 def family(pid):

@@ -557,7 +557,8 @@ def test_killed_again_and_again(start, reference, tmp_path, n, kills):
     print(f"to repeat this: SEED={seed}")
     chance, folder, flags = random.Random(seed), None, [*FLAGS, "--nproc", n, "--checkpoint-every", 1]
     for number in range(kills):
-        job = start(*flags, *(["--resume", f"runs/{folder.name}"] if folder else []))
+        # Killed with all of its processes, it can't remove its temporary folder.
+        job = start(*flags, *(["--resume", f"runs/{folder.name}"] if folder else []), TMPDIR=tmp_path)
         while not (runs := list((tmp_path / "cwd").glob("runs/resnet9-*/last.pt"))) and not job.files[1].read_text():
             time.sleep(0.002)
         (folder,) = {path.parent for path in runs}
