@@ -219,9 +219,10 @@ def _start_method(function: Callable, nproc: int) -> tuple[str, int | None]:
         return "fork", threads
     while isinstance(function, functools.partial):
         function = function.func
-    main = sys.modules["__main__"]  # a new process imports it, if it is a file ("<stdin>" is none) or a module
+    main = sys.modules["__main__"]  # a new process imports it, where it has a file ("<stdin>" is none)
     main_file = getattr(main, "__file__", None)
-    if os.path.exists(main_file or "") or main.__spec__ or (not main_file and function.__module__ != "__main__"):
+    a_module = getattr(main, "__spec__", None)  # python -m, a zip file
+    if os.path.exists(main_file or "") or a_module or (not main_file and function.__module__ != "__main__"):
         return "spawn", threads
     if sys.platform != "linux" or _cuda_was_used():
         name = getattr(function, "__name__", function)
