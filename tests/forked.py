@@ -29,7 +29,7 @@ SHELL = {"OMP_NUM_THREADS": None, "TMPDIR": None}  # what a user's shell has not
 
 # For each line of stdin, a job: its process's id and its exit code, each on a line of stdout.
 PROGRAM = """
-import io, json, os, runpy, signal, sys, time, traceback
+import io, json, os, runpy, signal, sys, tempfile, time, traceback
 import filelock, torch, torch._dynamo, torch.utils.tensorboard, torchvision, tqdm
 from matplotlib.figure import Figure
 from PIL import ImageFont
@@ -58,6 +58,7 @@ for name, value in job["environment"].items():
     os.environ.pop(name, None)
     if value is not None:
         os.environ[name] = value
+tempfile.tempdir = None  # torch._dynamo has asked for it, before TMPDIR was set
 os.chdir(job["cwd"])
 sys.argv = job["argv"]
 sys.path[0:1] = [job["folder"], *job["path"]]
