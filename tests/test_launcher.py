@@ -625,9 +625,8 @@ def test_an_exit_is_a_failure_as_python_has_it(code, error):
     if error is None:
         assert dist.launch(worker, nproc=2) is None
         return
-    with pytest.raises(
-        SystemExit, match=rf"failed first: {re.escape(f'it called sys.exit({error})' if error else code)}"
-    ):
+    says = f"it called sys.exit({error})" if error else code
+    with pytest.raises(SystemExit, match=f"failed first: {re.escape(says)}"):
         dist.launch(worker, nproc=2)
 
 

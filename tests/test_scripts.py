@@ -154,6 +154,16 @@ def test_seed(run, dry_run):
     assert first == again != other
 
 
+SAME_WEIGHTS = "import torch; seeded = torch.manual_seed; torch.manual_seed = lambda seed: seeded(0)"
+
+
+@pytest.mark.parametrize("script", DDP_SCRIPTS)
+def test_seed_chooses_the_order_too(run, script):
+    results = [run(script, *dry(script), "--seed", seed, before=SAME_WEIGHTS) for seed in (0, 1)]
+    first, other = (epochs(result, banner(script, 2)) for result in results)
+    assert first != other
+
+
 def test_amp_computes_almost_what_ddp_computes(dry_run):
     amp, ddp = (epochs(dry_run(s, 2)[0], banner(s, 2))[0] for s in ("mnist_amp.py", "mnist_ddp.py"))
     assert amp.loss == pytest.approx(ddp.loss, rel=0.05)
