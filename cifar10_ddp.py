@@ -17,6 +17,7 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -110,47 +111,54 @@ def check_model(name: str, width: int | None, error: Callable[[str], None]) -> N
 # --------------------------------------------------------------------------------------------- training and evaluation
 
 
-def train(model, loader, optimizer, scheduler, device, autocast, scaler, label_smoothing, sums):
-    """One epoch; yields after each step.  Adds this process's losses and number of examples to sums, [2] float64."""
-    model.train()
-    for images, labels in data.batches(loader, device):
-        with autocast:
-            loss = F.cross_entropy(model(images), labels, label_smoothing=label_smoothing)
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        scheduler.step()
-        sums[0] += loss.detach() * len(labels)
-        sums[1] += len(labels)
-        yield
+def train_step(images, labels, dtype, label_smoothing, model, optimizer, scheduler, scaler):
+    """One step on this process's share of a batch; returns the mean loss of this share."""
+    with torch.autocast(images.device.type, dtype, enabled=dtype != torch.float32):
+        loss = F.cross_entropy(model(images), labels, label_smoothing=label_smoothing)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+    scheduler.step()
+    return loss.detach()
+
+
+class Evaluation(NamedTuple):
+    """Means over all examples of a data set: the loss, and how many are right in the top 1, 3 and 5."""
+
+    loss: float
+    top1: float
+    top3: float
+    top5: float
+    count: int  # the number of examples
+
+    def metrics(self, prefix):
+        """The means, by the names that they have in metrics.csv."""
+        means = {"loss": self.loss, "top1": self.top1, "top3": self.top3, "top5": self.top5}
+        return {f"{prefix}_{name}": mean for name, mean in means.items()}
 
 
 @torch.no_grad()
-def evaluate(model, loader, device, autocast, stop):
-    """The sum of the losses, the right answers in the top 1, 2, 3, 4 and 5, and the number of examples, [7] float64.
+def evaluate(model, loader, device, dtype, stop):
+    """Every process evaluates its share, and gets the means over all examples.
 
-    Of this process's share.  It ends early if this process has received SIGTERM.
+    If this process has received SIGTERM, it stops early: the means are then wrong, and the run ends.
     """
     model.eval()
-    sums = torch.zeros(7, dtype=torch.float64, device=device)
+    sums = torch.zeros(5, dtype=torch.float64, device=device)
     for images, labels in data.batches(loader, device):
-        with autocast:
+        with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
             logits = model(images).float()
-        found = logits.topk(5).indices == labels.view(-1, 1)
+        right = logits.topk(5).indices == labels.view(-1, 1)
         sums[0] += F.cross_entropy(logits, labels, reduction="sum")
-        sums[1:6] += found.cumsum(1).sum(0)
-        sums[6] += len(labels)
-        if stop:
+        sums[1] += right[:, :1].sum()
+        sums[2] += right[:, :3].sum()
+        sums[3] += right[:, :5].sum()
+        sums[4] += len(labels)
+        if stop.asked:
             break
-    return sums.cpu()
-
-
-def metrics(sums, prefix):
-    """The means, by name, from the sums of `evaluate`."""
-    loss, top1, _, top3, _, top5, count = sums.tolist()
-    values = {"loss": loss, "top1": top1, "top3": top3, "top5": top5}
-    return {f"{prefix}_{name}": value / count for name, value in values.items()}
+    loss, top1, top3, top5, count = dist.all_reduce(sums.cpu()).tolist()
+    return Evaluation(loss / count, top1 / count, top3 / count, top5 / count, int(count))
 
 
 def lr_factor(step, args, steps_per_epoch):
@@ -175,120 +183,180 @@ def fast_dtype(device):
 # ---------------------------------------------------------------------------------------------------------- the run
 
 
-def main(local_rank, world_size, args):
-    try:
-        run(world_size, args)
-    except checkpoint.CheckpointError as problem:  # for example, the disk is full
-        again = f": mend that, then go on with --resume {args.folder}" if args.folder else ""
-        sys.exit(f"{Path(__file__).name}: error: {problem}{again}")
+class Progress:
+    """How far the run is: `epoch` epochs are done, and `batch` batches of the current one.
+
+    steps: the number of batches in an epoch.  state: what `keeper.restore` has returned; {} for a new run.
+    """
+
+    def __init__(self, keeper, reporter, steps, state, device):
+        self.keeper, self.reporter, self.steps = keeper, reporter, steps
+        self.epoch = state.get("epoch", 0)
+        self.batch = state.get("batch", 0)
+        self.sums = torch.zeros(2, dtype=torch.float64, device=device)  # this process's losses and examples, this epoch
+        if state and len(state["sums"]) == dist.get_world_size():
+            self.sums += state["sums"][dist.get_rank()].to(device)
+        elif state and dist.is_primary():  # the number of processes has changed: rank 0 takes the sums of all
+            self.sums += state["sums"].sum(0).to(device)
+
+    def __str__(self):
+        return f"epoch {self.epoch + 1}, batch {self.batch} of {self.steps}"
+
+    def add_batch(self, loss, examples):
+        self.batch += 1
+        self.sums[0] += loss * examples
+        self.sums[1] += examples
+
+    def next_epoch(self):
+        self.epoch += 1
+        self.batch = 0
+        self.sums.zero_()
+
+    def mean_loss(self):
+        """Over the examples that all processes have seen in this epoch."""
+        loss, seen = dist.reduce(self.sums, "sum").tolist()
+        return loss / seen
+
+    def save(self, score=None):
+        """Save a checkpoint, on every rank."""
+        sums = torch.stack(dist.gather(self.sums))
+        done = {"history": self.reporter.history, "epoch": self.epoch, "batch": self.batch, "sums": sums}
+        self.keeper.save(self.epoch * self.steps + self.batch, score, **done)
+
+    def stop_if_told(self, stop, folder):
+        """If any process has received SIGTERM: save a checkpoint, and exit with 143."""
+        if stop.agreed():
+            self.save()
+            self.reporter.log(f"SIGTERM: saved at {self}; go on with --resume {folder}")
+            dist.cleanup()
+            sys.exit(143)
 
 
-def run(world_size, args):
+def main(local_rank, world_size, args, start):
     dist.init_process_group(backend=args.backend, checked=args.dry_run)
-    device = dist.get_device()
     stop = checkpoint.Preemption()  # from here on, SIGTERM is noted and doesn't end the process
-    args.start = checkpoint.from_primary(args.start)  # under torchrun only rank 0 has it
+    start = checkpoint.from_primary(start)  # under torchrun only rank 0 has it
+    name = f"{args.model}-{torch.distributed.get_backend()}-{world_size}"
+    folder = start.folder or report.new_folder(Path(args.output_dir), name)
+    try:
+        run(args, start, folder, stop)
+    except checkpoint.CheckpointError as problem:  # for example, the disk is full
+        again = f": mend that, then go on with --resume {folder}" if (folder / "last.pt").exists() else ""
+        sys.exit(f"{Path(__file__).name}: error: {problem}{again}")
+    dist.cleanup()
 
-    batch_size = args.global_batch // world_size  # this process's share of the global batch
-    train_loader, *evaluation_loaders = make_loaders(args, batch_size)
-    steps = len(train_loader)  # of one epoch
 
+def run(args, start, folder, stop):
+    device = dist.get_device()
+    batch_size = args.batch_size // dist.get_world_size()  # this process's share of the global batch
+    augmented_loader, train_loader, test_loader = make_loaders(args, batch_size)
+    steps = len(augmented_loader)  # of one epoch
+    dtype = choose_dtype(args, start, device)
+    parts = make_parts(args, steps, dtype, device)
+    progress, reporter = start_or_resume(args, start, folder, parts, dtype, steps)
+
+    started = time.perf_counter()
+    while progress.epoch < args.epochs:
+        row = {"epoch": progress.epoch + 1}
+        augmented_loader.sampler.set_epoch(progress.epoch, skip=progress.batch * batch_size)  # another order
+        augmented_loader.dataset.set_epoch(progress.epoch)  # other crops and flips
+        first_batch, epoch_started = progress.batch, time.perf_counter()
+        parts["model"].train()
+        for images, labels in data.batches(augmented_loader, device):
+            loss = train_step(images, labels, dtype, args.label_smoothing, **parts)
+            progress.add_batch(loss, len(labels))
+            progress.stop_if_told(stop, folder)
+            if progress.batch % args.checkpoint_every == 0 and progress.batch < steps:
+                progress.save()
+        row["training_loss"] = progress.mean_loss()
+        row["training_lr"] = args.lr * lr_factor(row["epoch"] * steps - 1, args, steps)  # of the last step
+        if progress.batch > first_batch:  # if the run was stopped in the evaluation, no batch was left
+            trained_on = (progress.batch - first_batch) * batch_size * dist.get_world_size()
+            row["training_images_per_s"] = trained_on / (time.perf_counter() - epoch_started)
+        tested = None
+        if row["epoch"] % args.validate_every == 0 or row["epoch"] == args.epochs:
+            trained = evaluate(parts["model"], train_loader, device, dtype, stop)
+            tested = evaluate(parts["model"], test_loader, device, dtype, stop)
+            progress.stop_if_told(stop, folder)
+            row |= trained.metrics("train") | tested.metrics("test")
+        reporter.add(row)
+        progress.next_epoch()
+        progress.save(row.get("test_top1"))
+        reporter.log(epoch_line(row, args.epochs, tested))
+    reporter.close()
+    report.note_run(folder, done=True)
+    reporter.log(f"done in {time.perf_counter() - started:.1f} s")
+
+
+def epoch_line(row, epochs, tested):
+    """What is printed after an epoch; tested: the `Evaluation` of the test set, or None."""
+    text = f"epoch {row['epoch']}/{epochs}  loss {row['training_loss']:.4f}"
+    if "training_images_per_s" in row:
+        text += f"  {row['training_images_per_s']:.0f} images/s"
+    if tested:
+        text += f"  train {row['train_top1']:.2%}"
+        text += f"  test {tested.top1:.2%} ({tested.top1 * tested.count:.0f}/{tested.count})"
+        text += f"  top-3 {tested.top3:.2%}  top-5 {tested.top5:.2%}"
+    return text
+
+
+def make_loaders(args, batch_size):
+    """Three loaders: the augmented train set for training, the train set and the test set for evaluation."""
+    limit = 2 * batch_size * dist.get_world_size() if args.dry_run else None
+    train_set, test_set = data.load(args.dataset, args.data_dir, limit, colour=True)
+    augmented_set = data.Augmented(train_set, args.seed)
+    sampler = dist.data_sampler(augmented_set, seed=args.seed)
+    loaders = [data.loader(augmented_set, batch_size, sampler, drop_last=True)]
+    if not len(loaders[0]):
+        sys.exit(f"--batch-size {args.batch_size} is too large for the {len(train_set)} examples of {args.dataset}")
+    for dataset in train_set, test_set:
+        sampler = dist.data_sampler(dataset, shuffle=False, pad=False)  # every example exactly once
+        loaders.append(data.loader(dataset, 512, sampler))
+    return loaders
+
+
+def choose_dtype(args, start, device):
+    """The precision: the same on every rank, and the same before and after resuming."""
+    if start.path:
+        return getattr(torch, start.config["dtype"])
+    return checkpoint.from_primary(fast_dtype(device) if args.amp else torch.float32)
+
+
+def make_parts(args, steps, dtype, device):
+    """All that training changes and a checkpoint holds: model, optimizer, scheduler and scaler."""
     torch.manual_seed(args.seed)  # the same initial weights in every process
     model = build(args.model, args.width).to(device, memory_format=torch.channels_last)
     torch.manual_seed(args.seed + dist.get_rank())  # from here on, each process draws its own numbers, for dropout
     options = {"momentum": 0.9, "nesterov": True, "weight_decay": args.weight_decay}
     optimizer = torch.optim.SGD(model.parameters(), args.lr, **options)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(step, args, steps))
-    dtype = choose_dtype(args, device)
-    autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)  # bfloat16 has float32's range
     model = dist.prepare_ddp_model(model)  # averages the gradients of all processes
-
-    parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
-    progress, reporter = start_or_resume(args, parts, dtype, steps, device)
-
-    started = time.perf_counter()
-    while progress.epoch < args.epochs:
-        row = {"epoch": progress.epoch + 1}
-        train_loader.sampler.set_epoch(progress.epoch, skip=progress.batch * batch_size)  # another order each epoch
-        train_loader.dataset.set_epoch(progress.epoch)  # other crops and flips each epoch
-        first_batch, sums = progress.batch, progress.sums
-        epoch_started = time.perf_counter()
-        for _ in train(model, train_loader, optimizer, scheduler, device, autocast, scaler, args.label_smoothing, sums):
-            progress.batch += 1
-            progress.stop_if_told(stop, reporter.log)
-            if progress.batch % args.checkpoint_every == 0 and progress.batch < steps:
-                progress.save()
-        loss, seen = dist.all_reduce(sums.cpu()).tolist()
-        row["training_loss"] = loss / seen
-        row["training_lr"] = args.lr * lr_factor(row["epoch"] * steps - 1, args, steps)  # of the last step
-        if progress.batch > first_batch:  # if the run was stopped in the evaluation, no batch was left
-            seconds = time.perf_counter() - epoch_started
-            row["training_images_per_s"] = (progress.batch - first_batch) * args.global_batch / seconds
-
-        tested = None
-        if row["epoch"] % args.validate_every == 0 or row["epoch"] == args.epochs:
-            evaluated = [evaluate(model, loader, device, autocast, stop) for loader in evaluation_loaders]
-            progress.stop_if_told(stop, reporter.log)
-            trained, tested = (dist.all_reduce(part) for part in evaluated)
-            row |= metrics(trained, "train") | metrics(tested, "test")
-        reporter.add(row)
-        progress.next_epoch()
-        progress.save(row.get("test_top1"))
-        reporter.log(report.epoch_line(row, args.epochs, tested))
-    reporter.close()
-    checkpoint.note_run(reporter.folder, done=True)
-    reporter.log(f"done in {time.perf_counter() - started:.1f} s")
-    dist.cleanup()
+    return {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
 
 
-def make_loaders(args, batch_size):
-    """Three loaders: the augmented train set for training, the train set and the test set for evaluation."""
-    limit = 2 * args.global_batch if args.dry_run else None
-    train_set, test_set = data.load(args.dataset, args.data_dir, limit, colour=True)
-    augmented_set = data.Augmented(train_set, args.seed)
-    sampler = dist.data_sampler(augmented_set, distributed=True, seed=args.seed)
-    loaders = [data.loader(augmented_set, batch_size, sampler, drop_last=True)]
-    if not len(loaders[0]):
-        sys.exit(f"--batch-size {args.batch_size} is too large for the {len(train_set)} examples of {args.dataset}")
-    for dataset in train_set, test_set:
-        sampler = dist.data_sampler(dataset, distributed=True, shuffle=False, pad=False)  # every example exactly once
-        loaders.append(data.loader(dataset, 512, sampler))
-    return loaders
-
-
-def choose_dtype(args, device):
-    """The precision: the same on every rank, and the same before and after resuming."""
-    if args.start.path:
-        return getattr(torch, args.start.config["dtype"])
-    return checkpoint.from_primary(fast_dtype(device) if args.amp else torch.float32)
-
-
-def start_or_resume(args, parts, dtype, steps, device):
+def start_or_resume(args, start, folder, parts, dtype, steps):
     """Restore `parts` from the checkpoint, if there is one.  Returns how far the run is, and its report."""
-    start, world_size = args.start, dist.get_world_size()
-    args.folder = start.folder
-    folder = start.folder or report.new_folder(Path(args.output_dir), args.model)
-    config = {name: getattr(args, name) for name in [*MUST_MATCH, "global_batch"]}
+    world_size, device = dist.get_world_size(), dist.get_device()
+    batch_size = args.batch_size // world_size
+    config = {name: getattr(args, name) for name in MUST_MATCH} | {"global_batch": batch_size * world_size}
     config |= {"dtype": str(dtype).removeprefix("torch."), "processes": world_size, "torch": str(torch.__version__)}
     keeper = checkpoint.Keeper(folder, config, **parts)
     state = keeper.restore(start.path)
     reporter = report.Report(folder, config, state.get("history"), args.clearml)
-    sums = torch.zeros(2, dtype=torch.float64, device=device)
-    progress = checkpoint.Progress(keeper, steps, sums, reporter.history, state)
+    progress = Progress(keeper, reporter, steps, state, device)
 
     parameters = sum(parameter.numel() for parameter in parts["model"].parameters())
     reporter.log(f"{args.model}, {parameters:,} parameters, on {args.dataset}, {device}, {config['dtype']}")
     if args.amp and dtype == torch.float32:
         reporter.log("--amp does nothing here: this CPU has no bf16 instructions, and computes faster in float32")
-    shares = f"{world_size} x {args.global_batch // world_size}"
-    reporter.log(f"global batch {args.global_batch} = {shares}; everything is in {folder}")
+    shares = f"{config['global_batch']} = {world_size} x {batch_size}"
+    reporter.log(f"global batch {shares}; everything is in {folder}")
     if start.path:
         reporter.log(f"resuming {start.path} at {progress}")
     if not start.folder:
         progress.save()  # now, because a full disk should be noticed before the training
-        args.folder = folder
-    checkpoint.note_run(folder)
+    report.note_run(folder)
     return progress, reporter
 
 
@@ -316,6 +384,13 @@ def parse_args():
     add("--resume", metavar="PATH", help="a run's folder, to go on in it; or a checkpoint, to start a new run from it")
     add("--clearml", action="store_true", help="report to ClearML, too")
     args = dist.parse_args(parser)  # with --nproc and --backend
+    check_flags(parser, args)
+    data.prepare(args.dataset, args.data_dir, error=parser.error)
+    args.epochs = 1 if args.dry_run else args.epochs
+    return args, find_start(parser, args)
+
+
+def check_flags(parser, args):
     if min(args.epochs, args.batch_size, args.validate_every, args.checkpoint_every) < 1:
         parser.error("--epochs, --batch-size, --validate-every and --checkpoint-every must be at least 1")
     if not (0 < args.lr < float("inf") and 0 <= args.weight_decay < float("inf")):
@@ -329,22 +404,23 @@ def parse_args():
     if args.model == "resnet9" and args.width is None:
         args.width = 64 if torch.cuda.device_count() else 24
     check_model(args.model, args.width, error=parser.error)
-    data.prepare(args.dataset, args.data_dir, error=parser.error)
-    args.epochs = 1 if args.dry_run else args.epochs
+
+
+def find_start(parser, args):
+    """Where the run starts, on rank 0, which is the only one that reads and writes; None on the others."""
+    if not dist.is_primary():
+        return None
+    flags = {name: getattr(args, name) for name in MUST_MATCH}
+    start = report.find_start(args.output_dir, args.resume, flags, error=parser.error)
     processes = max(args.nproc, dist.get_world_size())
-    args.global_batch = args.batch_size // processes * processes
-    args.start = args.folder = None
-    if dist.is_primary():  # the only rank that reads and writes
-        flags = {name: getattr(args, name) for name in MUST_MATCH}
-        start = args.start = checkpoint.find_start(args.output_dir, args.resume, flags, error=parser.error)
-        if start.path and start.config["global_batch"] != args.global_batch:
-            parser.error(
-                f"{start.path} was trained with a global batch of {start.config['global_batch']}, "
-                f"which {processes} processes can't share equally: start another number"
-            )
-    return args
+    if start.path and start.config["global_batch"] != args.batch_size // processes * processes:
+        parser.error(
+            f"{start.path} was trained with a global batch of {start.config['global_batch']}, "
+            f"which {processes} processes can't share equally: start another number"
+        )
+    return start
 
 
 if __name__ == "__main__":
-    args = parse_args()
-    dist.launch(main, args, nproc=args.nproc)
+    args, start = parse_args()
+    dist.launch(main, args, start, nproc=args.nproc)

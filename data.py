@@ -16,10 +16,9 @@ import hashlib
 import http.client
 import io
 import math
-import os
 import shutil
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -68,8 +67,8 @@ class Images(Dataset):
 class Augmented(Images):
     """Images that `batches` crops at random (out of the image with PAD black pixels on each side) and flips at random.
 
-    How, is a function of (seed, epoch, example) alone: the number of processes, the batch size and a restart in the
-    middle of an epoch change nothing.  Call `set_epoch` before each epoch.
+    Crops and flips depend only on seed, epoch and example index: the number of processes, the batch size and a restart
+    in the middle of an epoch change nothing.  Call `set_epoch` before each epoch.
     """
 
     PAD = 4
@@ -143,14 +142,20 @@ def loader(dataset: Images, batch_size: int, sampler: Sampler, drop_last: bool =
 def batches(loader: DataLoader, device: torch.device) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """The batches on `device`: images float32, normalised (and augmented, if `Augmented`); labels int64.
 
-    On a terminal rank 0 shows a progress bar.
+    On a terminal a progress bar is shown: of rank 0's share, if the sampler says whose share it is.
     """
     mean, std = (255 * torch.tensor(x, device=device).view(-1, 1, 1) for x in (loader.dataset.mean, loader.dataset.std))
-    quiet = True if int(os.environ.get("RANK", 0)) else None  # None: tqdm shows the bar on a terminal only
-    for batch in tqdm(loader, leave=False, disable=quiet):
+    for batch in _with_progress_bar(loader):
         images, labels, *draws = [part.to(device, non_blocking=True) for part in batch]
         images = augment(images, *draws) if draws else images
-        yield images.float().sub_(mean).div_(std), labels
+        images = images.float(memory_format=torch.channels_last)  # also with one channel, or DDP warns on GPUs
+        yield images.sub_(mean).div_(std), labels
+
+
+def _with_progress_bar(loader: DataLoader) -> Iterable:
+    if getattr(loader.sampler, "rank", 0) > 0:  # DistributedSampler's; other samplers have no rank
+        return loader
+    return tqdm(loader, leave=False, disable=None)  # None: only on a terminal
 
 
 def prepare(name: str, data_dir: str, error: Callable[[str], None] | None = None) -> None:
@@ -249,7 +254,7 @@ def _digits(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     degrees = [math.radians(degree) for degree in range(-35, 36)]
     cos, sin = (torch.tensor([round(256 * f(d)) for d in degrees], dtype=torch.int32) for f in (math.cos, math.sin))
 
-    def some(n: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def draw_batch(n: int) -> tuple[torch.Tensor, torch.Tensor]:
         label, turn = draw_ints(0, 9, n, 1, 1), draw_ints(0, 70, n, 1, 1)
         step = draw_ints(280, 460, n, 1, 1)  # glyph pixels per image pixel, in 1/100: 2.8 to 4.6
         right, down = (2 * at - 27 - 2 * draw_ints(-4, 4, n, 1, 1) for at in (x, y))  # half pixels from the middle
@@ -260,5 +265,5 @@ def _digits(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
         image = ink * draw_ints(90, 175, n, 1, 1) // 255 + draw_ints(0, 80, n, 28, 28)
         return image.to(torch.uint8), label.flatten().long()
 
-    images, labels = zip(*(some(min(500, count - start)) for start in range(0, count, 500)), strict=True)
+    images, labels = zip(*(draw_batch(min(500, count - start)) for start in range(0, count, 500)), strict=True)
     return torch.cat(images).unsqueeze(1), torch.cat(labels)

@@ -63,7 +63,7 @@ def look() -> Iterator[Finding]:
     found = ", ".join(name + nccl * (name == "nccl") for name in backends) or "none"
     yield _judge(needed in backends, "backends", found, f"this machine needs {needed}: install a torch that has it")
     try:
-        world = rendezvous.world()
+        world = rendezvous.get_world()
         found = f"{world.launcher}: rank {world.rank} of {world.world_size}, {world.local_world_size} on this machine"
         if not world.launcher:
             default = f"{launcher.plan()}, with dist.parse_args {launcher.plan(on_cpu=2)}"
@@ -119,6 +119,9 @@ def _gpus(torch: object) -> Finding:
         advice = f"{needed}: update the driver, or install a torch that is built for an older one. "
         advice += "CUDA_VISIBLE_DEVICES=-1 hides the GPUs: everything then runs on the CPU"
         return False, "GPUs", f"{found}, but CUDA can't start: {problem}: {advice}"
+    if len(described) < count:
+        advice = f"start {len(described)} process(es) with NPROC, or name the cards in CUDA_VISIBLE_DEVICES"
+        return False, "GPUs", f"{found} by NVML, but CUDA can use only {len(described)} (MIG?): {advice}"
     return True, "GPUs", "\n".join([found, *described])
 
 
@@ -127,7 +130,12 @@ _DESCRIBE_GPUS = """
 import sys
 import torch
 for i in range(int(sys.argv[1])):
-    gpu = torch.cuda.get_device_properties(i)
+    try:
+        gpu = torch.cuda.get_device_properties(i)
+    except Exception:
+        if i == 0:
+            raise
+        break  # NVML counts more GPUs than CUDA can use
     print(f"{i}: {gpu.name}, {gpu.major}.{gpu.minor}, {gpu.total_memory / 2**30:.0f} GiB")
 """
 
@@ -192,6 +200,18 @@ def _temporary_folder() -> Finding:
         return False, "temporary folder", f"{problem}: set TMPDIR to a folder that can be written"
 
 
+def warn_of_one_process(arguments: list[str]) -> None:
+    """A script that starts no processes has nothing to compare, and would end without a word."""
+    script = arguments[0]
+    by_launcher = {"RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK"} & set(os.environ)
+    if by_launcher or os.environ.get("SLURM_STEP_NUM_TASKS", "1") != "1" or not os.path.isfile(script):
+        return
+    with open(script, encoding="utf-8", errors="replace") as file:
+        if not re.search(r"\b(launch|spawn)\(", file.read()):
+            advice = f"to compare two: torchrun --standalone --nproc_per_node=2 doctor.py run {shlex.join(arguments)}"
+            print(f"doctor: one process: this script calls no launch; {advice}", file=sys.stderr, flush=True)
+
+
 # -------------------------------------------------------------------------------------------------------- self-test
 
 
@@ -217,7 +237,7 @@ def check_collectives(rank: int, n: int, backend: str) -> None:
     import distributed as dist
 
     mine = torch.tensor([float(rank)], device=_join(rank, n, backend))
-    _expect("all_reduce", dist.all_reduce(mine).item(), n * (n - 1) / 2)
+    _expect("all_reduce", dist.all_reduce(mine.clone()).item(), n * (n - 1) / 2)
     _expect("reduce", dist.reduce(mine).item(), (n - 1) / 2)
     gathered = torch.cat(dist.gather(mine.repeat(rank + 1))).tolist()
     _expect("gather", gathered, [float(r) for r in range(n) for _ in range(r + 1)])
@@ -300,6 +320,7 @@ def _set_time_outs(backend: str, n: int, given: dict[str, str]) -> float:
 def _trouble(check: Callable, backend: str, n: int, limit: float) -> str:
     """Run the check on n processes; what went wrong, and what to do.  It ends, even if the check never would."""
     import distributed as dist
+    import launcher
 
     said, rings = io.StringIO(), []
 
@@ -331,7 +352,7 @@ def _trouble(check: Callable, backend: str, n: int, limit: float) -> str:
     )
     if "AssertionError" in cause:
         advice = "don't train with this torch: reinstall it, and report this if it stays so"
-    elif re.search("tim(ed|e) ?out", cause, re.IGNORECASE):
+    elif launcher.TIMED_OUT.search(cause):
         advice = "is a firewall or a security tool in the way, or has the machine no time? Else report this"
     else:
         advice = "report this"
@@ -372,6 +393,7 @@ def main(sections: tuple[Callable[[], Iterator[Finding]], ...] = (look, self_tes
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["run"] and len(sys.argv) > 2:
+        warn_of_one_process(sys.argv[2:])
         # torch reads this when it is imported, so in a fresh Python; exec keeps the process, its signals and exit code
         os.execve(sys.executable, [sys.executable, *sys.argv[2:]], os.environ | {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})
     if sys.argv[1:] in (["-h"], ["--help"]):

@@ -23,17 +23,15 @@ def main_worker(local_rank, world_size, args):
 
     points = torch.randn(1000, 8)
     dataset = TensorDataset(points, points.argmax(1))
-    is_distributed = world_size > 1
-    sampler = dist.data_sampler(dataset, is_distributed)  # each process gets its share; None for one process
-    loader = DataLoader(dataset, args.batch_size // world_size, shuffle=sampler is None, sampler=sampler)
+    sampler = dist.data_sampler(dataset)  # each process gets its share
+    loader = DataLoader(dataset, args.batch_size // world_size, sampler=sampler)
 
     model = nn.Linear(8, 8).to(device)
     model = dist.prepare_ddp_model(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
 
     for epoch in range(args.epochs):
-        if is_distributed:
-            sampler.set_epoch(epoch)  # a different order in each epoch
+        sampler.set_epoch(epoch)  # a different order in each epoch
         for inputs, labels in loader:
             logits = model(inputs.to(device))
             loss = F.cross_entropy(logits, labels.to(device))
@@ -41,8 +39,8 @@ def main_worker(local_rank, world_size, args):
             optimizer.step()
             optimizer.zero_grad()
         correct = logits.argmax(1) == labels.to(device)
-        loss = dist.reduce(loss.detach())  # the average over all processes; exact, as their shares are equal
-        correct = torch.cat(dist.gather(correct.detach()))  # the last batch, from all processes
+        loss = dist.reduce(loss)  # the average over all processes; exact, as their shares are equal
+        correct = torch.cat(dist.gather(correct))  # the last batch, from all processes
         dist.print_primary(f"epoch {epoch}  loss {loss:.4f}  right {correct.sum()} of {len(correct)} in the last batch")
 
     dist.cleanup()

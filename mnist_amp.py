@@ -32,12 +32,12 @@ class ConvNet(nn.Sequential):
         )
 
 
-def train(model, loader, optimizer, scheduler, device, autocast, scaler):
+def train(model, loader, optimizer, scheduler, device, dtype, scaler):
     """One epoch; returns the sum of the losses and the number of examples, [2] float64."""
     model.train()
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     for images, labels in data.batches(loader, device):
-        with autocast:
+        with torch.autocast(device.type, dtype):
             loss = F.cross_entropy(model(images), labels)
         scaler.scale(loss).backward()
         scaler.step(optimizer)
@@ -51,26 +51,25 @@ def train(model, loader, optimizer, scheduler, device, autocast, scaler):
 
 @torch.no_grad()
 def evaluate(model, loader, device):
-    """The sum of the losses, the number of right answers and the number of examples, [3] float64."""
+    """The number of right answers and the number of examples, [2] float64."""
     model.eval()
-    sums = torch.zeros(3, dtype=torch.float64, device=device)
+    sums = torch.zeros(2, dtype=torch.float64, device=device)
     for images, labels in data.batches(loader, device):
-        logits = model(images)
-        sums[0] += F.cross_entropy(logits, labels, reduction="sum")
-        sums[1] += (logits.argmax(1) == labels).sum()
-        sums[2] += len(labels)
+        sums[0] += (model(images).argmax(1) == labels).sum()
+        sums[1] += len(labels)
     return sums.cpu()
 
 
 def main(local_rank, world_size, args):
     dist.init_process_group(backend=args.backend, checked=args.dry_run)
-    log, device = dist.print_primary, dist.get_device()
+    device = dist.get_device()
     torch.manual_seed(args.seed)  # the same weights and order every time
 
-    batch_size = args.batch_size // world_size  # each process's share of the global batch
-    train_set, test_set = data.load(args.dataset, args.data_dir, 2 * batch_size * world_size if args.dry_run else None)
-    train_sampler = dist.data_sampler(train_set, distributed=True, seed=args.seed)
-    test_sampler = dist.data_sampler(test_set, distributed=True, shuffle=False, pad=False)
+    batch_size = args.batch_size // world_size  # each process's share
+    global_batch = batch_size * world_size  # less than --batch-size if it doesn't divide
+    train_set, test_set = data.load(args.dataset, args.data_dir, 2 * global_batch if args.dry_run else None)
+    train_sampler = dist.data_sampler(train_set, seed=args.seed)
+    test_sampler = dist.data_sampler(test_set, shuffle=False, pad=False)
     train_loader = data.loader(train_set, batch_size, train_sampler)
     test_loader = data.loader(test_set, batch_size, test_sampler)
 
@@ -78,28 +77,29 @@ def main(local_rank, world_size, args):
     model = model.to(device, memory_format=torch.channels_last)  # the faster layout for convolutions
     optimizer = torch.optim.SGD(model.parameters(), args.lr, momentum=0.9)
     before_ampere = device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)
+    before_ampere = dist.all_reduce(torch.tensor(int(before_ampere)), "max")  # one precision for all processes
     dtype = torch.float16 if before_ampere else torch.bfloat16  # which has float32's range, and needs no loss scaling
-    autocast = torch.autocast(device.type, dtype)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     model = dist.prepare_ddp_model(model)  # averages the gradients of all processes
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, total_steps=args.epochs * len(train_loader))
-    used = f"{world_size * batch_size} = {world_size} x {batch_size}"  # less than --batch-size if it doesn't divide
-    log(f"{args.dataset} on {device}, --batch-size {args.batch_size}: global batch {used}")
+    dist.print_primary(f"{args.dataset} on {device}, global batch {global_batch} = {world_size} x {batch_size}")
 
     started = time.perf_counter()
     for epoch in range(args.epochs):
         train_sampler.set_epoch(epoch)  # a different order in each epoch
         epoch_started = time.perf_counter()
-        trained = train(model, train_loader, optimizer, scheduler, device, autocast, scaler)
+        trained = train(model, train_loader, optimizer, scheduler, device, dtype, scaler)
         seconds = time.perf_counter() - epoch_started
         tested = evaluate(model, test_loader, device)
-        trained, tested = dist.all_reduce(trained), dist.all_reduce(tested)
-        (loss, seen), (_, correct, count) = trained.tolist(), tested.tolist()
-        log(
+        dist.all_reduce(trained)  # in place: now the sums over all processes
+        dist.all_reduce(tested)
+        loss, seen = trained.tolist()
+        correct, count = tested.tolist()
+        dist.print_primary(
             f"epoch {epoch + 1}/{args.epochs}  loss {loss / seen:.4f}  "
             f"accuracy {correct / count:.2%} ({correct:.0f}/{count:.0f})  {seen / seconds:.0f} images/s"
         )
-    log(f"done in {time.perf_counter() - started:.1f} s")
+    dist.print_primary(f"done in {time.perf_counter() - started:.1f} s")
     dist.cleanup()
 
 

@@ -48,23 +48,21 @@ def train(model, loader, optimizer, scheduler, device):
 
 @torch.no_grad()
 def evaluate(model, loader, device):
-    """The sum of the losses, the number of right answers and the number of examples, [3] float64."""
+    """The number of right answers and the number of examples, [2] float64."""
     model.eval()
-    sums = torch.zeros(3, dtype=torch.float64, device=device)
+    sums = torch.zeros(2, dtype=torch.float64, device=device)
     for images, labels in data.batches(loader, device):
-        logits = model(images)
-        sums[0] += F.cross_entropy(logits, labels, reduction="sum")
-        sums[1] += (logits.argmax(1) == labels).sum()
-        sums[2] += len(labels)
+        sums[0] += (model(images).argmax(1) == labels).sum()
+        sums[1] += len(labels)
     return sums.cpu()
 
 
-def main(args, world_size=1):  # one process; mnist_ddp.py starts more
-    log, device = print, torch.device("cuda" if torch.cuda.is_available() else "cpu")
+def main(args):
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(args.seed)  # the same weights and order every time
 
-    batch_size = args.batch_size // world_size  # each process's share of the global batch
-    train_set, test_set = data.load(args.dataset, args.data_dir, 2 * batch_size * world_size if args.dry_run else None)
+    batch_size = args.batch_size
+    train_set, test_set = data.load(args.dataset, args.data_dir, 2 * batch_size if args.dry_run else None)
     train_sampler = torch.utils.data.RandomSampler(train_set)
     test_sampler = torch.utils.data.SequentialSampler(test_set)
     train_loader = data.loader(train_set, batch_size, train_sampler)
@@ -74,10 +72,9 @@ def main(args, world_size=1):  # one process; mnist_ddp.py starts more
     model = model.to(device, memory_format=torch.channels_last)  # the faster layout for convolutions
     optimizer = torch.optim.SGD(model.parameters(), args.lr, momentum=0.9)
     model = nn.DataParallel(model)  # splits each batch over all visible GPUs
-    log(f"DataParallel on {torch.cuda.device_count()} GPUs (with fewer than two it calls the model directly)")
+    print(f"DataParallel on {torch.cuda.device_count()} GPUs (with fewer than two it calls the model directly)")
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, total_steps=args.epochs * len(train_loader))
-    used = f"{world_size * batch_size} = {world_size} x {batch_size}"  # less than --batch-size if it doesn't divide
-    log(f"{args.dataset} on {device}, --batch-size {args.batch_size}: global batch {used}")
+    print(f"{args.dataset} on {device}, batch size {batch_size}")
 
     started = time.perf_counter()
     for epoch in range(args.epochs):
@@ -85,12 +82,13 @@ def main(args, world_size=1):  # one process; mnist_ddp.py starts more
         trained = train(model, train_loader, optimizer, scheduler, device)
         seconds = time.perf_counter() - epoch_started
         tested = evaluate(model, test_loader, device)
-        (loss, seen), (_, correct, count) = trained.tolist(), tested.tolist()
-        log(
+        loss, seen = trained.tolist()
+        correct, count = tested.tolist()
+        print(
             f"epoch {epoch + 1}/{args.epochs}  loss {loss / seen:.4f}  "
             f"accuracy {correct / count:.2%} ({correct:.0f}/{count:.0f})  {seen / seconds:.0f} images/s"
         )
-    log(f"done in {time.perf_counter() - started:.1f} s")
+    print(f"done in {time.perf_counter() - started:.1f} s")
 
 
 def parse_args():
@@ -100,7 +98,7 @@ def parse_args():
     parser.add_argument("--dataset", default="mnist", choices=data.DATASETS, help="(default: %(default)s)")
     parser.add_argument("--data-dir", default="data", help="data sets are kept here (default: %(default)s)")
     parser.add_argument("--epochs", type=int, default=3, help="(default: %(default)s)")
-    parser.add_argument("--batch-size", type=int, default=200, help="of all processes together (default: %(default)s)")
+    parser.add_argument("--batch-size", type=int, default=200, help="images per step (default: %(default)s)")
     parser.add_argument("--lr", type=float, default=0.1, help="peak learning rate (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of weights and order (default: %(default)s)")
     parser.add_argument("--dry-run", action="store_true", help="one epoch of two batches, to see that all of it runs")

@@ -14,18 +14,10 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import NamedTuple
 
-ROOT = Path(__file__).resolve().parent.parent
+from tools.programs import ENVIRONMENT, LIMIT, ROOT, SHELL, Run, shell
 
-# No GPU, so that the expectations hold on every machine; one thread, so that every run computes the same sums.
-_NOT_OURS = ("NPROC", "PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONWARNINGS", "TORCH_DISTRIBUTED_DEBUG")
-_NOT_OURS += ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-ENVIRONMENT = {k: v for k, v in os.environ.items() if k not in _NOT_OURS and not k.startswith("DIST_")}
-ENVIRONMENT |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "no_proxy": "127.0.0.1"}
-ENVIRONMENT |= {"OMP_WAIT_POLICY": "PASSIVE"}  # or OpenMP's threads spin: ten times as long on a busy machine
-LIMIT = 100  # seconds for a run that hangs: less than pytest's own limit, which prints nothing of it
-SHELL = {"OMP_NUM_THREADS": None, "TMPDIR": None}  # what a user's shell has not set
+__all__ = ["ENVIRONMENT", "ROOT", "SHELL", "Forker", "Run", "forker", "shell"]
 
 # For each line of stdin, a job: its process's id and its exit code, each on a line of stdout.
 PROGRAM = """
@@ -80,12 +72,6 @@ if sys.stdout:  # or the test has closed it
     sys.stdout.flush()
 os._exit(code)  # tidying up all of torch's modules would take over a second
 """
-
-
-class Run(NamedTuple):
-    code: int
-    out: str
-    err: str
 
 
 class Forker:
@@ -157,24 +143,3 @@ class Job:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
             self.wait()
-
-
-def shell(*command, cwd=ROOT, timeout=LIMIT, **environment):
-    """`python command`, a process of its own; in a group of its own, of which all can be ended if it should hang."""
-    given = {name: str(value) for name, value in (ENVIRONMENT | environment).items() if value is not None}
-    process = subprocess.Popen(
-        [sys.executable, *map(str, command)],
-        cwd=cwd,
-        env=given,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        out, err = process.communicate(timeout=timeout)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-    return Run(process.returncode, out, err)

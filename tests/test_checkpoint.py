@@ -11,7 +11,6 @@ import multiprocessing
 import os
 import resource
 import signal
-import sys
 import threading
 import time
 import zipfile
@@ -140,6 +139,71 @@ def test_another_number_of_processes(tmp_path, n):
     expected = run(_there_and_back, 2, tmp_path)
     got = run(_other_number, n, tmp_path)
     assert differing(got, {name: expected[name] for name in got}) == set()
+
+
+def _takes_a_name(rank, n, folder):
+    """The same error on every rank, before anything is written; the group still works."""
+    keeper = checkpoint.Keeper(folder, model=linear())
+    for name in "config", "parts", "random":
+        with pytest.raises(ValueError, match=f"save: {name} is the checkpoint's own entry"):
+            keeper.save(1, **{name: "mine"})
+    assert not list(folder.glob("*.pt"))
+    keeper.save(1, note="mine")
+    assert keeper.restore(folder / "last.pt")["note"] == "mine"
+
+
+@WORLDS
+def test_what_a_caller_saves_is_never_dropped(tmp_path, n):
+    run(_takes_a_name, n, tmp_path)
+
+
+def _extra_is_rank_0s(rank, n, folder):
+    keeper = checkpoint.Keeper(folder, model=linear())
+    keeper.save(1, mine=rank, all=torch.stack(dist.gather(torch.tensor(rank))))
+    state = keeper.restore(folder / "last.pt")
+    assert state["mine"] == 0 and state["all"].tolist() == list(range(n))
+
+
+@WORLDS
+def test_extra_values_are_rank_0s(tmp_path, n):
+    run(_extra_is_rank_0s, n, tmp_path)
+
+
+def _changes_folder(rank, n, folder):
+    os.chdir(folder)
+    keeper = checkpoint.Keeper("run", model=linear(1.0))
+    keeper.save(1)
+    (folder / "elsewhere").mkdir(exist_ok=True)
+    os.chdir("elsewhere")
+    keeper.save(2)
+    assert keeper.restore(folder / "run" / "last.pt")["step"] == 2
+    assert names(folder / "run") == [".lock", "last.pt", "previous.pt"] and names(folder / "elsewhere") == []
+
+
+@WORLDS
+def test_a_relative_folder_stays_where_it_was(tmp_path, n):
+    run(_changes_folder, n, tmp_path)
+
+
+def _checked(rank, n):
+    """What torch logs in a group that is checked, as if its backend were nccl: a line for each object that it sends."""
+    lines = []
+    torch.distributed.set_debug_level(torch.distributed.DebugLevel.DETAIL)
+    c10d = torch.distributed.distributed_c10d
+    c10d.is_nccl_available, c10d.get_backend = lambda: True, lambda group=None: "nccl"
+    c10d.get_backend_config = c10d.get_backend
+    c10d.logger.warning = lambda *args, **options: lines.append(args)
+    value = {"path": os.getcwd(), "weights": torch.arange(3), "rank": rank, "none": None}
+    found = checkpoint.from_primary(value)
+    assert found.pop("weights").tolist() == [0, 1, 2]
+    assert found == {"path": os.getcwd(), "rank": 0, "none": None}
+    assert checkpoint.from_primary(None) is None and checkpoint.from_primary(b"") == b""
+    assert lines == []
+
+
+@WORLDS
+def test_from_primary_prints_nothing_in_a_checked_group(n):
+    run(_checked, n)
 
 
 # ------------------------------------------------------------------------------------- last, previous and the best
@@ -365,6 +429,7 @@ def _waits(rank, n, folder):
     assert checkpoint.read(folder / "last.pt")["step"] == 3
 
 
+@pytest.mark.slow
 @WORLDS
 def test_save_ends_on_all_ranks_when_rank_0_has_written(tmp_path, n):
     # A rank that were ahead could end, and whoever started them would end rank 0 in the middle of it.
@@ -713,18 +778,18 @@ def test_waits_for_the_processes_of_a_killed_run(tmp_path):
         holder.join()
 
 
-# ------------------------------------------------------------------------------------------- stopped, and restarted
+# ---------------------------------------------------------------------------------------------- told to stop (SIGTERM)
 
 
 def _told(rank, n, which):
     stop = checkpoint.Preemption()
-    assert not stop
+    assert not stop.asked
     answers = []
     for call in range(4):
         if call == 2 and rank == which:
             os.kill(os.getpid(), signal.SIGTERM)
         answers.append(stop.agreed())
-    assert bool(stop) == (rank == which)
+    assert stop.asked == (rank == which)  # this process's own answer
     assert answers == [False, False, True, True]  # on every rank, whoever was told
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # by which multiprocessing ends this process
 
@@ -798,8 +863,9 @@ def test_forked_processes_end_by_sigterm(n):
 
 
 def _leaves_a_daemon(rank, n):
-    checkpoint.Preemption()
+    stop = checkpoint.Preemption()
     multiprocessing.get_context("fork").Process(target=_asleep, daemon=True).start()
+    assert not stop.asked
 
 
 def test_a_run_ends_though_a_daemon_process_of_a_worker_sleeps():
@@ -817,8 +883,9 @@ def _expect(handler, mask):
 def _has_handlers_of_its_own(rank, n):
     for handler in signal.SIG_IGN, signal.SIG_DFL, print:
         signal.signal(signal.SIGTERM, handler)
-        for _ in range(2):  # a second training in the same process, too
-            checkpoint.Preemption()
+        stops = []
+        for _ in range(2):  # a second one in the same process, too
+            stops.append(checkpoint.Preemption())
             for mask in set(), {signal.SIGTERM}:  # `launch` blocks it while it starts the workers
                 signal.pthread_sigmask(signal.SIG_SETMASK, mask)
                 assert in_child(_expect, handler, mask) == 0
@@ -826,135 +893,20 @@ def _has_handlers_of_its_own(rank, n):
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
+def _puts_back(rank, n):
+    before = signal.signal(signal.SIGTERM, print)
+    stop = checkpoint.Preemption()
+    first = signal.getsignal(signal.SIGTERM)
+    stop = checkpoint.Preemption()  # the first one goes when the second one is there
+    assert not stop.asked and signal.getsignal(signal.SIGTERM) not in (first, print)
+    del stop
+    assert signal.getsignal(signal.SIGTERM) == print
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_the_handler_from_before_comes_back():
+    run(_puts_back, 1)
+
+
 def test_forked_processes_get_the_handler_from_before():
     run(_has_handlers_of_its_own, 1)
-
-
-VARIABLES = (
-    ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")
-    + ("SLURM_STEP_ID", "SLURM_JOB_ID", "SLURM_RESTART_COUNT")
-)  # fmt: skip
-TORCHRUN = {"TORCHELASTIC_RUN_ID": "id", "TORCHELASTIC_RESTART_COUNT": "0"}
-SRUN = {"SLURM_JOB_ID": "5", "SLURM_STEP_ID": "0"}
-SBATCH = {"SLURM_JOB_ID": "5"}  # without srun
-RESTARTED, REQUEUED = {"TORCHELASTIC_RESTART_COUNT": "1"}, {"SLURM_RESTART_COUNT": "1"}
-STARTS = [
-    pytest.param(TORCHRUN, RESTARTED, id="torchrun"),
-    pytest.param(SRUN, REQUEUED, id="srun"),
-    pytest.param(SBATCH, REQUEUED, id="sbatch"),
-    pytest.param(TORCHRUN | SBATCH, RESTARTED, id="torchrun in a job"),
-    pytest.param(TORCHRUN | SBATCH, REQUEUED | {"TORCHELASTIC_RUN_ID": "new"}, id="torchrun in a requeued job"),
-]
-
-
-@pytest.fixture
-def start(monkeypatch):
-    """start(variables): as if this process had just been started with these."""
-
-    def start(variables):
-        for name in VARIABLES:
-            monkeypatch.delenv(name, raising=False)
-        for name, value in variables.items():
-            monkeypatch.setenv(name, value)
-
-    return start
-
-
-@pytest.mark.parametrize(("variables", "again"), STARTS)
-def test_a_restarted_run_finds_its_folder(tmp_path, start, variables, again):
-    folder = tmp_path / "the run"
-    folder.mkdir()
-    start(variables)
-    assert checkpoint.interrupted(tmp_path) is None
-    checkpoint.note_run(folder)
-    assert len(names(tmp_path, ".run-*")) == 1
-    start(variables | again)
-    assert checkpoint.interrupted(tmp_path) == folder
-    assert checkpoint.interrupted(tmp_path) == folder  # and once more, should it be stopped before it can note it
-    checkpoint.note_run(folder)
-    checkpoint.note_run(folder, done=True)
-    assert names(tmp_path) == ["the run"]
-    assert checkpoint.interrupted(tmp_path) is None
-
-
-@pytest.mark.parametrize(("variables", "again"), STARTS)
-def test_a_first_start_forgets_an_earlier_runs_note(tmp_path, start, variables, again):
-    start(variables)
-    checkpoint.note_run(tmp_path / "earlier")
-    assert checkpoint.interrupted(tmp_path) is None
-    start(variables | again)
-    assert checkpoint.interrupted(tmp_path) is None
-    assert names(tmp_path) == []
-
-
-def test_runs_of_other_names_are_told_apart(tmp_path, start, monkeypatch):
-    unnamed = TORCHRUN | {"TORCHELASTIC_RUN_ID": "none", "MASTER_ADDR": "a", "MASTER_PORT": "1"}  # torchrun's own name
-    starts = [
-        TORCHRUN | {"TORCHELASTIC_RUN_ID": "other"},
-        unnamed,
-        unnamed | {"MASTER_PORT": "2"},
-        unnamed | {"MASTER_ADDR": "b"},
-        TORCHRUN | {"TORCHELASTIC_RUN_ID": "../a b"},
-        SRUN | {"SLURM_JOB_ID": "6"},
-        SRUN | {"SLURM_STEP_ID": "1"},
-        SRUN,
-        SBATCH,
-    ]
-    cases = [(variables, argv) for variables in starts for argv in (["train.py"], ["train.py", "--lr", "1"])]
-    for number, (variables, argv) in enumerate(cases):
-        start(variables)
-        monkeypatch.setattr(sys, "argv", argv)
-        checkpoint.note_run(tmp_path / str(number))
-    assert len(names(tmp_path, ".run-*")) == len(cases) == len(names(tmp_path))
-    for number, (variables, argv) in enumerate(cases):
-        start(variables | RESTARTED | REQUEUED)
-        monkeypatch.setattr(sys, "argv", argv)
-        assert checkpoint.interrupted(tmp_path) == tmp_path / str(number)
-
-
-def test_without_a_launcher_that_restarts_nothing_is_noted(tmp_path, start):
-    start({})
-    checkpoint.note_run(tmp_path / "run")
-    assert names(tmp_path) == []
-    assert checkpoint.interrupted(tmp_path) is None
-    start({"TORCHELASTIC_RUN_ID": "id", "TORCHELASTIC_RESTART_COUNT": "2"})  # but nothing was noted
-    assert checkpoint.interrupted(tmp_path) is None
-
-
-# ---------------------------------------------------------------------------------------- epochs, and a flag --resume
-
-
-def test_find_start(tmp_path, start):
-    start({})
-    output_dir, flags = str(tmp_path / "runs"), {"why": "a test"}
-    assert checkpoint.find_start(output_dir, None, flags) == checkpoint.Start()
-    folder = saved(tmp_path / "run", 1, 2)
-    last, previous = folder / "last.pt", folder / "previous.pt"
-    assert checkpoint.find_start(output_dir, str(folder), flags) == (last, folder, flags)
-    assert checkpoint.find_start(output_dir, str(previous), flags) == (previous, None, flags)
-    other = f"{previous} was trained with other flags: resume it with --why a test"
-    assert message(checkpoint.find_start, output_dir, str(previous), {"why": "no reason"}) == other
-    errors = []
-    assert checkpoint.find_start(output_dir, str(previous), {"why": None}, error=errors.append) is None
-    assert errors == [other]
-
-
-def _progress(rank, n, folder):
-    keeper, sums = checkpoint.Keeper(folder), torch.full([2], rank + 1.0)
-    progress = checkpoint.Progress(keeper, 10, sums, ["first epoch"], {})
-    progress.next_epoch()
-    sums += rank + 1
-    progress.batch = 3
-    progress.save()
-    state = keeper.restore(folder / "last.pt")
-    assert (state["step"], state["epoch"], state["batch"], state["history"]) == (13, 1, 3, ["first epoch"])
-    again = checkpoint.Progress(keeper, 10, torch.zeros(2), [], state)
-    assert str(again) == "epoch 2, batch 3 of 10" and again.sums.tolist() == [rank + 1] * 2
-    state["sums"] = torch.ones(n + 1, 2)  # of one process more
-    again = checkpoint.Progress(keeper, 10, torch.zeros(2), [], state)
-    assert dist.all_reduce(again.sums).tolist() == [n + 1] * 2
-
-
-@WORLDS
-def test_progress(tmp_path, n):
-    run(_progress, n, tmp_path)

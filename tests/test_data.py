@@ -150,6 +150,15 @@ def test_same_as_torchs_loader_and_torchvisions_normalize(digits):
         assert torch.equal(labels, expected)
 
 
+def test_a_pass_draws_no_global_random_numbers():
+    """Else an evaluation would change the dropout of the training that follows."""
+    dataset = numbered(10)
+    loader = data.loader(dataset, 4, SequentialSampler(dataset))
+    before = torch.get_rng_state()
+    assert len(list(data.batches(loader, CPU))) == 3
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_last_batch_is_short():
     dataset = numbered(10)
     loader = data.loader(dataset, 4, SequentialSampler(dataset))
@@ -172,16 +181,32 @@ def test_distributed_sampler():
     assert labels == [[101, 104, 107], [100]]  # 10 is padded to 12 with the first two
 
 
-@pytest.mark.parametrize(("rank", "disable"), [(None, None), ("0", None), ("1", True)])
-def test_progress_bar_on_rank_0_only(monkeypatch, rank, disable):
-    asked = []
-    monkeypatch.setattr(data, "tqdm", lambda loader, **options: asked.append(options) or loader)
-    monkeypatch.delenv("RANK", raising=False)
-    if rank:
-        monkeypatch.setenv("RANK", rank)
-    dataset = numbered(2)
-    list(data.batches(data.loader(dataset, 1, SequentialSampler(dataset)), CPU))
-    assert [options["disable"] for options in asked] == [disable]  # None: on a terminal only
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize(("terminal", "rank", "bar"), [(True, 0, True), (True, 1, False), (False, 0, False)])
+def test_progress_bar_of_rank_0s_share_on_a_terminal(monkeypatch, terminal, rank, bar):
+    """Whatever the environment says: a world of one has no rank in it, and horovodrun's has other names."""
+    stderr = Terminal() if terminal else io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stderr)
+    monkeypatch.setenv("RANK", "5")
+    dataset = numbered(4)
+    sampler = DistributedSampler(dataset, num_replicas=2, rank=rank, shuffle=False)
+    assert len(list(data.batches(data.loader(dataset, 1, sampler), CPU))) == 2
+    assert ("0/2" in stderr.getvalue()) == bar
+    list(data.batches(data.loader(dataset, 1, SequentialSampler(dataset)), CPU))  # nobody's share: all of it
+    assert ("0/4" in stderr.getvalue()) == terminal
+
+
+@pytest.mark.parametrize("channels", [1, 2])
+def test_images_have_the_layout_of_the_convolutions(channels):
+    """Else cuDNN gives the first gradient other strides than DDP's bucket has, and DDP warns on every rank."""
+    dataset = numbered(3, channels)
+    for images in dataset, data.Augmented(dataset):
+        ((batch, _),) = data.batches(data.loader(images, 3, range(3)), CPU)
+        assert batch.stride() == (6 * channels, 1, 3 * channels, channels)  # of [3, channels, 2, 3]
 
 
 # ------------------------------------------------------------------------------------------------------ augmentation
@@ -489,6 +514,7 @@ def test_failing_server(tmp_path, server, monkeypatch, fault, capfd):
     data.prepare("mnist", str(tmp_path))
 
 
+@pytest.mark.slow
 def test_two_processes_download_once(tmp_path, server, files):
     server.delay = 0.1  # eight requests: a download takes 0.8 s, and both processes come within that
     program = tmp_path / "twice.py"

@@ -4,10 +4,11 @@ The worker functions run in real processes (gloo on the CPU); an assertion that 
 """
 
 import io
+import itertools
 import math
 import multiprocessing
 import os
-import pickle
+import re
 import signal
 import socket
 import sys
@@ -21,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from forked import ROOT, forker, shell
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
 import distributed as dist
 import launcher
@@ -47,69 +49,155 @@ def _joined(rank, world_size, worker, args):
 # ------------------------------------------------------------------------------------------------------- collectives
 
 
-def _all_ops(rank, n):
-    mine = torch.tensor([rank, 10.0 * rank], dtype=torch.float64)
-    total = n * (n - 1) / 2
-    expected = {"sum": total, "mean": total / n, "min": 0.0, "max": n - 1.0, "product": 0.0}
-    for op, value in expected.items():
-        answer = dist.all_reduce(mine, op)
-        assert answer.tolist() == [value, 0.0 if op == "product" else 10 * value], op
-        assert answer.dtype == torch.float64
-    assert mine.tolist() == [rank, 10.0 * rank]  # untouched
-    assert dist.all_reduce(mine).tolist() == [total, 10 * total]  # a sum by default
-    assert dist.reduce(mine).tolist() == [total / n, 10 * total / n]  # a mean by default
-    assert dist.all_reduce(torch.tensor(2.0), "product").item() == 2.0**n
+def _in_place(rank, n):
+    x = torch.ones(1) * rank
+    dist.all_reduce(x)  # torch's idiom, under torch's usual name
+    assert x.tolist() == [n * (n - 1) / 2]
+    theirs = torch.ones(1) * rank
+    torch.distributed.all_reduce(theirs)
+    assert torch.equal(x, theirs)
 
 
 @WORLDS
-def test_reduce_and_all_reduce_answer_on_every_rank(n):
-    run(_all_ops, n)
+def test_all_reduce_leaves_the_sum_in_its_argument(n):
+    run(_in_place, n)
+
+
+SIZES = (0, 1, 64, 1000, 100_000)
+
+
+def _every_op(rank, n):
+    """A wrong operation, a division that is missing or a result that isn't copied back shows at some size."""
+    ops = torch.distributed.ReduceOp
+    names = {"sum": [ops.SUM], "mean": ["avg", ops.AVG], "min": [ops.MIN], "max": [ops.MAX], "product": [ops.PRODUCT]}
+    for size in SIZES:
+        base, total = torch.arange(size, dtype=torch.float64) / size, n * (n - 1) / 2
+        product = math.prod(1.0 + r for r in range(n)) * torch.ones_like(base)
+        expected = {"sum": n * base + total, "mean": base + total / n, "min": base, "max": base + n - 1}
+        for op, others in names.items():
+            for name in (op, *others) if size == 1 else (op,):
+                mine = torch.full_like(base, 1.0 + rank) if op == "product" else base + rank
+                before, memory, version = mine.clone(), mine.data_ptr(), mine._version
+                reduced = dist.reduce(mine, name)
+                assert reduced is not mine and torch.equal(mine, before) and mine._version == version
+                assert dist.all_reduce(mine, name) is mine and mine.data_ptr() == memory
+                value = expected.get(op, product)
+                assert torch.allclose(mine, value, rtol=1e-15) and torch.allclose(reduced, value, rtol=1e-15), op
+                assert mine.shape == reduced.shape and mine.dtype == reduced.dtype == torch.float64
+    mine = torch.tensor([rank, 10.0 * rank])
+    assert dist.reduce(mine).tolist() == [(n - 1) / 2, 5.0 * (n - 1)]  # a mean by default
+    for wrong in "median", 0, ops.BAND:
+        for function in dist.all_reduce, dist.reduce:
+            with pytest.raises(ValueError, match="choose from sum, mean, min, max, product"):
+                function(mine, wrong)
+
+
+@WORLDS
+def test_all_reduce_and_reduce_answer_on_every_rank(n):
+    run(_every_op, n)
+
+
+IN_PLACE = {
+    torch.uint8: 2,
+    torch.int8: -2,
+    torch.int32: 2**20,
+    torch.int64: 2**40,
+    torch.float16: 0.5,
+    torch.bfloat16: 0.5,
+    torch.float32: 0.5,
+    torch.float64: 0.5,
+    torch.complex64: 0.5 + 1j,
+    torch.complex128: 0.5 + 1j,
+}
+NOT_IN_PLACE = [torch.bool, torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn]
 
 
 def _dtypes(rank, n):
-    for op, least in ("sum", n), ("product", 1), ("min", 1), ("max", 1):  # of bool all results are int64
-        answer = dist.all_reduce(torch.tensor([True, rank == 0]), op)
-        assert answer.tolist() == [least, int(n == 1 or op in ("sum", "max"))] and answer.dtype == torch.int64, op
-    assert dist.all_reduce(torch.tensor(2**40 + rank)).item() == n * 2**40 + n * (n - 1) // 2  # exact in int64
-    mean = dist.reduce(torch.tensor(rank))
-    assert mean.item() == pytest.approx((n - 1) / 2) and mean.dtype == torch.get_default_dtype()
-    big = torch.tensor(60000.0, dtype=torch.float16)  # n of them overflow float16; their mean does not
-    assert dist.reduce(big).item() == 60000.0 and dist.reduce(big).dtype == torch.float16
-    assert dist.all_reduce(torch.tensor(1.0, dtype=torch.bfloat16)).item() == n
-    assert dist.all_reduce(torch.empty(0, 3)).shape == (0, 3)
-    transposed = torch.arange(6.0).view(2, 3).t()
-    assert torch.equal(dist.all_reduce(transposed), n * transposed)
-    weight = torch.ones(2, requires_grad=True)
-    assert not dist.all_reduce(weight).requires_grad
-    with pytest.raises(ValueError, match="choose from sum, mean"):
-        dist.all_reduce(weight, "median")
+    for dtype, value in IN_PLACE.items():
+        mine = torch.tensor([value, value], dtype=dtype)
+        assert dist.all_reduce(mine) is mine and mine.dtype == dtype and mine.tolist() == [n * value] * 2, dtype
+        if dtype.is_complex:
+            continue
+        for op, expected in ("min", n * value), ("max", n * value), ("product", (n * value) ** n):
+            if abs(expected) < 100:
+                assert dist.all_reduce(mine.clone(), op).tolist() == [expected] * 2, (dtype, op)
+    for dtype in NOT_IN_PLACE:
+        mine = torch.ones(3).to(dtype)
+        with pytest.raises(
+            TypeError, match=rf"all_reduce can't put the sum into {dtype}: use dist\.reduce\(tensor, 'sum'\)"
+        ):
+            dist.all_reduce(mine)
+        assert dist.reduce(mine, "sum").tolist() == [n] * 3  # as the message says
+    for dtype in torch.uint8, torch.int64, torch.bool:
+        with pytest.raises(TypeError, match=f"can't put the mean into {dtype}"):
+            dist.all_reduce(torch.ones(3, dtype=dtype), "mean")
+    for call, op in itertools.product((dist.all_reduce, dist.reduce), ("min", "max", "product")):
+        with pytest.raises(TypeError, match=f"can't compute the {op} of complex numbers"):
+            call(torch.ones(2, dtype=torch.complex64), op)
+    with pytest.raises(TypeError, match=r"pass tensor\.to_dense\(\)"):
+        dist.all_reduce(torch.eye(2).to_sparse())
+    total = dist.all_reduce(torch.tensor([200], dtype=torch.uint8))
+    assert total.item() == n * 200 % 256  # overflow is torch's own
+    assert dist.all_reduce(torch.tensor(1)).item() == n  # and the group still works
 
 
 @WORLDS
-def test_all_reduce_of_any_dtype_and_layout(n):
+def test_all_reduce_keeps_the_dtype_and_refuses_what_cannot_be_done_in_place(n):
     run(_dtypes, n)
 
 
 SMALL_INTEGERS = [(torch.uint8, 200), (torch.int8, -100), (torch.int16, 30_000), (torch.int32, 2_000_000_000)]
 
 
-def _integers(rank, n):
-    for dtype, value in SMALL_INTEGERS:
-        mine = torch.tensor([value], dtype=dtype)
-        mean = dist.reduce(mine)
-        assert mean.tolist() == [value] and mean.dtype == torch.get_default_dtype(), dtype
-        total, product = dist.all_reduce(mine), dist.all_reduce(torch.tensor([2], dtype=dtype), "product")
-        assert total.tolist() == [n * value] and total.dtype == torch.int64, dtype  # as torch.sum has it
-        assert product.tolist() == [2**n] and product.dtype == torch.int64, dtype
-        for op in "min", "max":
-            assert dist.all_reduce(mine, op).tolist() == [value] and dist.all_reduce(mine, op).dtype == dtype
-    assert dist.reduce(torch.tensor(2**62)).item() == 2.0**62
+def _wide(rank, n):
+    for size in 1, 1000:
+        for dtype, value in SMALL_INTEGERS:
+            mine = torch.full((size,), value, dtype=dtype)
+            assert dist.reduce(mine).tolist() == [value] * size and dist.reduce(mine).dtype == torch.float64, dtype
+            total, product = dist.reduce(mine, "sum"), dist.reduce(torch.full_like(mine, 2), "product")
+            assert total.tolist() == [n * value] * size and total.dtype == torch.int64, dtype
+            assert product.tolist() == [2**n] * size, dtype
+            for op in "min", "max":
+                assert dist.reduce(mine, op).tolist() == [value] * size
+        big = torch.full((size,), 60000.0, dtype=torch.float16)  # n of them overflow float16; their mean does not
+        assert dist.reduce(big).tolist() == [60000.0] * size and dist.reduce(big).dtype == torch.float16
     assert dist.reduce(torch.tensor([True, rank == 0])).tolist() == pytest.approx([1, 1 / n])
+    assert dist.reduce(torch.tensor([True, rank == 0]), "sum").tolist() == [n, 1]
+    assert dist.reduce(torch.tensor(complex(1, rank))).item() == pytest.approx(complex(1, (n - 1) / 2))
+    loss = torch.ones(2, requires_grad=True).sum() * rank
+    assert dist.reduce(loss).item() == n - 1 and not dist.reduce(loss).requires_grad
 
 
 @WORLDS
-def test_integers_do_not_overflow(n):
-    run(_integers, n)
+def test_reduce_does_not_overflow(n):
+    run(_wide, n)
+
+
+def _layouts(rank, n):
+    """Each rank has its own layout; the backends would add up the memory as it lies there."""
+    values = torch.arange(24.0).view(2, 3, 4, 1)
+    layouts = [
+        values.clone(),
+        values.clone().to(memory_format=torch.channels_last),
+        torch.empty(1, 4, 3, 2).permute(3, 2, 1, 0),
+    ]
+    for op, factor in ("sum", n), ("mean", 1), ("max", 1):
+        mine = layouts[rank].copy_(values)
+        strides = mine.stride()
+        dist.all_reduce(mine, op)
+        assert torch.equal(mine, factor * values) and mine.stride() == strides, op
+    whole = torch.ones(4, 4)
+    dist.all_reduce(whole[:, 1])  # a column of a matrix, in place
+    assert whole.sum(0).tolist() == [4, 4 * n, 4, 4]
+    weight = nn.Parameter(torch.full((2,), float(rank)))  # a leaf, as when weights are averaged by hand
+    assert dist.all_reduce(weight, "mean") is weight and weight.requires_grad and weight.grad_fn is None
+    assert weight.tolist() == [(n - 1) / 2] * 2
+    assert dist.all_reduce(torch.empty(0, 3)).shape == (0, 3)
+
+
+@WORLDS
+def test_all_reduce_of_any_layout(n):
+    run(_layouts, n)
 
 
 def _lazy(rank, n):
@@ -119,11 +207,12 @@ def _lazy(rank, n):
     assert conjugate.is_conj() and negative.is_neg()
     assert [part.item() for part in dist.gather(conjugate)] == [complex(1, -r) for r in range(n)]
     assert [part.item() for part in dist.gather(negative)] == [-r for r in range(n)]
-    assert dist.all_reduce(conjugate).item() == complex(n, -n * (n - 1) / 2)
-    assert dist.all_reduce(negative).item() == -n * (n - 1) / 2
-    assert mine.item() == complex(1, rank)
+    assert dist.reduce(conjugate, "sum").item() == complex(n, -n * (n - 1) / 2)
+    assert dist.reduce(negative, "min").item() == 1 - n and mine.item() == complex(1, rank)
+    total = n * (n - 1) / 2
+    assert dist.all_reduce(negative).item() == -total and mine.item() == complex(1, total)  # a view of `mine`
+    assert dist.all_reduce(conjugate).item() == complex(n, -n * total)
     dist.sync_params([conjugate])
-    assert mine.item() == 1
 
 
 @WORLDS
@@ -161,7 +250,7 @@ def _without_pickling(rank, n):
 
 @pytest.mark.parametrize("n", [2, 3])
 def test_the_check_of_a_call_pickles_nothing(n):
-    """It took longer than the reductions themselves (see tests/time_collectives.py), and numpy may be missing."""
+    """It took longer than the reductions themselves, and numpy may be missing."""
     run(_without_pickling, n)
 
 
@@ -224,21 +313,9 @@ def test_a_mismatch_is_one_error_on_all_ranks(n):
         assert "rank 1: " in error, case
 
 
-SIZES = (1, 64, 65, 1000)  # of 8 bytes each: up to 512 bytes travel with the check, more need a second collective
-
-
-def _sizes(rank, n):
-    for size in SIZES:
-        mine = torch.arange(size, dtype=torch.float64) + rank
-        base, total = torch.arange(size, dtype=torch.float64), n * (n - 1) / 2
-        expected = {"sum": n * base + total, "mean": base + total / n, "min": base, "max": base + n - 1}
-        for op, value in expected.items():
-            answer = dist.all_reduce(mine, op)
-            assert torch.allclose(answer, value, rtol=1e-15), (op, size)
-            assert answer.untyped_storage().nbytes() == mine.nbytes
-        assert dist.all_reduce(torch.full((size,), 2), "product").tolist() == [2**n] * size
-        assert dist.all_reduce(torch.ones(size, dtype=torch.complex128) * 1j).tolist() == [n * 1j] * size
-        uneven = torch.arange(size * 8 * rank)  # small on some ranks, large on others
+def _uneven_sizes(rank, n):
+    for size in 1, 64, 1000:
+        uneven = torch.arange(size * 8 * rank)
         parts = dist.gather(uneven)
         assert [part.tolist() for part in parts] == [list(range(size * 8 * r)) for r in range(n)]
         parts[0].add_(1)
@@ -247,25 +324,51 @@ def _sizes(rank, n):
 
 
 @WORLDS
-def test_small_and_large_tensors_take_different_roads_to_the_same_answer(n):
-    run(_sizes, n)
+def test_gather_of_small_and_large_tensors(n):
+    run(_uneven_sizes, n)
 
 
 def _nan(rank, n):
-    for size in SIZES:
+    for size in 1, 1000:
         for at in range(n):
             mine = torch.full((size,), float(rank))
             if rank == at:
                 mine[-1] = math.nan
             for op in "min", "max", "sum":
-                *others, last = dist.all_reduce(mine, op).tolist()
-                assert math.isnan(last), (op, size, at)
-                assert others == [{"min": 0, "max": n - 1, "sum": n * (n - 1) / 2}[op]] * (size - 1)
+                for reduced in dist.reduce(mine, op), dist.all_reduce(mine.clone(), op):
+                    *others, last = reduced.tolist()
+                    assert math.isnan(last), (op, size, at)  # gloo's own minimum and maximum may drop it
+                    assert others == [{"min": 0, "max": n - 1, "sum": n * (n - 1) / 2}[op]] * (size - 1)
 
 
 @WORLDS
 def test_one_nan_is_in_every_answer(n):
     run(_nan, n)
+
+
+def _messages(rank, n):
+    """A check of fixed size, and then the data: the check carries none of it."""
+    names = ("gloo:all_reduce", "gloo:all_gather", "gloo:broadcast")
+    counts = {}
+    for size in 1, 100_000:
+        x = torch.ones(size)
+        for call in (
+            dist.all_reduce,
+            dist.reduce,
+            dist.gather,
+            lambda x: dist.sync_params([x]),
+            lambda x: dist.barrier(),
+        ):
+            with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as prof:
+                call(x)
+            events = [event for event in prof.events() if event.name in names]
+            counts.setdefault(size, []).append([sum(event.name == name for event in events) for name in names])
+    return counts
+
+
+def test_a_check_is_one_message_more_than_the_data():
+    expected = [[1, 1, 0], [1, 1, 0], [0, 3, 0], [0, 1, 1], [0, 1, 0]]  # gather sends the shapes, too
+    assert run(_messages, 2) == {1: expected, 100_000: expected}
 
 
 def _large_mismatch(rank, n):
@@ -310,11 +413,11 @@ def test_a_collective_before_init_process_group_is_an_error():
 def test_without_launch_everything_works_with_one_process():
     x = torch.ones(2)
     assert (dist.get_rank(), dist.get_local_rank(), dist.get_world_size(), dist.is_primary()) == (0, 0, 1, True)
-    assert dist.reduce(x).tolist() == [1.0, 1.0] and dist.all_reduce(x) is not x
+    assert dist.reduce(x).tolist() == [1.0, 1.0] and dist.reduce(x) is not x and dist.all_reduce(x) is x
     assert [part.tolist() for part in dist.gather(x)] == [[1.0, 1.0]]
     model = nn.Linear(1, 1)
     assert dist.prepare_ddp_model(model, device_ids=[0]) is model
-    assert dist.data_sampler([1, 2]) is None
+    assert list(dist.data_sampler([1, 2], shuffle=False)) == [0, 1]
     dist.sync_params(model.parameters())
     dist.barrier()
     dist.cleanup()
@@ -325,19 +428,23 @@ def test_without_launch_everything_works_with_one_process():
 
 def _shares(rank, n, size):
     dataset = range(size)
-    exact = dist.data_sampler(dataset, distributed=True, shuffle=False, pad=False)
-    mine = list(exact)
-    assert mine == list(range(rank, size, n)) and len(exact) == len(mine)
-    everyone = torch.cat(dist.gather(torch.tensor(mine, dtype=torch.int64)))
-    assert sorted(everyone.tolist()) == list(range(size))  # every example exactly once
     if size:
-        padded = dist.data_sampler(dataset, True)
+        padded = dist.data_sampler(dataset)
         lengths = [len(part) for part in dist.gather(torch.tensor(list(padded)))]
         assert lengths == [-(-size // n)] * n == [len(padded)] * n  # equal shares
+    if size < n:
+        with pytest.raises(ValueError, match=f"pad=False: {size} examples for {n} processes: each needs at least one"):
+            dist.data_sampler(dataset, shuffle=False, pad=False)
+        return
+    exact = dist.data_sampler(dataset, shuffle=False, pad=False)
+    mine = list(exact)
+    assert mine == list(range(rank, size, n)) and len(exact) == len(mine) > 0
+    everyone = torch.cat(dist.gather(torch.tensor(mine, dtype=torch.int64)))
+    assert sorted(everyone.tolist()) == list(range(size))  # every example exactly once
 
 
 def _all_shares(rank, n):
-    for size in (0, 1, 5, 10, 1000):
+    for size in (0, 1, n - 1, n, n + 1, 5, 10, 1000):
         _shares(rank, n, size)
 
 
@@ -355,7 +462,7 @@ def _epochs(rank, n):
             sampler.set_epoch(epoch)
             orders.append(list(sampler))
     assert orders[0] != orders[1] and orders[0] == orders[2]
-    with pytest.warns(UserWarning, match=r"sampler.set_epoch\(epoch\)"):
+    with pytest.warns(UserWarning, match=r"sampler.set_epoch\(epoch\) \(to evaluate: shuffle=False\)"):
         list(sampler)
     unshuffled = dist.data_sampler(range(12), True, shuffle=False)
     unshuffled.set_epoch(0, skip=2)
@@ -365,8 +472,8 @@ def _epochs(rank, n):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert list(unshuffled) == list(unshuffled)  # no order to forget
-    assert (dist.data_sampler(range(6)) is None) == (n == 1)
-    assert dist.data_sampler(range(6), False) is None
+    for pad in True, False:  # not distributed: every rank has the whole data set, as with joh-fischer's helper
+        assert list(dist.data_sampler(range(6), False, shuffle=False, pad=pad)) == list(range(6))
 
 
 @WORLDS
@@ -432,20 +539,116 @@ def test_n_processes_reach_the_weights_of_one(dtype, tolerance):
         assert (run(_fit, n, dtype) - one).abs().max() <= tolerance
 
 
-def _evaluate(rank, n):
-    """BatchNorm, an odd number of examples and small batches: ranks have different numbers of batches."""
+class _Centred(nn.Module):
+    """Its buffer is read in training, unlike BatchNorm's averages."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 2, bias=False)
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x):
+        if self.training:
+            with torch.no_grad():
+                self.mean.lerp_(x.mean(0), 0.5)
+        return self.linear(x - self.mean)
+
+
+def _batchnorm():
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
+
+
+def _train(model, rank, freeze_after=None):
+    """Three steps, with other data on each rank; returns the losses."""
+    generator = torch.Generator().manual_seed(rank)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    losses = []
+    for step in range(3):
+        if step == freeze_after:  # as in fine-tuning
+            dist.unwrap_model(model)[1].eval()
+        loss = model(torch.randn(6, 4, generator=generator) * (rank + 1)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses
+
+
+def _as_torchs_ddp(rank, n, make, freeze_after):
+    ends = []
+    for wrap in nn.parallel.DistributedDataParallel, dist.prepare_ddp_model:
+        torch.manual_seed(rank)  # DDP gives everyone rank 0's weights
+        model = wrap(make())
+        losses = _train(model, rank, freeze_after)
+        ends.append([*losses, *model.parameters(), *model.buffers()])
+    for torchs, ours in zip(*ends, strict=True):
+        assert torch.equal(torchs, ours)
+    if n > 1:
+        assert type(model) is nn.parallel.DistributedDataParallel
+
+
+@WORLDS
+@pytest.mark.parametrize(("make", "freeze_after"), [(_batchnorm, None), (_batchnorm, 1), (_Centred, None)])
+def test_three_steps_are_torchs_ddp_bit_by_bit(n, make, freeze_after):
+    run(_as_torchs_ddp, n, make, freeze_after)
+
+
+def _evaluate(rank, n, make, into_evaluation, counts):
+    """After training the ranks' buffers differ; then each evaluates counts[rank] batches, of one to three examples."""
+    x = torch.arange(4.0 * sum(counts)).view(-1, 4).sin()
+    torch.manual_seed(0)
+    plain = make()
+    model = dist.prepare_ddp_model(plain)
+    ends = []
+    for epoch in range(2):
+        model.train()
+        _train(model, 0)  # the same weights for any number of processes
+        if rank:
+            for buffer in plain.buffers():
+                buffer.add_(1)
+        evaluated = into_evaluation(model)
+        first = sum(counts[:rank])
+        with torch.inference_mode() if epoch else torch.no_grad():
+            outputs = [evaluated(batch) for batch in x[first : first + counts[rank]].split(1)]
+        ends.append(torch.cat(dist.gather(torch.cat(outputs).clone())))
+        assert all(torch.equal(x, y) for x in plain.buffers() for y in dist.gather(x))
+    return torch.stack(ends)
+
+
+def _eval(model):
+    return model.eval()
+
+
+def _eval_of_the_inner_model(model):
+    dist.unwrap_model(model).eval()
+    return model
+
+
+def _eval_of_the_compiled_model(model):
+    return torch.compile(model, backend="eager").eval()
+
+
+COUNTS = [(3, 2), (1, 3), (3, 1, 2), (1, 1, 4)]
+OTHER_WAYS = [_eval_of_the_inner_model, _eval_of_the_compiled_model]
+INTO_EVALUATION = [_eval, *(pytest.param(way, marks=pytest.mark.slow) for way in OTHER_WAYS)]
+
+
+@pytest.mark.parametrize("into_evaluation", INTO_EVALUATION)
+@pytest.mark.parametrize("make", [_batchnorm, _Centred])
+def test_evaluation_with_unequal_numbers_of_batches_is_exact_and_ends(make, into_evaluation):
+    for counts in COUNTS:
+        one = run(_evaluate, 1, make, _eval, (sum(counts),))
+        many = run(_evaluate, len(counts), make, into_evaluation, counts)
+        assert torch.allclose(many, one, rtol=0, atol=1e-6), counts
+
+
+def _evaluate_a_data_set(rank, n):
     torch.manual_seed(2)
     x = torch.randn(10_000, 4)
     y = x.argmax(1)
     model = dist.prepare_ddp_model(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4)))
-    inner = getattr(model, "module", model)
-    model.train()
-    model(x[rank::n]).sum().backward()  # the running averages of the ranks differ now
-    inner[1].running_mean.fill_(rank)
-    model.eval()  # and are rank 0's again
-    assert inner[1].running_mean.tolist() == [0.0] * 8
-    inner[1].running_var.fill_(1.0)
-    sampler = dist.data_sampler(x, True, shuffle=False, pad=False)
+    model.eval()
+    sampler = dist.data_sampler(x, shuffle=False, pad=False)
     sums = torch.zeros(2, dtype=torch.float64)
     with torch.no_grad():
         for batch in torch.tensor(list(sampler)).split(9):
@@ -454,30 +657,43 @@ def _evaluate(rank, n):
 
 
 def test_evaluation_is_exact_in_any_world_size():
-    correct, count = run(_evaluate, 1)
+    correct, count = run(_evaluate_a_data_set, 1)
     assert count == 10_000 and 0 < correct < count
     for n in (2, 3, 7):
-        assert run(_evaluate, n) == [correct, count], n
+        assert run(_evaluate_a_data_set, n) == [correct, count], n
+
+
+def _eval_is_no_collective(rank, n):
+    models = [dist.prepare_ddp_model(_batchnorm()) for _ in range(2)]
+    for number, model in enumerate(models):
+        for buffer in dist.unwrap_model(model).buffers():
+            buffer.fill_(10 * number + rank)
+    models[rank % 2].eval()  # another one on each rank
+    if rank == 0:
+        models[1].eval()
+    for number, model in enumerate(models):
+        assert all((buffer == 10 * number + rank).all() for buffer in model.buffers())
+    assert dist.all_reduce(torch.tensor(1)).item() == n
+    with torch.no_grad():  # on one rank alone: the model inside DDP
+        if rank == n - 1:
+            dist.unwrap_model(models[0])(torch.ones(2, 4))
+    dist.cleanup()
+    models[0].train().eval()  # after the end, too
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_eval_is_no_collective(n):
+    run(_eval_is_no_collective, n)
 
 
 def _frozen(rank, n):
-    """Gradients in eval mode, usual in fine-tuning, are averages, too; without gradients no collective is called."""
+    """Gradients in eval mode, usual in fine-tuning, are averages, too."""
     model = nn.Sequential(nn.Linear(2, 1, bias=False), nn.BatchNorm1d(1, affine=False))
-    model = dist.prepare_ddp_model(model, broadcast_buffers=True)
+    model = dist.prepare_ddp_model(model)
     model.eval()
     model(torch.full((1, 2), float(rank))).sum().backward()
     gradient = dist.unwrap_model(model)[0].weight.grad
     assert gradient.tolist() == pytest.approx(torch.full((1, 2), (n - 1) / 2 / (1 + 1e-5) ** 0.5))
-    for mode in False, True:
-        model.train(mode)
-        with torch.no_grad():
-            for _ in range(rank):  # another number on each rank
-                model(torch.ones(4, 2))
-    model = dist.prepare_ddp_model(nn.Sequential(nn.Linear(2, 1), nn.BatchNorm1d(1)), broadcast_buffers=True)
-    model.eval()
-    for _ in range(rank):  # buffers are not broadcast in eval mode, though gradients are recorded
-        model(torch.ones(4, 2))
-    assert dist.all_reduce(torch.tensor(1)).item() == n
 
 
 @WORLDS
@@ -485,78 +701,80 @@ def test_gradients_in_eval_mode_are_averaged(n):
     run(_frozen, n)
 
 
-def _buffers(rank, n):
-    for options, expected in ({}, 0), ({"broadcast_buffers": True}, 0), ({"broadcast_buffers": False}, rank):
-        model = dist.prepare_ddp_model(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), **options)
-        mean = dist.unwrap_model(model)[1].running_mean
-        mean.fill_(rank)
-        model.eval()
-        assert mean.tolist() == [expected] * 2, options
-        if rank == 0:  # the second is no collective
-            model.eval()
-        assert dist.all_reduce(torch.tensor(1)).item() == n
+def _options(rank, n):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # torch 2.13's
+        model = dist.prepare_ddp_model(_batchnorm(), broadcast_buffers=False)
+    dist.unwrap_model(model)[1].running_mean.fill_(rank)
+    model(torch.ones(2, 4)).sum().backward()
+    assert len({part[0].item() for part in dist.gather(dist.unwrap_model(model)[1].running_mean)}) == n
+    group = [torch.distributed.new_group(ranks) for ranks in ([0], [1, 2])][rank > 0]
+    model = dist.prepare_ddp_model(_batchnorm(), process_group=group)
+    assert model.process_group is group
 
 
-@WORLDS
-def test_eval_shares_buffers_unless_told_not_to(n):
-    run(_buffers, n)
+def test_options_go_to_torchs_ddp():
+    run(_options, 3)
 
 
-class _Centred(nn.Module):
-    """Its buffer is read in training, unlike BatchNorm's averages."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(1, 1, bias=False)
-        self.register_buffer("mean", torch.zeros(1))
-
-    def forward(self, x):
-        with torch.no_grad():
-            self.mean.lerp_(x.mean(0), 0.5)
-        return self.linear(x - self.mean)
-
-
-def _centred(rank, n):
+def _without_a_message_per_step(rank, n):
+    """Of a model whose only buffers are BatchNorm's: the same training, without the broadcast in each step."""
+    switch = "forward_sync_buffers" if torch.__version__ >= (2, 13) else "broadcast_buffers"
     ends = []
-    for wrap in nn.parallel.DistributedDataParallel, dist.prepare_ddp_model:
+    for options, broadcasts in ({}, 2), ({switch: False}, 0):  # of float32 and int64, in the third step
         torch.manual_seed(0)
-        model = wrap(_Centred())
-        for step in range(3):
-            x = torch.tensor([[1.0], [2.0 + rank]]) * (step + 1)
-            loss = (model(x) - 1).square().mean()
-            loss.backward()
-            with torch.no_grad():
-                dist.unwrap_model(model).linear.weight -= 0.1 * dist.unwrap_model(model).linear.weight.grad
-            model.zero_grad()
-        ends.append([*model.parameters(), *model.buffers()])
-    for torchs, ours in zip(*ends, strict=True):
-        assert torch.equal(torchs, ours)
+        model = dist.prepare_ddp_model(_batchnorm(), **options)
+        _train(model, rank)
+        with profile(activities=[ProfilerActivity.CPU]) as prof:
+            model(torch.ones(2, 4) * rank).sum().backward()
+        assert [event.name for event in prof.events()].count("gloo:broadcast") == broadcasts
+        if options:
+            dist.sync_params(model.buffers())
+        model.eval()
+        with torch.no_grad():
+            outputs = [model(torch.ones(1, 4)) for _ in range(1 + rank)]
+        ends.append([outputs[0], *model.parameters(), *model.buffers()])
+    for default, saved in zip(*ends, strict=True):
+        assert torch.equal(default, saved)
 
 
 @pytest.mark.parametrize("n", [2, 3])
-def test_buffers_that_are_read_in_training_are_shared_in_each_step(n):
-    run(_centred, n)
+def test_buffers_can_be_sent_once_per_evaluation(n):
+    run(_without_a_message_per_step, n)
 
 
-def _of_groups(rank, n):
-    group = [torch.distributed.new_group(ranks) for ranks in ([0], [1, 2])][rank > 0]
-    model = dist.prepare_ddp_model(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), process_group=group)
-    mean = dist.unwrap_model(model)[1].running_mean
-    mean.fill_(rank)
-    if rank > 0:  # the other group need not call it
-        model.eval()
-    assert mean.tolist() == [min(rank, 1)] * 2
-    ignoring = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(ignoring, ["1.running_mean"])
-    model = dist.prepare_ddp_model(ignoring)
-    for buffer in ignoring[1].running_mean, ignoring[1].running_var:
-        buffer.fill_(rank)
-    model.eval()
-    assert ignoring[1].running_mean.tolist() == [rank] * 2 and ignoring[1].running_var.tolist() == [0] * 2
+def _debug_levels(rank, n):
+    levels, level = torch.distributed.DebugLevel, torch.distributed.get_debug_level
+    before = level()
+    for _ in range(2):
+        dist.init_process_group(checked=True)
+        assert level() == levels.DETAIL
+        with pytest.raises(TypeError, match="no_such_option"):
+            dist.prepare_ddp_model(nn.Linear(1, 1), no_such_option=1)
+        assert level() == levels.DETAIL
+        dist.cleanup()
+        assert level() == before
+    dist.init_process_group()  # not checked: torch's own calls aren't compared
+    with pytest.raises(RuntimeError, match="requires at least one parameter|doesn't have any parameters|not needed"):
+        model = nn.Linear(1, 1).requires_grad_(False)
+        dist.prepare_ddp_model(model)
+    assert level() == before
+    assert "Wrapper" not in type(torch.distributed.group.WORLD._get_backend(torch.device("cpu"))).__name__
 
 
-def test_eval_shares_buffers_in_the_models_group_and_not_what_ddp_ignores():
-    run(_of_groups, 3)
+def test_a_checked_group_does_not_make_the_next_one_checked():
+    dist.launch(_debug_levels, nproc=2)
+
+
+def _without_nccl(rank, n):
+    torch.cuda.device_count, torch.cuda.set_device = lambda: n, lambda device: None
+    torch.distributed.is_nccl_available = lambda: False
+    dist.init_process_group()
+    assert torch.distributed.get_backend() == "gloo"
+
+
+def test_gpus_without_nccl_take_gloo():
+    dist.launch(_without_nccl, nproc=2)
 
 
 def _moved_inputs(rank, n):
@@ -901,27 +1119,6 @@ def test_a_failed_rank_stays_until_the_others_are_ended():
             dist.launch(_abort_of_the_bereaved, nproc=2)
 
 
-class _SlowToDie:
-    """A process whose end shows a moment after its peers have noticed it."""
-
-    def __init__(self, *exitcodes):
-        self.exitcodes, self.pid = list(exitcodes), 2**22 + 1  # a pid that no process has
-
-    @property
-    def exitcode(self):
-        return self.exitcodes.pop(0) if len(self.exitcodes) > 1 else self.exitcodes[0]
-
-
-def test_a_death_that_shows_after_its_consequence_is_still_the_cause(monkeypatch, tmp_path):
-    monkeypatch.setattr(launcher, "_exit_code", lambda process: process.exitcode)
-    run = launcher._Run(2)
-    run.folder, run.processes = str(tmp_path), [_SlowToDie(None), _SlowToDie(None, -9)]
-    report = launcher._Report(time.monotonic(), "\n\nRuntimeError: Connection closed by peer")
-    (tmp_path / "report0").write_bytes(pickle.dumps(report))
-    with pytest.raises(SystemExit, match="rank 1 of 2 failed first: ended by SIGKILL"):
-        run.watch()
-
-
 def _nested(rank, n):
     dist.launch(_threads, nproc=2)
 
@@ -1009,3 +1206,139 @@ def test_print_primary_prints_once_and_at_once(tmp_path):
         out = mock.Mock(wraps=io.StringIO())
         dist.print_primary("hello", file=out, **options)
         assert out.flush.called == flushed
+
+
+# ----------------------------------------------------------------------------------------------------------- programs
+
+TRAIN = """
+def train(model, loader):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for inputs, labels in loader:
+        loss = loss_fn(model(inputs), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return loss
+"""
+
+OURS = (
+    """
+import torch
+DATA = torch.randn(12, 3, generator=torch.Generator().manual_seed(0))
+dataset = list(zip(DATA, DATA.argmax(1)))
+Net, loss_fn = lambda: torch.nn.Linear(3, 3), torch.nn.functional.cross_entropy
+"""
+    + TRAIN
+)
+
+
+def _first_program(text):
+    """The docstring's first indented block, up to the lines that start it."""
+    lines = text.partition("\n\n")[2].partition("\n    python ")[0].splitlines()
+    return "\n".join(line.removeprefix("    ") for line in lines)
+
+
+def _in_markdown(page, heading):
+    section = (ROOT / page).read_text(encoding="utf-8").partition(f"## {heading}\n")[2]
+    return section.partition("```python\n")[2].partition("```")[0]
+
+
+# In the style of joh-fischer's helper, as its users write programs.
+FOREIGN = """
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+import distributed as dist
+
+def main_worker(gpu, world_size):
+    is_distributed = world_size > 1
+    if is_distributed:
+        dist.init_process_group(gpu, world_size)
+    numbers = torch.arange(12.0).unsqueeze(1)
+    sampler = dist.data_sampler(TensorDataset(numbers), is_distributed, shuffle=False)
+    loader = DataLoader(TensorDataset(numbers), batch_size=2, shuffle=(sampler is None), sampler=sampler)
+    model = dist.prepare_ddp_model(torch.nn.Linear(1, 1).to(dist.get_device()), device_ids=[gpu])
+    for epoch in range(2):
+        if is_distributed:
+            sampler.set_epoch(epoch)
+        total, count, largest = torch.zeros(1), torch.zeros(1), torch.zeros(1)
+        for (x,) in loader:
+            loss = model(x).square().mean()
+            model.zero_grad()
+            loss.backward()
+            dist.wait_for_everyone()
+            loss = dist.reduce(loss.detach())
+            total += x.sum()
+            count += len(x)
+            largest = torch.maximum(largest, torch.cat(dist.gather(x), dim=0).max())
+        dist.all_reduce(total)  # in place
+        dist.all_reduce(count, op="avg")
+        dist.all_reduce(largest, torch.distributed.ReduceOp.MAX)
+        dist.print_primary(epoch, total.item(), count.item() * world_size, largest.item(), loss.ndim)
+    dist.cleanup()
+
+if __name__ == "__main__":
+    dist.launch(main_worker)
+"""
+
+WITHIN_AN_EXCEPT_BLOCK = """
+import torch
+import distributed as dist
+
+def work(local_rank, world_size):
+    dist.init_process_group()
+    for _ in range(20):
+        total = dist.all_reduce(torch.ones(10))
+    dist.cleanup()
+    return total[0].item()
+
+if __name__ == "__main__":
+    try:
+        raise KeyError
+    except KeyError:
+        print(f"total {dist.launch(work)}\\n", end="")  # in one piece: two ranks print
+    assert not torch.distributed.is_initialized()
+"""
+
+
+def _run_program(tmp_path, text, n, way="python"):
+    file = tmp_path / "program.py"
+    file.write_text(text, encoding="utf-8")
+    if way == "python":
+        result = forker().run(file, cwd=tmp_path, path=[ROOT], NPROC=n)
+    else:
+        torchrun = ("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n}")
+        result = shell(*torchrun, file, cwd=tmp_path, PYTHONPATH=ROOT)
+    assert result.code == 0, result.err
+    return [line for line in result.out.splitlines() if not line.startswith("distributed: ")]
+
+
+IN_EACH_WAY = pytest.mark.parametrize("way", ["python", pytest.param("torchrun", marks=pytest.mark.slow)])
+
+
+@WORLDS
+@IN_EACH_WAY
+def test_the_readmes_program_runs(tmp_path, n, way):
+    lines = _run_program(tmp_path, OURS + _first_program(dist.__doc__), n, way)
+    losses = [float(re.fullmatch(r"epoch \d  loss (\d\.\d{4})", line)[1]) for line in lines]
+    assert len(losses) == 10 and losses[-1] < losses[0]
+
+
+@WORLDS
+def test_the_whole_loop_of_the_page_runs(tmp_path, n):
+    lines = _run_program(tmp_path, _in_markdown("docs/api.md", "A whole loop: seeds, training, evaluation"), n)
+    counts = [re.fullmatch(r"epoch \d  accuracy (\d+\.\d)% \((\d+)/101\)", line).groups() for line in lines]
+    assert len(counts) == 5 and all(float(percent) == round(int(right) / 1.01, 1) for percent, right in counts)
+    assert float(counts[-1][0]) > 60 and "0.weight" in torch.load(tmp_path / "model.pt")
+
+
+@WORLDS
+@IN_EACH_WAY
+def test_a_program_for_joh_fischers_helper_runs_unchanged(tmp_path, n, way):
+    assert _run_program(tmp_path, FOREIGN, n, way) == [f"{epoch} 66.0 12.0 11.0 0" for epoch in range(2)]
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.slow
+def test_launch_in_an_except_block_leaves_the_group(tmp_path, n):
+    """Under torchrun the process goes on to its end, where a group that is left behind aborts it."""
+    assert f"total {n:.1f}" in _run_program(tmp_path, WITHIN_AN_EXCEPT_BLOCK, n, "torchrun")

@@ -185,6 +185,7 @@ def test_wrong_answers(fault, what, says, tmp_path):
     assert re.match(rf"rank \d of 2 failed first: {says}", wrong[what])
 
 
+@pytest.mark.slow
 @whole_table
 def test_a_rank_that_hangs(tmp_path):
     path, wrong = planted("a rank hangs", tmp_path, **FAST)
@@ -342,6 +343,17 @@ def test_ctrl_c_ends_the_self_test(monkeypatch):
 # --------------------------------------------------------------------------------------------------------- the command
 
 
+def test_gpus_that_only_nvml_counts_are_named(monkeypatch):
+    """MIG: the driver's library counts two cards, and CUDA uses one part of one."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(doctor, "_start_cuda", lambda count: (["0: a GPU, 9.0, 20 GiB"], ""))
+    ok, _, found = doctor._gpus(torch)
+    assert not ok and found.startswith(
+        "2 (CUDA_VISIBLE_DEVICES not set) by NVML, but CUDA can use only 1 (MIG?): start 1"
+    )
+
+
 @pytest.mark.parametrize("args", [["run"], ["nonsense"], ["--fast"]])
 def test_unknown_usage(args):
     done = python("doctor.py", *args)
@@ -418,6 +430,21 @@ def test_a_healthy_script_runs_to_its_end(script, args, says):
     done = python("doctor.py", "run", ROOT / script, *args)
     assert done.code == 0, done.err
     assert re.search(says, done.out, re.MULTILINE) and "Traceback" not in done.err
+
+
+@pytest.mark.parametrize(
+    ("code", "env", "says"),
+    [
+        ("print('done')", {}, "doctor: one process: this script calls no launch; to compare two: torchrun .*x.py 1$"),
+        ("print('done')  # dist.launch(main)", {}, "^$"),
+        ("print('done')", {"RANK": "0"}, "^$"),
+        ("print('done')", {"SLURM_STEP_NUM_TASKS": "2"}, "^$"),
+    ],
+)
+def test_a_script_that_calls_no_launch_is_named(tmp_path, code, env, says):
+    (tmp_path / "x.py").write_text(code)
+    done = python("doctor.py", "run", tmp_path / "x.py", "1", **env)
+    assert (done.code, done.out) == (0, "done\n") and re.search(says, done.err)
 
 
 def test_run_passes_on_the_arguments_and_the_exit_code(tmp_path):

@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 
 import pytest
@@ -26,6 +27,7 @@ def _comes_when_it_is_named(rank, n, missing):
 OF_TWO = pytest.param(2, [1], "rank 1 of 2", marks=pytest.mark.slow)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("n", "missing", "names"), [OF_TWO, (4, [1, 3], "rank 1, rank 3 of 4")])
 def test_the_roll_call_names_the_missing_and_goes_on_when_they_come(n, missing, names, monkeypatch, capfd):
     monkeypatch.setattr(rendezvous, "REPORT_MISSING_AFTER", 1)  # enough for the others to come
@@ -72,6 +74,38 @@ def test_the_last_step_of_joining_has_the_same_time_out(monkeypatch):
     with pytest.raises(RuntimeError):
         rendezvous.wait_for_all(torch.distributed.HashStore(), rendezvous.World("", 0, 2, 0, 2), timeout=0.2)
     assert time.monotonic() - before < 15
+
+
+class _SlowStore:
+    """A store whose answers take half a second."""
+
+    def __init__(self, store):
+        self.store, self.set = store, store.set
+
+    def wait(self, keys, limit):
+        self.store.wait(keys, limit)
+        time.sleep(0.5)
+
+
+def test_nobody_leaves_before_all_have_seen_that_all_have_joined():
+    """Rank 0 serves the store: if it leaves, the others get no answer."""
+    store, left = torch.distributed.HashStore(), {}
+
+    def join(rank, after, own_store):
+        time.sleep(after)
+        rendezvous.wait_for_all(own_store, rendezvous.World("", rank, 3, rank, 3), timeout=10)
+        left[rank] = time.monotonic()
+
+    late = (0, 0, store), (1, 0, _SlowStore(store)), (2, 0.5, store)
+    threads = [threading.Thread(target=join, args=args) for args in late]
+    started = time.monotonic()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert left[1] - started > 0.9  # rank 2 has come after half a second
+    assert left[2] - started > 0.4
+    assert left[0] > left[1] - 0.1
 
 
 def _serve(pipe):
@@ -173,6 +207,7 @@ def _asks(rank, n, stop):
 MORE = [pytest.param(n, stop, marks=pytest.mark.slow) for n, stop in ((2, False), (2, True), (4, False))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("n", "stop"), [(4, True), *MORE])
 def test_sigusr1_to_the_parent_prints_where_each_rank_stands_and_goes_on(n, stop, capfd):
     assert dist.launch(_asks, stop, nproc=n) == n * (n - 1) // 2
@@ -185,6 +220,34 @@ def test_sigusr1_to_the_parent_prints_where_each_rank_stands_and_goes_on(n, stop
         assert re.fullmatch(rf"  rank 1: {re.escape(__file__)}:\d+, _asks, in all_reduce", lines[2])
     for rank in range(2, n):
         assert re.fullmatch(rf"  rank {rank}: {re.escape(__file__)}:\d+, _asks, in all_reduce", lines[1 + rank])
+
+
+def _asked_twice_at_once(rank, n):
+    """With so many threads that faulthandler doesn't show all of them."""
+    dist.init_process_group()
+    done = threading.Event()
+    threads = [threading.Thread(target=done.wait) for _ in range(110)]
+    for thread in threads:
+        thread.start()
+    dist.barrier()
+    if rank == 0:
+        for _ in range(2):
+            os.kill(os.getppid(), signal.SIGUSR1)
+            time.sleep(0.1)
+        time.sleep(1)
+    dist.barrier()
+    done.set()
+
+
+@pytest.mark.slow
+def test_two_questions_at_once_have_two_answers(capfd):
+    dist.launch(_asked_twice_at_once, nproc=2)
+    answers = capfd.readouterr().err.split("where each rank stands:\n")
+    assert len(answers) == 3 and not answers[0]
+    for answer in answers[1:]:
+        assert re.fullmatch(
+            r"  rank 0: .*, _asked_twice_at_once\n  rank 1: .*, _asked_twice_at_once, in barrier\n", answer
+        )
 
 
 def _asked_again(rank, n, then):
@@ -207,6 +270,7 @@ def _asked_again(rank, n, then):
 STOPPED = pytest.param("SIGSTOP", "no answer ", marks=pytest.mark.slow)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("then", "says"), [STOPPED, ("SIGKILL", "gone$")])
 def test_an_earlier_answer_is_not_shown_again(then, says, capfd):
     try:
@@ -274,6 +338,7 @@ def _late_in_ddp(rank, n):
     model(torch.ones(1, 2)).sum().backward()
 
 
+@pytest.mark.slow
 def test_ddp_in_a_checked_run_has_the_time_out_of_the_others(monkeypatch):
     monkeypatch.setenv("DIST_TIMEOUT", "1")
     before = time.monotonic()
@@ -298,6 +363,7 @@ def _wrapped(rank, n):
         dist.prepare_ddp_model(nn.BatchNorm1d(2), sync_bn=True)
 
 
+@pytest.mark.slow
 def test_unwrap_model_and_sync_bn():
     dist.launch(_wrapped, nproc=2)
     assert dist.unwrap_model(nn.DataParallel(model := nn.Linear(1, 1))) is model
@@ -311,6 +377,10 @@ def test_two_ranks_on_one_gpu_are_named():
     with pytest.raises(RuntimeError, match=r"rank 0 and rank 2 use the same GPU \(host, GPU a\)"):
         rendezvous._roll_call(store, world._replace(rank=2), 5.0, "machine 0", "host, GPU a")
     assert rendezvous._roll_call(store, world._replace(rank=1), 5.0, "machine 0", "host, GPU b") == ["machine 0"] * 3
+    unknown = "00000000-0000-0000-0000-000000000000"  # an old driver's answer for every card
+    for rank in range(3):
+        store.set(f"rank {rank}", f"machine 0\n{unknown}")
+    assert rendezvous._roll_call(store, world, 5.0, "machine 0", unknown) == ["machine 0"] * 3
     for rank in range(3):  # gloo: no GPU is named, and the CPU may be shared
         store.set(f"rank {rank}", "machine 0\n")
     assert rendezvous._roll_call(store, world, 5.0, "machine 0", "") == ["machine 0"] * 3

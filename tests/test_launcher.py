@@ -5,12 +5,15 @@ The matrix of signals is in test_faults.py.  Most programs are forked from one p
 
 import argparse
 import functools
+import multiprocessing
 import os
 import pty
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import termios
 import time
 from pathlib import Path
@@ -20,6 +23,7 @@ import pytest
 import torch
 from forked import ROOT, forker, shell
 
+import checkpoint
 import distributed as dist
 import launcher
 import rendezvous
@@ -179,13 +183,13 @@ def _returns(rank, n):
 
 
 def test_a_stop_that_comes_while_a_good_run_ends_reaches_the_caller(monkeypatch):
-    terminate, came = launcher._Run.terminate, []
+    end, came = launcher._Group.end, []
 
-    def told_late(run):
+    def told_late(group):
         os.kill(os.getpid(), signal.SIGTERM)
-        terminate(run)
+        end(group)
 
-    monkeypatch.setattr(launcher._Run, "terminate", told_late)
+    monkeypatch.setattr(launcher._Group, "end", told_late)
     before = signal.signal(signal.SIGTERM, lambda number, frame: came.append(number))
     try:
         assert dist.launch(_returns, nproc=2) == 2
@@ -242,6 +246,7 @@ def test_a_wrong_limit_is_one_line_of_a_script():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reaps", ["signal.SIG_IGN", "reap"])
 @pytest.mark.parametrize("thread", [False, True])
 def test_children_that_the_caller_does_not_wait_for(tmp_path, reaps, thread):
@@ -260,11 +265,11 @@ def test_children_that_the_caller_does_not_wait_for(tmp_path, reaps, thread):
         "def main():\n"
         "    print(dist.launch(good, nproc=2), flush=True)\n"
         "    try: dist.launch(bad, nproc=2)\n"
-        "    except SystemExit as failure: print(failure)\n"
+        "    except (SystemExit, RuntimeError) as failure: print(failure)\n"
         + ("t = threading.Thread(target=main); t.start(); t.join()\n" if thread else "main()\n")
         + "print(signal.getsignal(signal.SIGCHLD) == handler)\n"
     )
-    before = "import launcher; launcher._start_method = lambda *_: ('fork', 1)"  # a thread would make it spawn
+    before = "import launcher; launcher._start_method = lambda job, n: ('fork', 1, job)"  # a thread would make it spawn
     result = run(tmp_path, code, before=before)
     how = r"(by os\._exit\(3\)|and nobody knows how)" if thread else r"by os\._exit\(3\)"
     assert re.fullmatch(rf"2\nrank 1 of 2 failed first: ended {how}\nTrue\n", result.out), result
@@ -395,7 +400,7 @@ def works(rank, n):
     dist.init_process_group()
     value = dist.all_reduce(torch.tensor(1)).item()
     dist.cleanup()
-    assert not torch.distributed.is_initialized()
+    assert n > 1 or not torch.distributed.is_initialized()  # inside an except block `launch` leaves the group
     return value
 N = int(sys.argv[1])
 try:
@@ -411,6 +416,25 @@ def test_launch_again_after_a_failure_and_inside_an_except_block(tmp_path, n):
     result = forker().run(program(tmp_path, AGAIN), n, path=[ROOT])
     assert [line for line in result.out.splitlines() if line.isdigit()] == [str(n)] * 2, result.err
     assert result.code == 0
+
+
+IN_THREAD = """
+import threading
+
+def fails(local_rank, world_size):
+    raise ValueError("the cause")
+
+if __name__ == "__main__":
+    thread = threading.Thread(target=dist.launch, args=(fails,), kwargs={"nproc": 2})
+    thread.start()
+    thread.join()
+"""
+
+
+@pytest.mark.slow
+def test_an_error_is_shown_if_launch_was_called_in_a_thread(tmp_path):
+    result = run(tmp_path, IN_THREAD)
+    assert "failed first" in result.err and "ValueError: the cause" in result.err
 
 
 ODD_ENDS = {
@@ -438,6 +462,28 @@ def test_odd_ends_are_explained(tmp_path, end):
     assert re.match(rf"rank 0 of 2 failed first: (?s:.*){ODD_ENDS[end]}", result.err), result.err
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("end", "says"),
+    [
+        ("os._exit, (3,)", r"ended by os\._exit\(3\) after its work"),
+        ("os.kill, (os.getpid(), signal.SIGTERM)", "ended by SIGTERM after its work"),
+        ("os.kill, (os.getpid(), signal.SIGSEGV)", "ended by SIGSEGV after its work\nwhere each rank stands:(?s:.*)"),
+    ],
+)
+def test_a_process_that_dies_while_python_tidies_up_has_failed(tmp_path, end, says):
+    code = (
+        "from multiprocessing import util\n"
+        "def worker(rank, n):\n"
+        f"    if rank == 1: util.Finalize(None, {end}, exitpriority=1)\n"
+        "dist.launch(worker, nproc=2)\n"
+        "print('never')\n"
+    )
+    result = run(tmp_path, code)
+    assert (result.code, result.out) == (1, "")
+    assert re.fullmatch(f"rank 1 of 2 failed first: {says}\n", result.err), result.err
+
+
 @on_linux
 def test_a_process_killed_while_it_reports_is_the_cause(tmp_path):
     """It has a child, which would hold a pipe open; and its result is large."""
@@ -457,21 +503,31 @@ def test_a_process_killed_while_it_reports_is_the_cause(tmp_path):
     assert result.err.startswith("rank 0 of 2 failed first: ended by SIGKILL (by hand, or by the kernel")
 
 
-def test_the_guard_takes_nothing_else_for_a_process(tmp_path):
+@on_linux
+def test_when_its_input_ends_the_guard_removes_the_folder_and_kills_its_group_alone(tmp_path):
     """What C code prints on a closed stderr may come out of the pipe that has got its number."""
-    victim = subprocess.Popen(["sleep", "30"], start_new_session=True)
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    guarded = subprocess.Popen(["sleep", "30"], start_new_session=True)
-    lines = f"[W1121 {victim.pid} 0] a warning\n-{victim.pid}\n 1 {victim.pid}\n\n{guarded.pid}\n"
-    environment = {"PATH": "/nonexistent"}
-    subprocess.run(["/bin/sh", "-c", launcher._GUARD, folder], input=lines, text=True, env=environment, timeout=10)
+    group = launcher._Group(2)
+    group.folder = str(tmp_path / "folder")
+    os.mkdir(group.folder)
+    stranger = subprocess.Popen(["sleep", "30"], start_new_session=True)
+    group.start_guard()
+    ignores = "import signal, time; signal.signal(signal.SIGVTALRM, signal.SIG_IGN); print(flush=True); time.sleep(30)"
+    members = [["sleep", "30"], [sys.executable, "-c", ignores]]
+    join = {"preexec_fn": lambda: os.setpgid(0, group.guard), "stdout": subprocess.PIPE}
+    members = [subprocess.Popen(command, **join) for command in members]
+    members[1].stdout.readline()
+    os.write(group.lifeline, f"[W1121 {stranger.pid} 0] a warning\n-{stranger.pid}\n\n".encode())
+    time.sleep(0.1)
+    assert os.path.exists(group.folder) and members[0].poll() is None
+    os.close(group.lifeline)
     try:
-        assert guarded.wait(5) == -signal.SIGKILL
-        assert victim.poll() is None and not folder.exists()
+        assert [member.wait(5) for member in members] == [-signal.SIGVTALRM, -signal.SIGKILL]
+        assert os.waitstatus_to_exitcode(os.waitpid(group.guard, 0)[1]) == -signal.SIGKILL
+        assert not os.listdir(tmp_path) and stranger.poll() is None
     finally:
-        victim.kill()
-        victim.wait()
+        for process in (stranger, *members):
+            process.kill()
+            process.communicate()
 
 
 def _fails(rank, n):
@@ -486,6 +542,117 @@ def test_launch_leaves_no_file_open():
     with pytest.raises(SystemExit):
         dist.launch(_fails, nproc=2)
     assert set(os.listdir("/proc/self/fd")) <= before
+
+
+def _folder(rank, n):
+    return os.stat(os.path.dirname(os.environ["DIST_STORE"])).st_mode & 0o777
+
+
+def test_the_folder_of_a_run_is_private():
+    before = os.umask(0)
+    try:
+        assert dist.launch(_folder, nproc=2) == 0o700
+    finally:
+        os.umask(before)
+
+
+def _fail_in_turn(rank, n):
+    if rank < n - 1:  # they fail when the last one has reported
+        wait_for(lambda: os.path.exists(f"{os.path.dirname(os.environ['DIST_STORE'])}/report{n - 1}"))
+    raise KeyError(f"the error of rank {rank}")
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_the_error_that_came_first_is_shown(n):
+    with pytest.raises(SystemExit, match=f"rank {n - 1} of {n} failed first: (?s:.*)the error of rank {n - 1}"):
+        dist.launch(_fail_in_turn, nproc=n)
+
+
+def test_nohup_keeps_the_run(tmp_path):
+    job = start(tmp_path, NOHUP, before="signal.signal(signal.SIGHUP, signal.SIG_IGN)")
+    wait_for(lambda: "ready" in job.files[0].read_text())
+    os.kill(job.pid, signal.SIGHUP)
+    assert job.wait() == (0, "ready\n2\n", "")
+
+
+NOHUP = """
+def worker(rank, n):
+    if rank == 0: print("ready", flush=True)
+    time.sleep(0.5)
+    return n
+print(dist.launch(worker, nproc=2))
+"""
+
+LOADS = """
+from torch.utils.data import DataLoader
+def worker(rank, n):
+    return sum(len(batch) for batch in DataLoader(torch.ones(8, 2), batch_size=2, num_workers=2))
+print(dist.launch(worker, nproc=2))
+"""
+
+
+@pytest.mark.parametrize("length", [60, 75])
+def test_the_temporary_folder_may_have_a_name_as_long_as_for_python_itself(length):
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # tmp_path may be longer
+        long = Path(folder) / ("x" * (length - len(folder) - 1))
+        long.mkdir()
+        result = forker().run(program(Path(folder), LOADS), path=[ROOT], TMPDIR=long, timeout=20)
+        assert (result.code, result.out) == (0, "8\n"), result.err
+        assert not list(long.iterdir())
+
+
+NON_ASCII = """
+def worker(rank, n):
+    dist.init_process_group()
+    if rank == 0:
+        time.sleep(0.3)
+        os.kill(os.getppid(), signal.SIGUSR1)
+        time.sleep(1)
+    dist.all_reduce(torch.ones(1))
+dist.launch(worker, nproc=2)
+"""
+
+
+@pytest.mark.slow
+@on_linux
+def test_the_table_shows_the_callers_line_in_a_folder_of_any_alphabet(tmp_path):
+    folder = tmp_path / "J\xf6rg \u4e2d \U0001f600"
+    folder.mkdir()
+    for name in "distributed", "launcher", "rendezvous":
+        shutil.copy(ROOT / f"{name}.py", folder)
+    result = forker().run(program(folder, NON_ASCII), TMPDIR=tmp_path)
+    assert re.search(rf"rank 1: {re.escape(str(folder))}/program.py:\d+, worker, in all_reduce\n", result.err), result
+
+
+def test_numbers_that_only_look_like_numbers_are_named(monkeypatch):
+    monkeypatch.setenv("NPROC", "\xb2")
+    with pytest.raises(ValueError, match="^nproc .or NPROC. is \xb2: start at least 1 process"):
+        dist.launch(_returns)
+    monkeypatch.delenv("NPROC")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "abc")
+    with pytest.raises(ValueError, match="^MASTER_PORT is abc: give a number, or unset it"):
+        rendezvous.meeting_point(rendezvous.World())
+
+
+def test_an_exit_with_a_tensor_is_one_error():
+    with pytest.raises(SystemExit, match=r"failed first: it called sys.exit\(tensor\(\[143, +1\]\)\)$"):
+        dist.launch(lambda rank, n: sys.exit(torch.tensor([143, 1])), nproc=2)
+
+
+def _dies_unseen(rank, n, folder):
+    """Rank 0 reports that it lost rank 1, which then dies a moment later."""
+    if rank == 0:
+        raise RuntimeError("Connection closed by peer")
+    while not os.path.exists(f"{os.path.dirname(os.environ['DIST_STORE'])}/report0"):
+        time.sleep(0.001)
+    time.sleep(0.05)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_death_that_shows_after_its_consequence_is_still_the_cause(tmp_path):
+    with pytest.raises(SystemExit, match="rank 1 of 2 failed first: ended by SIGKILL"):
+        dist.launch(_dies_unseen, str(tmp_path), nproc=2)
 
 
 # ------------------------------------------------------------------------------------------- notebooks, shells, forks
@@ -551,49 +718,143 @@ def test_a_pool_of_threads_that_was_made_between_two_runs_is_noticed(tmp_path):
 @pytest.mark.slow
 @on_linux
 def test_functions_of_a_shell_are_forked_after_torch_was_used_and_refused_once_cuda_was_used(tmp_path):
-    """torch.cuda.is_available() loads the driver; any library of that name stands in for it here."""
+    """torch.cuda.is_available() starts CUDA; a library of the driver's name stands in for it here."""
+    _make_driver(tmp_path)
     code = (
         "import torch\n"
         "x = (torch.ones(500, 500) + 1).sum()\n"  # starts threads that a forked process has not
-        "import ctypes, _ctypes, shutil, sys, distributed as dist, launcher\n"
+        "import ctypes, distributed as dist, launcher\n"
         "print(launcher.fork_is_safe())\n"
-        f"fake = {str(tmp_path / 'libcuda.so.1')!r}\n"
-        "shutil.copy(_ctypes.__file__ if hasattr(_ctypes, '__file__') else sys.executable, fake)\n"
         "def work(rank, n):\n"
         "    dist.init_process_group(rank, n)\n"
         "    return dist.all_reduce((torch.ones(500, 500)).sum()).item()\n"
         "print(dist.launch(work, nproc=2))\n"
-        "handle = ctypes.CDLL(fake)\n"
+        "ctypes.CDLL('libcuda.so.1').cuInit(0)\n"
         "try: dist.launch(work, nproc=2)\n"
         "except RuntimeError as problem: print(problem)\n"
     )
     # GOTO_NUM_THREADS: no threads of OpenBLAS, which would be seen instead
-    result = shell("-c", code, PYTHONPATH=ROOT, GOTO_NUM_THREADS=1, OMP_NUM_THREADS=2)
+    result = shell("-c", code, PYTHONPATH=ROOT, GOTO_NUM_THREADS=1, OMP_NUM_THREADS=2, LD_LIBRARY_PATH=tmp_path)
     safe, _, total, refusal = result.out.splitlines()
     assert safe == "False" and total == "500000.0", result
     assert refusal.startswith("a new process can't find work, defined in a notebook or shell, and this"), result
 
 
+def _main(file=None, module=None, **names):
+    """A main module as Python makes it."""
+    spec = SimpleNamespace(name=module) if module else None
+    return SimpleNamespace(__spec__=spec, **({"__file__": file} if file else {}), **names)
+
+
 @pytest.mark.parametrize(
-    ("main", "defined_in", "expected"),
+    ("main", "in_main", "elsewhere"),
     [
-        ({"__file__": __file__, "__spec__": None}, "__main__", "spawn"),  # python script.py
-        ({"__file__": "<stdin>", "__spec__": None}, "elsewhere", "fork"),  # python - : spawn would look for that file
-        ({"__spec__": None}, "elsewhere", "spawn"),  # python -c, a notebook
-        ({"__spec__": None}, "__main__", "fork"),
-        ({"__file__": "away.zip/__main__.py", "__spec__": "a module"}, "__main__", "spawn"),  # python away.zip
+        (_main(__file__), "spawn", "spawn"),  # python script.py
+        (_main(__file__, "folder.module"), "spawn", "spawn"),  # python -m folder.module
+        (_main("folder/__main__.py", "folder.__main__"), "fork", "spawn"),  # python -m folder: spawn skips __main__.py
+        (_main("away.zip/__main__.py", "__main__"), "fork", "spawn"),  # python away.zip
+        (_main("<stdin>"), "fork", "fork"),  # python - : spawn would look for that file
+        (_main(), "fork", "spawn"),  # python -c, a notebook
     ],
 )
 @pytest.mark.parametrize("wrap", [lambda function: function, functools.partial], ids=["plain", "partial"])
 @on_linux
-def test_what_a_new_process_can_not_import_is_forked(wrap, main, defined_in, expected, monkeypatch):
-    def function():
+def test_what_a_new_process_can_not_import_is_forked(wrap, main, in_main, elsewhere, monkeypatch):
+    def work():
         pass
 
-    function.__module__ = defined_in
+    work.__module__, work.__qualname__ = "__main__", "work"
+    main.work = work
     monkeypatch.setattr(launcher, "fork_is_safe", lambda: False)
-    monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace(**main))
-    assert launcher._start_method(wrap(function), 2)[0] == expected
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    assert launcher._start_method((wrap(work), (), None), 2)[0] == in_main
+    assert launcher._start_method((wrap(_returns), (), None), 2)[0] == elsewhere
+    local = lambda: None  # noqa: E731
+    if in_main == "fork" and not main.__spec__:  # a shell or a notebook: there a function may have no file
+        assert launcher._start_method((local, (), None), 2)[0] == "fork"
+        return
+    with pytest.raises(RuntimeError, match=r"^<lambda> and its arguments can't be sent to a new process .*pickle"):
+        launcher._start_method((local, (), None), 2)
+    with pytest.raises(RuntimeError, match=r"^_returns and its arguments can't be sent .*Lock objects should only be"):
+        launcher._start_method((_returns, (multiprocessing.Lock(),), None), 2)
+
+
+DRIVER = """
+static int started;
+int cuInit(unsigned flags) { started = 1; return 0; }
+int cuDeviceGetCount(int *count) { *count = 2; return started ? 0 : 3; }
+"""
+
+
+def _make_driver(folder):
+    """A CUDA driver that can be loaded and started, and nothing else."""
+    if not shutil.which("cc"):
+        pytest.skip("needs a C compiler")
+    (folder / "driver.c").write_text(DRIVER)
+    command = ["cc", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", "libcuda.so.1", "driver.c"]
+    subprocess.run(command, cwd=folder, check=True)
+
+
+LOADS_DRIVER = """
+import ctypes, torch, launcher
+print(launcher.fork_is_safe())
+driver = ctypes.CDLL("libcuda.so.1")
+print(launcher.fork_is_safe())
+driver.cuInit(0)
+print(launcher.fork_is_safe())
+"""
+
+
+@pytest.mark.slow
+@on_linux
+def test_a_driver_that_is_loaded_does_not_keep_a_process_from_being_forked_but_cuda_does(tmp_path):
+    """libcublasLt loads it as soon as torch is imported."""
+    _make_driver(tmp_path)
+    (tmp_path / "program.py").write_text(LOADS_DRIVER)
+    result = shell(tmp_path / "program.py", PYTHONPATH=ROOT, LD_LIBRARY_PATH=tmp_path, OPENBLAS_NUM_THREADS=1)
+    assert result.out.split() == ["True", "True", "False"], result.err
+
+
+SPAWNS = """
+import threading
+class Model(torch.nn.Linear): pass
+def train(rank, n, model, shared):
+    for tensor in (model.weight, shared):
+        tensor.data += rank + 1
+    time.sleep(0.2)
+    return model.weight.item(), shared.item()
+if __name__ == "__main__":
+    model = Model(1, 1)
+    torch.nn.init.ones_(model.weight)
+    shared = torch.ones(1).share_memory_()
+    done = threading.Event()
+    threading.Thread(target=done.wait).start()  # so that launch spawns
+    print(dist.launch(train, model, shared, nproc=2), model.weight.item(), shared.item())
+    done.set()
+"""
+
+
+@pytest.mark.slow
+def test_a_spawned_process_gets_a_copy_of_a_model(tmp_path):
+    result = shell(program(tmp_path, SPAWNS), PYTHONPATH=ROOT)
+    assert result.out == "(2.0, 2.0) 1.0 1.0\n", result.err
+
+
+@pytest.mark.slow
+@on_linux
+def test_a_package_whose_main_module_calls_launch_runs_and_a_failed_import_is_named(tmp_path):
+    (tmp_path / "package").mkdir()
+    thread = "import threading\ndone = threading.Event()\nthreading.Thread(target=done.wait).start()\n"
+    calls = "try: print(dist.launch(work, nproc=2))\nfinally: done.set()\n"
+    program(tmp_path / "package", f"{thread}def work(rank, n): return n\n{calls}", "__main__.py")
+    result = shell("-m", "package", cwd=tmp_path, PYTHONPATH=ROOT)
+    assert (result.code, result.out) == (0, "2\n"), result.err
+    imports = "def work(rank, n): return n\nif __name__ != '__main__': raise KeyError('the cause')\n"
+    result = shell(program(tmp_path, f"{imports}{thread}{calls}"), PYTHONPATH=ROOT)
+    assert result.code == 1 and "KeyError: 'the cause'" in result.err
+    assert re.search(
+        r"rank \d of 2 failed first: ended while it was importing \(its own error is above\)\n", result.err
+    )
 
 
 def _prints(rank, n):
@@ -631,12 +892,16 @@ def test_an_exit_is_a_failure_as_python_has_it(code, error):
 
 
 @pytest.mark.parametrize("n", [1, 2])
-def test_the_callers_sigterm_is_as_it_was(n):
+def test_the_callers_sigterm_is_as_it_was_before_preemption(n):
     def worker(rank, world_size):
-        signal.signal(signal.SIGTERM, lambda *_: None)
+        dist.init_process_group()
+        stop = checkpoint.Preemption()
+        assert signal.getsignal(signal.SIGTERM) != before
+        os.kill(os.getpid(), signal.SIGTERM)
+        return bool(stop)
 
     before = signal.getsignal(signal.SIGTERM)
-    dist.launch(worker, nproc=n)
+    assert dist.launch(worker, nproc=n)
     assert signal.getsignal(signal.SIGTERM) == before
 
 
@@ -685,6 +950,6 @@ def _open_sockets(rank, n):
 @pytest.mark.parametrize("n", [2, 3])
 def test_nothing_can_be_reached_from_outside(n):
     found, interfaces = dist.launch(_open_sockets, nproc=n)
-    assert interfaces == [rendezvous.LOOPBACK] * 2  # whatever the host's name leads to
+    assert interfaces == list(rendezvous.LOOPBACK.values())  # whatever the host's name leads to
     assert len(found) >= n  # gloo listens, in each process
     assert set(found) <= LOOPBACK

@@ -1,4 +1,4 @@
-"""docs/mistakes.py and its page.  That the page shows what the programs print is compared in test_docs.py."""
+"""exercises/mistakes.py and its page.  That the page shows what the programs print is compared in test_docs.py."""
 
 import ast
 import re
@@ -8,7 +8,7 @@ from forked import ROOT, forker
 PAGE = (ROOT / "docs/mistakes.md").read_text(encoding="utf-8")
 FUNCTIONS = {
     node.name: node.end_lineno - node.lineno
-    for node in ast.parse((ROOT / "docs/mistakes.py").read_text(encoding="utf-8")).body
+    for node in ast.parse((ROOT / "exercises/mistakes.py").read_text(encoding="utf-8")).body
     if isinstance(node, ast.FunctionDef) and node.name != "worker"
 }
 
@@ -27,5 +27,5 @@ def test_wrong_and_right_print_different_things():
 
 
 def test_an_unknown_mistake_is_one_line():
-    done = forker().run("docs/mistakes.py", "set_epoch", "left", path=[ROOT])
+    done = forker().run("-m", "exercises.mistakes", "set_epoch", "left")
     assert done.code == 2 and "argument way: invalid choice: 'left'" in done.err

@@ -48,7 +48,7 @@ ONE = srun(0, 1, 0, "1")  # srun -n 1
 LAUNCHERS = {"torchrun": TORCHRUN, "mpirun (Open MPI)": OPENMPI, "mpirun (MPICH)": MPICH, "srun": SRUN}
 
 
-def under(env, function=rendezvous.world, *args):
+def under(env, function=rendezvous.get_world, *args):
     with mock.patch.dict(os.environ, env, clear=True):
         return function(*args)
 
@@ -185,9 +185,13 @@ def test_mpich_over_several_machines_needs_master_port():
 def test_the_place_is_repeated_in_torchruns_variables(launcher):
     """For all that read those, such as data.py's progress bar; the launcher's name stays known."""
 
+    names = rendezvous.LAUNCHERS["torchrun"]
+
     def ask_twice():
-        first, second = rendezvous.world(), rendezvous.world()
-        return first, second, {name: os.environ.get(name) for name in ("RANK", *rendezvous.LAUNCHERS["torchrun"])}
+        first = rendezvous.get_world()
+        assert not set(names) & set(os.environ) or launcher == "torchrun"  # asking writes nothing
+        rendezvous.set_torchruns_variables()
+        return first, rendezvous.get_world(), {name: os.environ.get(name) for name in names}
 
     first, second, said = under(LAUNCHERS[launcher], ask_twice)
     assert first == second == rendezvous.World(launcher, 1, 2, 1, 2)
@@ -199,7 +203,7 @@ RANK_3_OF_4 = RECOGNISED["torchrun, two nodes"][0]  # local rank 1 of 2
 
 @pytest.mark.parametrize(("rank", "world_size"), [(0, 4), (2, None), (3, 2), (1, 2), (None, 3)])
 def test_who_contradicts_the_launcher_is_refused(rank, world_size):
-    message = re.escape(f"init_process_group({rank}, {world_size}), but this is World(launcher='torchrun', rank=3, ")
+    message = re.escape(f"init_process_group({rank}, {world_size}), but torchrun says: rank 3 (local rank 1) of 4")
     with pytest.raises(ValueError, match=f"^{message}"):
         under(RANK_3_OF_4, dist.init_process_group, rank, world_size)
 
@@ -224,9 +228,10 @@ def _shows_a_bar(env):
             os.dup2(other, 2)
             sys.stderr = open(2, "w", closefd=False)
             os.environ |= env
-            dist.is_primary()
+            rendezvous.set_torchruns_variables()  # as `launch` and `init_process_group` do it
             images = data.Images(torch.zeros(4, 1, 2, 2, dtype=torch.uint8), torch.zeros(4), (0.0,), (1.0,))
-            list(data.batches(data.loader(images, 2, range(4)), torch.device("cpu")))
+            sampler = dist.data_sampler(images, shuffle=False)
+            list(data.batches(data.loader(images, 2, sampler), torch.device("cpu")))
         finally:
             os._exit(0)  # or, after an error, the rest of the tests would run here, too
     os.close(other)
@@ -281,7 +286,7 @@ def test_the_batch_is_shared_by_the_processes_of_all_nodes(capsys):
 
 
 def meeting_point(env):
-    return under(env, lambda: rendezvous.meeting_point(rendezvous.world()))
+    return under(env, lambda: rendezvous.meeting_point(rendezvous.get_world()))
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
@@ -294,6 +299,12 @@ def test_master_addr_and_master_port_win(launcher):
                 meeting_point(env | {name: value})
         else:
             assert value in map(str, meeting_point(env | {name: value}))
+
+
+def test_a_port_that_is_none_is_named():
+    for port in ("abc", "99999"):
+        with pytest.raises(ValueError, match=f"MASTER_PORT is {port}: "):
+            meeting_point(TORCHRUN | {"MASTER_ADDR": "there", "MASTER_PORT": port})
 
 
 @pytest.mark.parametrize("env", [{}, TORCHRUN])
@@ -338,6 +349,17 @@ def test_torchs_own_init_process_group_finds_the_meeting_point_under_srun():
     task = srun(0, 2, 0)
     seen = under(task, dist.launch, lambda rank, n: (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))
     assert seen == meeting_point(task)
+
+
+def test_on_one_machine_gloo_and_nccl_use_the_loopback_unless_they_are_told_otherwise():
+    def interfaces(rank, n):
+        return {name: os.environ.get(name) for name in rendezvous.LOOPBACK}
+
+    assert under(srun(0, 2, 0), dist.launch, interfaces) == rendezvous.LOOPBACK
+    chosen = {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "eth1"}
+    assert under(srun(0, 2, 0) | chosen, dist.launch, interfaces) == chosen
+    two_nodes = srun(0, 4, 0, "2(x2)", 0, "a,b")
+    assert under(two_nodes, dist.launch, interfaces) == dict.fromkeys(rendezvous.LOOPBACK)
 
 
 def test_a_single_node_is_its_own_first():

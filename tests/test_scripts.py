@@ -15,6 +15,7 @@ import torch
 from forked import ROOT, forker, shell
 from test_distributed import run as of_processes
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 import data
 import distributed as dist
@@ -98,13 +99,14 @@ def epochs(result, before, total=1):
 
 
 def banner(script, world_size, batch_size=BATCH):
-    share = batch_size // world_size
-    used = f"synthetic on cpu, --batch-size {batch_size}: global batch {share * world_size} = {world_size} x {share}"
+    used = f"synthetic on cpu, batch size {batch_size}"
+    if script == "mnist_single.py":
+        return [used]
     if script == "mnist_dataparallel.py":
         return ["DataParallel on 0 GPUs (with fewer than two it calls the model directly)", used]
-    if script in DDP_SCRIPTS:
-        return [f"distributed: {world_size} process{'es' if world_size > 1 else ''}, gloo, cpu", used]
-    return [used]
+    share = batch_size // world_size
+    used = f"synthetic on cpu, global batch {share * world_size} = {world_size} x {share}"
+    return [f"distributed: {world_size} process{'es' if world_size > 1 else ''}, gloo, cpu", used]
 
 
 # --------------------------------------------------------------------------------------------------------- good runs
@@ -146,6 +148,7 @@ def test_one_process_is_the_same_in_single_and_dataparallel(dry_run):
     # Nothing but the wrapper differs, and without GPUs that calls the model directly.
     single, parallel = (epochs(dry_run(s, 1)[0], banner(s, 1)) for s in MNIST_SCRIPTS[:2])
     assert single == parallel
+    assert dry_run(MNIST_SCRIPTS[0], 1)[1] == dry_run(MNIST_SCRIPTS[1], 1)[1]  # the weights after each step, bit by bit
 
 
 def test_seed(run, dry_run):
@@ -170,6 +173,38 @@ def test_amp_computes_almost_what_ddp_computes(dry_run):
     assert amp.loss != ddp.loss  # bfloat16 has three digits: were they equal, autocast would be off
 
 
+def three_steps(rank, n, train):
+    """Three steps of `train`, by numbers that are known: each step uses the gradient of its own batch alone.
+
+    The model is one weight for each of two classes, (w, -w); the pixel of every example is 1, its class 0.  So the
+    probability of class 1 is 1 / (1 + exp(2 w)), w grows by it times the learning rate 1, and the loss is minus the
+    logarithm of the rest.
+    """
+    dataset = data.Images(
+        torch.ones(3, 1, 1, 1, dtype=torch.uint8), torch.zeros(3, dtype=torch.int64), (0.0,), (1 / 255,)
+    )
+    model = nn.Sequential(nn.Flatten(), nn.Linear(1, 2, bias=False))
+    nn.init.zeros_(model[1].weight)
+    model = dist.prepare_ddp_model(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    weights = []
+    scheduler = SimpleNamespace(step=lambda: weights.append(dist.unwrap_model(model)[1].weight.flatten().tolist()))
+    loss, seen = train(model, data.loader(dataset, 1, range(3)), optimizer, scheduler, torch.device("cpu")).tolist()
+
+    w, expected, losses = 0.0, [], 0.0
+    for _ in range(3):
+        wrong = 1 / (1 + math.exp(2 * w))
+        w, losses = w + wrong, losses - math.log(1 - wrong)
+        expected += [w, -w]
+    assert sum(weights, []) == pytest.approx(expected, rel=1e-5)
+    assert (loss, seen) == (pytest.approx(losses, rel=1e-5), 3)
+
+
+@pytest.mark.parametrize(("module", "n"), [("single", 1), ("dataparallel", 1), ("ddp", 1), ("ddp", 2), ("ddp", 3)])
+def test_each_step_uses_the_gradient_of_its_own_batch_alone(module, n):
+    of_processes(three_steps, n, importlib.import_module(f"mnist_{module}").train)
+
+
 def in_float16(rank, n, train):
     """Loss scaling, by numbers that are known: three steps of `train` in float16 on the CPU, of which one overflows.
 
@@ -189,8 +224,8 @@ def in_float16(rank, n, train):
         weights.append(dist.unwrap_model(model)[1].weight.flatten().tolist())
         scales.append(scaler.get_scale())
 
-    loader, autocast = data.loader(dataset, 1, range(3)), torch.autocast("cpu", torch.float16)
-    train(model, loader, optimizer, SimpleNamespace(step=step), torch.device("cpu"), autocast, scaler)
+    loader, scheduler = data.loader(dataset, 1, range(3)), SimpleNamespace(step=step)
+    train(model, loader, optimizer, scheduler, torch.device("cpu"), torch.float16, scaler)
 
     # The first gradient, 2^16 x 1/2 x 2, is more than float16's 65504: all ranks skip the step, and halve the scale.
     # The other two fit; after two such steps the scale is doubled.
@@ -206,6 +241,31 @@ def test_loss_scaling(n):
     of_processes(in_float16, n, mnist_amp.train)
 
 
+# Rank 1's card is older than Ampere, rank 0's is not; the sums are the CPU's, and each rank notes its precision.
+MIXED_CARDS = """
+import os, sys, torch
+import distributed as dist
+class Card(str):
+    type = "cuda"
+get_device, autocast = dist.get_device, torch.autocast
+dist.get_device = lambda: Card("cpu") if sys._getframe(1).f_code.co_name == "main" else get_device()
+torch.cuda.get_device_capability = lambda device: (7, 5) if os.environ["RANK"] == "1" else (8, 0)
+def noted(device_type, dtype):
+    with open(f"dtype-{os.environ['RANK']}", "w") as file:
+        file.write(f"{device_type} {dtype}")
+    return autocast("cpu", torch.bfloat16)
+torch.autocast = noted
+"""
+
+
+def test_one_precision_for_different_cards(run, tmp_path):
+    """Else the gradients of the rank without loss scaling are added to scaled ones: the loss is nan."""
+    result = run("mnist_amp.py", *dry("mnist_amp.py"), before=MIXED_CARDS)
+    assert result.code == 0, result.err
+    noted = [(tmp_path / "cwd" / f"dtype-{rank}").read_text() for rank in range(2)]
+    assert noted == ["cuda torch.float16"] * 2
+
+
 NOTE_LOSSES = """
 import os, torch.nn.functional as F
 cross_entropy = F.cross_entropy
@@ -216,6 +276,25 @@ def noted(*args):
     return loss
 F.cross_entropy = noted
 """
+
+
+def losses_of_plain_sgd(world_size):
+    """Of min_DDP.py's steps, computed without DataLoader, sampler, optimizer and DDP, on the whole of each batch."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        points, model = torch.randn(1000, 8), nn.Linear(8, 8)
+    losses = []
+    for epoch in range(5):
+        order = torch.randperm(1000, generator=torch.Generator().manual_seed(epoch))
+        order = torch.cat([order, order[: -1000 % world_size]])  # equal shares
+        for batch in order.split(40 // world_size * world_size):
+            loss = nn.functional.cross_entropy(model(points[batch]), points[batch].argmax(1))
+            gradients = torch.autograd.grad(loss, list(model.parameters()))
+            with torch.no_grad():
+                for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+                    parameter -= 0.5 * gradient
+            losses.append(loss.item())
+    return losses
 
 
 @pytest.mark.parametrize(("world_size", "steps", "last_batch"), [(1, 25, 40), (2, 25, 40), (3, 26, 27)])
@@ -235,6 +314,9 @@ def test_min_ddp(run, tmp_path, world_size, steps, last_batch):
     of_ranks = [(tmp_path / "cwd" / f"losses-{rank}").read_text().split() for rank in range(world_size)]
     last = [[float(loss) for loss in of_rank[steps - 1 :: steps]] for of_rank in of_ranks]
     assert losses == pytest.approx([sum(of_epoch) / world_size for of_epoch in zip(*last, strict=True)], abs=6e-5)
+    steps_of_all = zip(*(map(float, of_rank) for of_rank in of_ranks), strict=True)
+    means = [sum(of_step) / world_size for of_step in steps_of_all]
+    assert means == pytest.approx(losses_of_plain_sgd(world_size), rel=1e-4)
 
 
 def test_min_ddp_by_default(dry_run):
@@ -435,6 +517,34 @@ def test_apex_that_cant_be_used(run, tmp_path, kind):
     result = run("mnist_apex.py", *DRY, path=[tmp_path / "lib"], before=hide)
     assert refused(result, "mnist_apex.py", words, "mnist_amp.py")
     assert ("25.04" in result.err) == (kind != "without CUDA")  # no other Apex would help there
+    assert ("pip install --no-build-isolation ./apex" in result.err) == (kind != "without CUDA")
+
+
+class ApexO1(TorchFunctionMode):
+    """Apex's rule for arithmetic under --opt-level O1: of float types it can mix float16 and float32 only."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        found = {arg.dtype for arg in args if isinstance(arg, torch.Tensor) and arg.is_floating_point()}
+        arithmetic = func.__name__.strip("_") in ("add", "iadd", "sub", "mul", "imul", "truediv", "eq")
+        if arithmetic and len(found) > 1 and not found <= {torch.float16, torch.float32}:
+            raise NotImplementedError(f"Do not know how to handle these types to promote: {found}")
+        return func(*args, **(kwargs or {}))
+
+
+def test_apex_o1_can_add_up_every_sum(tmp_path, monkeypatch):
+    write(tmp_path, {"apex/__init__.py": "", "apex/amp.py": AMP})
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in ("apex", "apex.amp"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    digits, _ = data.load("synthetic", "", limit=40)
+    loader, device, model = data.loader(digits, 20, range(40)), torch.device("cpu"), mnist_apex.ConvNet(1, 28)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with ApexO1():
+        _, seen = mnist_apex.train(model, loader, optimizer, SimpleNamespace(step=lambda: None), device)
+        _, count = mnist_apex.evaluate(model, loader, device)
+    for name in ("apex", "apex.amp"):
+        monkeypatch.delitem(sys.modules, name)
+    assert seen == count == 40
 
 
 AMP = """

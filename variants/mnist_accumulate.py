@@ -4,6 +4,7 @@
 """
 
 import argparse
+import contextlib
 import time
 
 import torch
@@ -35,13 +36,14 @@ class ConvNet(nn.Sequential):
 def train(model, loader, optimizer, scheduler, device, accumulate):
     """One epoch; returns the sum of the losses and the number of examples, [2] float64."""
     model.train()
+    no_sync = getattr(model, "no_sync", contextlib.nullcontext)  # with one process there is no DDP around the model
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     for images, labels in data.batches(loader, device):
         micro_batches = list(zip(images.chunk(accumulate), labels.chunk(accumulate), strict=True))
         for number, (x, y) in enumerate(micro_batches, 1):
-            model.require_backward_grad_sync = number == len(micro_batches)  # as no_sync() does: the last one averages
-            loss = F.cross_entropy(model(x), y) * len(y) / len(labels)  # its share of the step's mean
-            loss.backward()
+            with no_sync() if number < len(micro_batches) else contextlib.nullcontext():  # the last one averages
+                loss = F.cross_entropy(model(x), y) * len(y) / len(labels)  # its share of the step's mean
+                loss.backward()
             sums[0] += loss.detach() * len(labels)
         optimizer.step()
         optimizer.zero_grad()
@@ -52,26 +54,25 @@ def train(model, loader, optimizer, scheduler, device, accumulate):
 
 @torch.no_grad()
 def evaluate(model, loader, device):
-    """The sum of the losses, the number of right answers and the number of examples, [3] float64."""
+    """The number of right answers and the number of examples, [2] float64."""
     model.eval()
-    sums = torch.zeros(3, dtype=torch.float64, device=device)
+    sums = torch.zeros(2, dtype=torch.float64, device=device)
     for images, labels in data.batches(loader, device):
-        logits = model(images)
-        sums[0] += F.cross_entropy(logits, labels, reduction="sum")
-        sums[1] += (logits.argmax(1) == labels).sum()
-        sums[2] += len(labels)
+        sums[0] += (model(images).argmax(1) == labels).sum()
+        sums[1] += len(labels)
     return sums.cpu()
 
 
 def main(local_rank, world_size, args):
     dist.init_process_group(backend=args.backend, checked=args.dry_run)
-    log, device = dist.print_primary, dist.get_device()
+    device = dist.get_device()
     torch.manual_seed(args.seed)  # the same weights and order every time
 
-    batch_size = args.batch_size // world_size  # each process's share of the global batch
-    train_set, test_set = data.load(args.dataset, args.data_dir, 2 * batch_size * world_size if args.dry_run else None)
-    train_sampler = dist.data_sampler(train_set, distributed=True, seed=args.seed)
-    test_sampler = dist.data_sampler(test_set, distributed=True, shuffle=False, pad=False)
+    batch_size = args.batch_size // world_size  # each process's share
+    global_batch = batch_size * world_size  # less than --batch-size if it doesn't divide
+    train_set, test_set = data.load(args.dataset, args.data_dir, 2 * global_batch if args.dry_run else None)
+    train_sampler = dist.data_sampler(train_set, seed=args.seed)
+    test_sampler = dist.data_sampler(test_set, shuffle=False, pad=False)
     train_loader = data.loader(train_set, batch_size, train_sampler)
     test_loader = data.loader(test_set, batch_size, test_sampler)
 
@@ -80,8 +81,7 @@ def main(local_rank, world_size, args):
     optimizer = torch.optim.SGD(model.parameters(), args.lr, momentum=0.9)
     model = dist.prepare_ddp_model(model)  # averages the gradients of all processes
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, total_steps=args.epochs * len(train_loader))
-    used = f"{world_size * batch_size} = {world_size} x {batch_size}"  # less than --batch-size if it doesn't divide
-    log(f"{args.dataset} on {device}, --batch-size {args.batch_size}: global batch {used}")
+    dist.print_primary(f"{args.dataset} on {device}, global batch {global_batch} = {world_size} x {batch_size}")
 
     started = time.perf_counter()
     for epoch in range(args.epochs):
@@ -90,13 +90,15 @@ def main(local_rank, world_size, args):
         trained = train(model, train_loader, optimizer, scheduler, device, args.accumulate)
         seconds = time.perf_counter() - epoch_started
         tested = evaluate(model, test_loader, device)
-        trained, tested = dist.all_reduce(trained), dist.all_reduce(tested)
-        (loss, seen), (_, correct, count) = trained.tolist(), tested.tolist()
-        log(
+        dist.all_reduce(trained)  # in place: now the sums over all processes
+        dist.all_reduce(tested)
+        loss, seen = trained.tolist()
+        correct, count = tested.tolist()
+        dist.print_primary(
             f"epoch {epoch + 1}/{args.epochs}  loss {loss / seen:.4f}  "
             f"accuracy {correct / count:.2%} ({correct:.0f}/{count:.0f})  {seen / seconds:.0f} images/s"
         )
-    log(f"done in {time.perf_counter() - started:.1f} s")
+    dist.print_primary(f"done in {time.perf_counter() - started:.1f} s")
     dist.cleanup()
 
 

@@ -53,14 +53,12 @@ def train(model, loader, optimizer, scheduler, device):
 
 @torch.no_grad()
 def evaluate(model, loader, device):
-    """The sum of the losses, the number of right answers and the number of examples, [3] float64."""
+    """The number of right answers and the number of examples, [2] float64."""
     model.eval()
-    sums = torch.zeros(3, dtype=torch.float64, device=device)
+    sums = torch.zeros(2, dtype=torch.float64, device=device)
     for images, labels in data.batches(loader, device):
-        logits = model(images)
-        sums[0] += F.cross_entropy(logits, labels, reduction="sum")
-        sums[1] += (logits.argmax(1) == labels).sum()
-        sums[2] += len(labels)
+        sums[0] += (model(images).argmax(1) == labels).sum()
+        sums[1] += len(labels)
     return sums.cpu()
 
 
@@ -69,8 +67,9 @@ def main(local_rank, world_size, args):
     device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
     torch.manual_seed(args.seed)  # the same weights and order every time
 
-    batch_size = args.batch_size // world_size  # each process's share of the global batch
-    train_set, test_set = data.load(args.dataset, args.data_dir, 2 * batch_size * world_size if args.dry_run else None)
+    batch_size = args.batch_size // world_size  # each process's share
+    global_batch = batch_size * world_size  # less than --batch-size if it doesn't divide
+    train_set, test_set = data.load(args.dataset, args.data_dir, 2 * global_batch if args.dry_run else None)
     train_sampler = torch.utils.data.DistributedSampler(train_set, world_size, hvd.rank(), seed=args.seed)
     test_sampler = range(hvd.rank(), len(test_set), world_size)  # DistributedSampler would repeat some examples
     train_loader = data.loader(train_set, batch_size, train_sampler)
@@ -82,8 +81,7 @@ def main(local_rank, world_size, args):
     optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())  # averages the gradients, in backward
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)  # all start from rank 0's weights
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, total_steps=args.epochs * len(train_loader))
-    used = f"{world_size * batch_size} = {world_size} x {batch_size}"  # less than --batch-size if it doesn't divide
-    log(f"{args.dataset} on {device}, --batch-size {args.batch_size}: global batch {used}")
+    log(f"{args.dataset} on {device}, global batch {global_batch} = {world_size} x {batch_size}")
 
     started = time.perf_counter()
     for epoch in range(args.epochs):
@@ -93,8 +91,10 @@ def main(local_rank, world_size, args):
         seconds = time.perf_counter() - epoch_started
         hvd.broadcast_parameters(dict(model.named_buffers()), root_rank=0)  # BatchNorm's averages
         tested = evaluate(model, test_loader, device)
-        trained, tested = hvd.allreduce(trained, op=hvd.Sum), hvd.allreduce(tested, op=hvd.Sum)
-        (loss, seen), (_, correct, count) = trained.tolist(), tested.tolist()
+        trained = hvd.allreduce(trained, op=hvd.Sum)
+        tested = hvd.allreduce(tested, op=hvd.Sum)
+        loss, seen = trained.tolist()
+        correct, count = tested.tolist()
         log(
             f"epoch {epoch + 1}/{args.epochs}  loss {loss / seen:.4f}  "
             f"accuracy {correct / count:.2%} ({correct:.0f}/{count:.0f})  {seen / seconds:.0f} images/s"

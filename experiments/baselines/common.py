@@ -1,0 +1,70 @@
+"""What the programs of this folder share: flags, model, data as every tutorial loads it, and the line after each epoch.
+
+The model, the flags and their defaults are those of mnist_ddp.py.  So is the recipe (SGD with momentum, OneCycleLR):
+the programs differ in how they load data and talk to each other, not in what they learn.
+"""
+
+import argparse
+
+import torch
+from PIL import Image
+from torchvision import datasets, transforms
+
+import data
+from mnist_single import ConvNet
+
+
+def make_parser(description: str | None = None) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--dataset", default="mnist", choices=data.DATASETS)
+    parser.add_argument("--data-dir", default="data")
+    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--batch-size", type=int, default=200, help="of all processes together")
+    parser.add_argument("--lr", type=float, default=0.1)
+    parser.add_argument("--seed", type=int, default=0)
+    return parser
+
+
+def parse_args() -> argparse.Namespace:
+    return make_parser().parse_args()
+
+
+class SyntheticDigits(datasets.VisionDataset):
+    """The digits of --dataset synthetic, one PIL image at a time, as torchvision's data sets hand out theirs."""
+
+    def __init__(self, images: data.Images, transform: transforms.Compose) -> None:
+        super().__init__(transform=transform)
+        self.images, self.labels = images.images[:, 0].numpy(), images.labels.tolist()
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return self.transform(Image.fromarray(self.images[index])), self.labels[index]
+
+
+def load(args: argparse.Namespace) -> tuple[torch.utils.data.Dataset, torch.utils.data.Dataset]:
+    """The train and the test set; each image is a PIL image that ToTensor and Normalize transform, one by one."""
+
+    def transform(mean: tuple, std: tuple) -> transforms.Compose:
+        return transforms.Compose([transforms.ToTensor(), transforms.Normalize(mean, std)])
+
+    if args.dataset == "synthetic":
+        return tuple(SyntheticDigits(part, transform(part.mean, part.std)) for part in data.load("synthetic", ""))
+    if args.dataset == "cifar10":
+        source, used = datasets.CIFAR10, transform((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
+    else:
+        source, used = datasets.MNIST, transform((0.1307,), (0.3081,))
+    return tuple(source(args.data_dir, train=train, transform=used) for train in (True, False))
+
+
+def make_model(args: argparse.Namespace) -> ConvNet:
+    """The scripts' model, with the same initial weights."""
+    torch.manual_seed(args.seed)
+    return ConvNet(3, 32) if args.dataset == "cifar10" else ConvNet(1, 28)
+
+
+def epoch_line(epoch: int, epochs: int, loss: float, correct: int, count: int, images_per_s: float) -> str:
+    """The scripts' line; epoch starts with 1, loss is the average over the examples."""
+    accuracy = f"accuracy {correct / count:.2%} ({correct}/{count})"
+    return f"epoch {epoch}/{epochs}  loss {loss:.4f}  {accuracy}  {images_per_s:.0f} images/s"

@@ -1,0 +1,379 @@
+"""The right and the wrong ways to train with several processes, of which equivalence.py measures each.
+
+Each way is a function of a few lines.  It trains the network of `Run` and yields the model after each step: there it is
+compared with the model of a plain loop in one process.  Its docstring says what happens; "wrong:" marks the mistake.
+"""
+
+import contextlib
+import itertools
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import distributed as torch_dist
+from torch import nn
+from torch.distributed import fsdp
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.utils.data import BatchSampler
+
+import distributed as dist
+
+EXAMPLES, BATCH = 203, 48  # 203 = 4 * 48 + 11: an epoch's last batch is smaller, and can't be shared out equally
+HIDDEN, LR = 16, 0.05
+Batches = Iterator[tuple[torch.Tensor, torch.Tensor]]  # inputs [N, 8], targets [N] int64
+Models = Iterator[nn.Module]  # the model after each step
+
+
+class Net(nn.Module):
+    """Inputs [N, 8] -> logits [N, 4].  mask, [N, HIDDEN], multiplies the hidden layer: dropout."""
+
+    def __init__(self, norm: type[nn.Module]) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(8, HIDDEN), norm(HIDDEN), nn.Linear(HIDDEN, 4)
+
+    def forward(self, inputs: torch.Tensor, mask: torch.Tensor | float = 1.0) -> torch.Tensor:
+        return self.last(torch.tanh(self.norm(self.first(inputs))) * mask)
+
+
+class Run:
+    """What all ways share: data, initial weights, global batches.  `note` is for what a way has counted, as text."""
+
+    def __init__(self, dtype: torch.dtype, steps: int) -> None:
+        random = torch.Generator().manual_seed(0)
+        inputs, noise = torch.randn(EXAMPLES, 8, generator=random), torch.randn(EXAMPLES, 4, generator=random)
+        targets = (inputs @ torch.randn(8, 4, generator=random) + noise).argmax(1)
+        self.device, self.dtype, self.steps, self.note = dist.get_device(), dtype, steps, ""
+        self.inputs, self.targets = inputs.to(self.device, dtype), targets.to(self.device)
+        self.seen = torch.zeros(EXAMPLES)  # how often this process has trained on each example
+        self.mask = None
+
+    def network(self, norm: type[nn.Module] = nn.Identity) -> nn.Module:
+        torch.manual_seed(0)  # the same initial weights every time
+        return Net(norm).to(self.device, self.dtype)
+
+    def ddp_network(self, norm: type[nn.Module] = nn.Identity) -> nn.Module:
+        return dist.prepare_ddp_model(self.network(norm))
+
+    def batches(self, uneven: bool = False) -> Batches:
+        """The global batches, for one process: a new order in each epoch.  uneven: with the last, smaller batch."""
+        orders = (torch.randperm(EXAMPLES, generator=torch.Generator().manual_seed(n)) for n in itertools.count())
+        batches = (batch for order in orders for batch in order.split(BATCH) if uneven or len(batch) == BATCH)
+        return ((self.inputs[batch], self.targets[batch]) for batch in itertools.islice(batches, self.steps))
+
+    def shares(self, uneven: bool = False, set_epoch: bool = True) -> Batches:
+        """This process's shares of the same global batches, from a sampler, as in a training script."""
+        sampler = dist.data_sampler(range(EXAMPLES), pad=False)
+        loader = BatchSampler(sampler, BATCH // dist.get_world_size(), drop_last=not uneven)
+        for step in range(self.steps):
+            if step % len(loader) == 0:
+                if set_epoch:
+                    sampler.set_epoch(step // len(loader))
+                epoch = iter(loader)
+            share = next(epoch)
+            self.seen[share] += 1
+            yield self.inputs[share], self.targets[share]
+
+    def draw_mask(self, rows: int) -> torch.Tensor:
+        """[rows, HIDDEN]: 0 or 2 with probability 1/2, from torch's random numbers; the same in every precision."""
+        self.mask = F.dropout(torch.ones(rows, HIDDEN, device=self.device), p=0.5)
+        return self.mask.to(self.dtype)
+
+    def dropout_loss(self, model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(model(inputs, self.draw_mask(len(inputs))), targets)
+
+
+def mean_loss(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(model(inputs), targets)
+
+
+def sgd(model: nn.Module, lr: float = LR) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr, momentum=0.9)
+
+
+def update(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def train(model: nn.Module, batches: Batches, loss: Callable = mean_loss, lr: float = LR) -> Models:
+    """The usual loop, for one process and for many."""
+    optimizer = sgd(model, lr)
+    for inputs, targets in batches:
+        loss(model, inputs, targets).backward()
+        update(optimizer)
+        yield model
+
+
+# ------------------------------------------------------------------------- one process: what the ways are compared with
+
+
+def one_process(run: Run) -> Models:
+    return train(run.network(), run.batches())
+
+
+def one_process_uneven(run: Run) -> Models:
+    return train(run.network(), run.batches(uneven=True))
+
+
+def one_process_batchnorm(run: Run) -> Models:
+    return train(run.network(nn.BatchNorm1d), run.batches())
+
+
+def one_process_dropout(run: Run) -> Models:
+    model = run.network()
+    torch.manual_seed(1)
+    return train(model, run.batches(), run.dropout_loss)
+
+
+def one_process_accuracy(run: Run) -> Iterator[torch.Tensor]:
+    for model in one_process(run):
+        with torch.no_grad():
+            yield (model(run.inputs).argmax(1) == run.targets).double().mean()
+
+
+# ------------------------------------------------------------------------------------------------------ the right ways
+
+
+def ddp(run: Run) -> Models:
+    """Equal shares; DDP averages their gradients."""
+    return train(run.ddp_network(), run.shares())
+
+
+def ddp_by_hand(run: Run) -> Models:
+    """An all-reduce for each gradient, instead of DDP."""
+    model = run.network()
+    dist.sync_params(model.parameters())  # all start from rank 0's weights
+    optimizer = sgd(model)
+    for inputs, targets in run.shares():
+        mean_loss(model, inputs, targets).backward()
+        for param in model.parameters():
+            param.grad = dist.all_reduce(param.grad, "mean")
+        update(optimizer)
+        yield model
+
+
+def no_sync(model: nn.Module) -> contextlib.AbstractContextManager:
+    """DDP's no_sync; nothing with one process, where the model is not DDP's."""
+    return model.no_sync() if hasattr(model, "no_sync") else contextlib.nullcontext()
+
+
+def accumulation(run: Run) -> Models:
+    """Each share in two parts; gradients are exchanged once, in the second."""
+    model = run.ddp_network()
+    optimizer = sgd(model)
+    for inputs, targets in run.shares():
+        first, last = zip(inputs.chunk(2), targets.chunk(2), strict=True)
+        with no_sync(model):  # around forward and backward
+            (mean_loss(model, *first) / 2).backward()
+        (mean_loss(model, *last) / 2).backward()
+        update(optimizer)
+        yield model
+
+
+def fsdp_fully_shard(run: Run) -> Models:
+    """Each process keeps its part of every weight."""
+    if torch.__version__ < (2, 9):
+        raise NotImplementedError("needs torch 2.9")
+    mesh = torch_dist.init_device_mesh(run.device.type, (dist.get_world_size(),))
+    return train(fsdp.fully_shard(run.network(), mesh=mesh), run.shares())
+
+
+def weighted_by_examples(run: Run) -> Models:
+    """Uneven shares: each process's sum of losses, divided by the number of examples of all processes."""
+
+    def loss(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        total = dist.all_reduce(torch.tensor(len(targets))).item()
+        share = F.cross_entropy(model(inputs), targets, reduction="sum") / total
+        return share * dist.get_world_size()  # because DDP divides by it
+
+    return train(run.ddp_network(), run.shares(uneven=True), loss)
+
+
+class Total(torch.autograd.Function):
+    """The sum over all ranks, for autograd: each rank's input has a part in all ranks' losses."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return dist.all_reduce(tensor.clone())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return dist.all_reduce(gradient.clone())  # autograd may still need it
+
+
+class GlobalBatchNorm(nn.BatchNorm1d):
+    """What torch's SyncBatchNorm computes on GPUs, in training, here for shares of the same size."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        count = len(inputs) * dist.get_world_size()
+        centred = inputs - Total.apply(inputs.sum(0)) / count
+        variance = Total.apply(centred.square().sum(0)) / count
+        return centred / (variance + self.eps).sqrt() * self.weight + self.bias
+
+
+def batchnorm_global(run: Run) -> Models:
+    """Mean and variance of the global batch."""
+    return train(run.ddp_network(GlobalBatchNorm), run.shares())
+
+
+def dropout_by_example(run: Run) -> Models:
+    """All ranks draw the masks of the global batch; each uses those of its own examples."""
+
+    def loss(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        masks = run.draw_mask(BATCH)[dist.get_rank() :: dist.get_world_size()]  # as the sampler deals examples out
+        return F.cross_entropy(model(inputs, masks), targets)
+
+    model = run.ddp_network()
+    torch.manual_seed(1)  # the same on all ranks
+    return train(model, run.shares(), loss)
+
+
+def accuracies(run: Run, pad: bool) -> Iterator[torch.Tensor]:
+    """Of DDP's model, on all examples; each process evaluates its share."""
+    share = list(dist.data_sampler(range(EXAMPLES), shuffle=False, pad=pad))
+    for model in ddp(run):
+        with torch.no_grad():
+            right = (model(run.inputs[share]).argmax(1) == run.targets[share]).sum().item()
+        correct, count = dist.all_reduce(torch.tensor([right, len(share)], dtype=torch.float64))
+        run.note = f"{count:.0f} of {EXAMPLES} examples counted"
+        yield correct / count
+
+
+def evaluation(run: Run) -> Iterator[torch.Tensor]:
+    """Each example is counted once (`pad=False`)."""
+    return accuracies(run, pad=False)
+
+
+# ------------------------------------------------------------------------------------------------------ the wrong ways
+
+
+def no_set_epoch(run: Run) -> Models:
+    """Every epoch has the same batches, and leaves out the same examples."""
+    warnings.filterwarnings("ignore", "call sampler.set_epoch")  # dist.data_sampler notices
+    yield from train(run.ddp_network(), run.shares(set_epoch=False))  # wrong: no sampler.set_epoch(epoch)
+    run.note = f"{(dist.all_reduce(run.seen) == 0).sum()} of {EXAMPLES} examples never seen"
+
+
+def mean_of_means(run: Run) -> Models:
+    """In an uneven last batch, examples of a smaller share weigh more."""
+    return train(run.ddp_network(), run.shares(uneven=True))  # wrong: averages the means of 6 and of 5 examples
+
+
+def batchnorm_of_the_share(run: Run) -> Models:
+    """DDP's default: each process normalises by the mean and variance of its own share."""
+    return train(run.ddp_network(nn.BatchNorm1d), run.shares())  # wrong: BatchNorm sees its share only
+
+
+def lr_scaled(run: Run) -> Models:
+    """The same global batch has the same average gradient: there is nothing to scale."""
+    return train(run.ddp_network(), run.shares(), lr=LR * dist.get_world_size())  # wrong: LR
+
+
+def loss_divided_twice(run: Run) -> Models:
+    """DDP divides by the number of processes. Doing it again is a smaller learning rate."""
+
+    def loss(*batch: Any) -> torch.Tensor:
+        return mean_loss(*batch) / dist.get_world_size()  # wrong: DDP does that
+
+    return train(run.ddp_network(), run.shares(), loss)
+
+
+def no_sync_last_forward(run: Run) -> Models:
+    """The forward pass decides: no gradient is ever exchanged, and each rank trains a model of its own."""
+    model = run.ddp_network()
+    optimizer = sgd(model)
+    for inputs, targets in run.shares():
+        first, last = zip(inputs.chunk(2), targets.chunk(2), strict=True)
+        with no_sync(model):
+            (mean_loss(model, *first) / 2).backward()
+            loss = mean_loss(model, *last) / 2  # wrong: the last forward is inside, its backward outside
+        loss.backward()
+        update(optimizer)
+        yield model
+
+
+def no_sync_backward_only(run: Run) -> Models:
+    """No error, but of no use: each part exchanges its gradients."""
+    model, exchanged = run.ddp_network(), []
+
+    def count(state: Any, bucket: torch_dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        exchanged.append(bucket.index())
+        return default_hooks.allreduce_hook(state, bucket)
+
+    if dist.get_world_size() > 1:
+        model.register_comm_hook(None, count)
+    optimizer = sgd(model)
+    for inputs, targets in run.shares():
+        first, last = zip(inputs.chunk(2), targets.chunk(2), strict=True)
+        loss = mean_loss(model, *first) / 2  # wrong: the forward is outside
+        with no_sync(model):
+            loss.backward()
+        (mean_loss(model, *last) / 2).backward()
+        update(optimizer)
+        yield model
+    run.note = f"{len(exchanged)} all-reduces in {run.steps} steps"
+
+
+def dropout_seeded_alike(run: Run) -> Models:
+    """All ranks draw the same masks: there are fewer different ones to average over."""
+    model = run.ddp_network()
+    torch.manual_seed(1)  # wrong: the same on all ranks
+    yield from train(model, run.shares(), run.dropout_loss)
+    masks = torch.cat(dist.gather(run.mask)).unique(dim=0)
+    run.note = f"{len(masks)} different masks for {BATCH} examples"
+
+
+def dropout_seeded_by_rank(run: Run) -> Models:
+    """No error: other masks than those of one process, but as many."""
+    model = run.ddp_network()
+    torch.manual_seed(1 + dist.get_rank())
+    yield from train(model, run.shares(), run.dropout_loss)
+    masks = torch.cat(dist.gather(run.mask)).unique(dim=0)
+    run.note = f"{len(masks)} different masks for {BATCH} examples"
+
+
+def padded_evaluation(run: Run) -> Iterator[torch.Tensor]:
+    """torch's DistributedSampler repeats examples until all shares are equal, and they are counted again."""
+    return accuracies(run, pad=True)  # wrong: torch's default
+
+
+# -------------------------------------------------------------------------------------------------------- all of them
+
+
+class Way(NamedTuple):
+    name: str
+    function: Callable[[Run], Iterator]
+    must_be_equal: bool
+    against: Callable[[Run], Iterator] = one_process
+
+    @property
+    def sentence(self) -> str:
+        return " ".join(self.function.__doc__.split())
+
+    @property
+    def is_accuracy(self) -> bool:
+        return self.against == one_process_accuracy
+
+
+WAYS = [
+    Way("DDP", ddp, True),
+    Way("DDP by hand", ddp_by_hand, True),
+    Way("gradient accumulation", accumulation, True),
+    Way("FSDP", fsdp_fully_shard, True),
+    Way("uneven shares, weighted", weighted_by_examples, True, one_process_uneven),
+    Way("BatchNorm, global batch", batchnorm_global, True, one_process_batchnorm),
+    Way("dropout by example", dropout_by_example, True, one_process_dropout),
+    Way("evaluation, exact", evaluation, True, one_process_accuracy),
+    Way("uneven shares, mean of means", mean_of_means, False, one_process_uneven),
+    Way("BatchNorm, each its share", batchnorm_of_the_share, False, one_process_batchnorm),
+    Way("learning rate x processes", lr_scaled, False),
+    Way("loss divided twice", loss_divided_twice, False),
+    Way("no set_epoch", no_set_epoch, False),
+    Way("no_sync around last forward", no_sync_last_forward, False),
+    Way("no_sync around backward only", no_sync_backward_only, False),
+    Way("dropout, one seed for all", dropout_seeded_alike, False, one_process_dropout),
+    Way("dropout, a seed per rank", dropout_seeded_by_rank, False, one_process_dropout),
+    Way("evaluation, padded", padded_evaluation, False, one_process_accuracy),
+]

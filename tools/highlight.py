@@ -1,0 +1,113 @@
+"""The files of this repository as lines of HTML: in colours, with links to the helpers.  For pages.py."""
+
+import ast
+import functools
+import itertools
+import re
+from collections.abc import Iterable, Sequence
+from html import escape
+from pathlib import Path
+from typing import NamedTuple
+
+from pygments.lexers import PythonLexer
+from pygments.token import Comment, Keyword, Name, Number, Operator, String
+
+ROOT = Path(__file__).resolve().parent.parent
+HELPERS = ["distributed.py", "rendezvous.py", "launcher.py", "data.py", "checkpoint.py", "report.py"]
+COLOURS = [(Comment, "c"), (Keyword, "k"), (Operator.Word, "k"), (String, "s"), (Number, "m")]
+COLOURS += [(Name.Function, "f"), (Name.Class, "f")]
+MODULES = {"dist": "distributed.py"} | {Path(helper).stem: helper for helper in HELPERS}  # as the scripts call them
+
+
+class Definition(NamedTuple):
+    name: str  # with its class, if it is a method
+    first: int  # its lines, from 1
+    last: int
+
+
+class Source:
+    """A file of the repository."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.name = Path(path).stem
+        self.text = (ROOT / path).read_text(encoding="utf-8")
+        self.lines = self.text.splitlines()
+        self.definitions = list(_definitions(ast.parse(self.text).body))
+
+    @functools.cached_property
+    def html(self) -> list[str]:
+        """Each line in colours, with links to the helpers."""
+        coloured = zip(_coloured(self.text), self.lines, strict=True)
+        return [linked(html, line, self.path) for html, line in coloured]
+
+
+@functools.cache
+def source(path: str) -> Source:
+    return Source(path)
+
+
+def _definitions(body: Iterable[ast.stmt], within: str = "") -> Iterable[Definition]:
+    for node in body:
+        if isinstance(node, ast.Assign | ast.AnnAssign):
+            name = getattr(node.targets[0] if isinstance(node, ast.Assign) else node.target, "id", None)
+        else:
+            name = getattr(node, "name", None)
+        if name is None or (within and not isinstance(node, ast.FunctionDef)):
+            continue
+        first = min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", []))])
+        yield Definition(within + name, first, node.end_lineno)
+        if isinstance(node, ast.ClassDef):
+            yield from _definitions(node.body, f"{name}.")
+
+
+def _coloured(text: str) -> list[str]:
+    lines, parts = [], []
+    for kind, token in PythonLexer(stripnl=False).get_tokens(text):
+        css = next((css for group, css in COLOURS if kind in group), "")
+        for part in re.findall(r"(?m)\n|^ +|[^\n]+", token):  # leading spaces stand outside of the colour
+            if part == "\n":
+                lines.append(_joined(parts))
+                parts = []
+            else:
+                parts.append(("" if part.isspace() else css, part))
+    return lines
+
+
+def _joined(parts: list[tuple[str, str]]) -> str:
+    html = ""
+    for css, group in itertools.groupby(parts, key=lambda part: part[0]):
+        text = escape("".join(part for _, part in group), quote=False)
+        html += f'<span class="{css}">{text}</span>' if css else text
+    return html
+
+
+def wrapped(html: str, ranges: Sequence[Sequence[int]], opening: str, closing: str) -> str:
+    """A line with tags around these ranges of its characters."""
+    if not ranges:
+        return html
+    out, position, inside = "", 0, False
+    for piece in re.findall(r"<[^>]*>|&\w+;|.", html):
+        wanted = piece[0] != "<" and any(start <= position < end for start, end in ranges)
+        if wanted != inside:
+            out += opening if wanted else closing
+        out, inside, position = out + piece, wanted, position + (piece[0] != "<")
+    return out + closing * inside
+
+
+@functools.cache
+def _names(helper: str) -> set[str]:
+    return {definition.name for definition in source(helper).definitions}
+
+
+def linked(html: str, line: str, path: str) -> str:
+    """Links `dist.reduce`, and in a helper's own page the calls of its functions."""
+    for m in re.finditer(r"(?<![\w.])(\w+)\.(\w+)", line):
+        helper = MODULES.get(m[1], "")
+        if helper and m[2] in _names(helper):
+            html = wrapped(html, [m.span()], f'<a href="{Path(helper).stem}.html#{m[2]}">', "</a>")
+    if path in HELPERS and not line.lstrip().startswith(("def ", "class ")):
+        for m in re.finditer(r"(?<![\w.])\w+(?=\()", line):
+            if m[0] in _names(path):
+                html = wrapped(html, [m.span()], f'<a href="#{m[0]}">', "</a>")
+    return html

@@ -1,0 +1,264 @@
+"""Writes the side-by-side pages: docs/index.html for all pairs of scripts, and one page for each helper file.
+
+    python -m tools.build --pages           # only these pages, in about a second
+    python -m tools.build                   # all that is generated
+
+tools/template.html, pages.css and pages.js are written into each page, so that it needs no other file and no network.
+index.html shows the pair FIRST; the other pairs wait in <template> elements.  A line stands in many pairs, so their
+rows hold only its number in one list of all lines (and headings, and notes), and pages.js copies it from there.
+
+The notes that explain the changes are in tools/notes.toml.
+"""
+
+import functools
+import itertools
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from html import escape
+from pathlib import Path
+from urllib.parse import quote
+
+from tools.align import Row, aligned, counts
+from tools.highlight import HELPERS, ROOT, Source, linked, source, wrapped
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+DOCS, TOOLS = ROOT / "docs", ROOT / "tools"
+MORE = {  # scripts that can be chosen, but are no step
+    "min_DDP.py": "the smallest complete DDP program, on one screen",
+    "cifar10_ddp.py": "a realistic training run: augmentation, a schedule, logs and checkpoints",
+}
+FIRST = ("mnist_single.py", "mnist_ddp.py")  # the diff that README.md shows
+
+
+# --------------------------------------------------------------------------------------------------------------- notes
+
+
+@functools.cache
+def pair_of(before: str, after: str) -> list[list[Row]]:
+    return aligned(source(before).lines, source(after).lines)
+
+
+def changes(parts: list[list[Row]]) -> list[list[Row]]:
+    return [part for part in parts if part[0].kind == "changed"]
+
+
+def changed_lines(change: list[Row], before: str, after: str) -> list[str]:
+    """Of both scripts."""
+    lines = []
+    for row in change:
+        if row.kind == "changed":
+            lines += (
+                source(before).lines[row.old.start : row.old.stop] + source(after).lines[row.new.start : row.new.stop]
+            )
+    return lines
+
+
+class Tree:
+    """The scripts, their parents, the notes."""
+
+    def __init__(self, steps: Iterable) -> None:
+        """`steps`: what tools/build.py has, with `script`, `parent` and `adds`."""
+        self.steps = {step.script: step for step in steps}
+        self.paths = [*self.steps, *MORE]
+        written = tomllib.loads((TOOLS / "notes.toml").read_text(encoding="utf-8"))
+        self.notes = [(step, note["line"], note["why"]) for step, notes in written.items() for note in notes]
+
+    def pairs(self) -> list[tuple[str, str]]:
+        """Those that the page offers, in the order in which one reads them."""
+        steps = [(step.parent, step.script) for step in self.steps.values() if step.parent]
+        return list(dict.fromkeys([FIRST, *steps]))
+
+    def ancestors(self, path: str) -> list[str]:
+        """The script itself, its parent, and so on."""
+        step = self.steps.get(path)
+        return [path, *self.ancestors(step.parent)] if step else []
+
+    def notes_on(self, change: list[Row], before: str, after: str) -> list[int]:
+        """Those of the steps that lead from one script to the other, as numbers in self.notes."""
+        way = self.ancestors(after)
+        steps = {Path(path).stem for path in way[: way.index(before)]} if before in way else set()
+        text = "\n" + "\n".join(changed_lines(change, before, after)) + "\n"
+        return [number for number, (step, line, _) in enumerate(self.notes) if step in steps and line in text]
+
+    def problems(self) -> list[str]:
+        """What is wrong with tools/notes.toml: a change without a note; a note that stands at no change, or at two."""
+        found, used = [], Counter()
+        for before, after in self.pairs():
+            for change in changes(pair_of(before, after)):
+                notes = self.notes_on(change, before, after)
+                if after in self.steps and self.steps[after].parent == before:
+                    used.update(notes)
+                if not notes:
+                    place = f"{after}, line {change[0].new.start + 1} (from {before})"
+                    text = "\n".join(changed_lines(change, before, after)).rstrip().rpartition("\n")[2].strip()
+                    found.append(f"tools/notes.toml has no note on the change at {place}:  {text}")
+        names = {Path(path).stem for path in self.steps}
+        for number, (step, line, _) in enumerate(self.notes):
+            if step not in names:
+                found.append(f"tools/notes.toml: STEPS in tools/build.py has no {step}")
+            elif used[number] != 1:
+                found.append(f"tools/notes.toml: a note on {step} stands at {used[number]} changes, not one:  {line}")
+        return found
+
+    def marked_up(self, text: str) -> str:
+        """`code`, with links to the helpers."""
+        parts = re.split(r"`([^`]+)`", text.strip())
+        parts[1::2] = [f"<code>{linked(escape(part, quote=False), part, '')}</code>" for part in parts[1::2]]
+        parts[::2] = [escape(part, quote=False) for part in parts[::2]]
+        return "".join(parts)
+
+    def about(self, before: str, after: str) -> str:
+        """What the second script adds."""
+        adds = self.steps[after].adds if after in self.steps else MORE[after]
+        return self.marked_up(f"{adds[:1].upper()}{adds[1:]}.")
+
+
+# ---------------------------------------------------------------------------------------------------------------- html
+
+
+def in_full(pieces: Iterable[str], first: int = 1) -> str:
+    """The pieces themselves; lines of code with their numbers, which begin with `first`."""
+    return "".join(piece.replace("<code style", f'<code data-n="{n}" style') for n, piece in enumerate(pieces, first))
+
+
+def _line(html: str) -> str:
+    indent = len(html) - len(html.lstrip(" "))
+    return f'<code style="--i:{indent}">{html}\n</code>'
+
+
+def _cell(script: Source, lines: range, marks: Sequence, place: Callable[..., str]) -> str:
+    pieces = [_line(wrapped(script.html[line], marks, "<mark>", "</mark>")) for line in lines]
+    return f"<div>{place(pieces, lines.start + 1)}</div>"
+
+
+def _row(row: Row, old: Source, new: Source, place: Callable[..., str]) -> str:
+    css = "row" if row.kind == "changed" else "row equal"
+    cells = _cell(old, row.old, row.marks[0], place) + _cell(new, row.new, row.marks[1], place)
+    html = f'<div class="{css}">{cells}</div>'
+    if row.kind != "folded":
+        return html
+    names = [d.name for d in new.definitions if d.first - 1 in row.new and "." not in d.name]
+    within = f": <code>{', '.join(names)}</code>" if names else ""
+    return f"<details><summary>{len(row.new)} equal lines{within}</summary>{html}</details>"
+
+
+def _head(script: Source) -> str:
+    copy = f'<button class="needs-script" data-copy aria-label="Copy {script.path}">copy</button>'
+    data = "data:text/x-python;charset=utf-8," + quote(script.text, safe="!~*'()")
+    load = f'<a download="{script.name}.py" href="{data}" aria-label="Download {script.path}">download</a>'
+    return f'<div class="head"><strong>{script.path}</strong> {copy} {load}</div>'
+
+
+def pair_html(tree: Tree, before: str, after: str, place: Callable[..., str]) -> str:
+    """Two scripts side by side.  `place` puts pieces of HTML (one element each) into the page."""
+    old, new, parts = source(before), source(after), pair_of(before, after)
+    added, removed = counts(parts)
+    about = place([f"<span>{tree.about(before, after)}</span>"])
+    html = f"<h2>{before} → {after}</h2>"
+    html += f'<p class="about"><b>+{added} −{removed}</b> lines. <span class="why">{about}</span></p>'
+    html += f'<div class="heads"><div>{place([_head(old)])}</div><div>{place([_head(new)])}</div></div>'
+    number = 0
+    for part in parts:
+        rows = "".join(_row(row, old, new, place) for row in part)
+        if part[0].kind != "changed":
+            html += f'<div class="between">{rows}</div>'
+            continue
+        number += 1
+        why = place([f"<p>{tree.marked_up(tree.notes[note][2])}</p>" for note in tree.notes_on(part, before, after)])
+        title = f'<h3 id="change{number}">Change {number} of {len(changes(parts))}</h3><div class="why">{why}</div>'
+        html += f'<div class="note" role="group" tabindex="-1" aria-labelledby="change{number}">{title}</div>'
+        html += f'<div class="change">{rows}</div>'
+    return html
+
+
+def _listing(script: Source) -> str:
+    """A helper file; each top-level definition is a section with its name as anchor."""
+    lines = [
+        in_full([_line(html)], number).replace("<code", f'<code id="L{number}"', 1)
+        for number, html in enumerate(script.html, 1)
+    ]
+    for d in script.definitions:
+        if "." in d.name:
+            lines[d.first - 1] = f'<a class="anchor" id="{d.name}"></a>{lines[d.first - 1]}'
+        else:
+            lines[d.first - 1] = f'<div class="definition" tabindex="-1" id="{d.name}">{lines[d.first - 1]}'
+            lines[d.last - 1] += "</div>"
+    return f'{_head(script)}<div class="listing">{"".join(lines)}</div>'
+
+
+# --------------------------------------------------------------------------------------------------------------- pages
+
+
+def _filled(template: str, **parts: str) -> str:
+    """A template of this folder, with what stands in double braces filled in."""
+    text = (TOOLS / template).read_text(encoding="utf-8")
+    return re.sub(r"\{\{(\w+)\}\}", lambda m: parts[m[1]], text)
+
+
+def _page(name: str, title: str, body: str) -> str:
+    css, js = _filled("pages.css"), _filled("pages.js")
+    return _filled("template.html", title=title, css=css, js=js, links=_links(name), body=body)
+
+
+def _links(here: str) -> str:
+    """To the other pages."""
+    pages = [("index.html", "side by side"), *((f"{Path(helper).stem}.html", helper) for helper in HELPERS)]
+    current = ' aria-current="page"'
+    return "".join(f'<li><a href="{page}"{current * (page == here)}>{text}</a></li>' for page, text in pages)
+
+
+def _key(before: str, after: str) -> str:
+    return f"{Path(before).stem}..{Path(after).stem}"
+
+
+def _templates(tree: Tree) -> str:
+    """All pairs, in one direction (pages.js turns them round), and their pieces."""
+    numbers: dict[str, int] = {}
+
+    def place(pieces: Iterable[str], first: int = 1) -> str:
+        return " ".join(str(numbers.setdefault(piece, len(numbers))) for piece in pieces)
+
+    html = ""
+    for pair in itertools.combinations(tree.paths, 2):
+        html += f'<template id="{_key(*pair)}">{pair_html(tree, *pair, place)}</template>\n'
+    return html + f'<template id="pieces">{"".join(numbers)}</template>'
+
+
+def _index(tree: Tree) -> str:
+    chips = ""
+    for key in (_key(*pair) for pair in tree.pairs()):
+        chips += f'<li><a href="#{key}">{key.replace("mnist_", "").replace("..", " → ")}</a></li>'
+    options = "".join(f'<option value="{Path(path).stem}">{path}</option>' for path in tree.paths)
+    parts = {"first": _key(*FIRST), "pair": pair_html(tree, *FIRST, in_full), "templates": _templates(tree)}
+    body = _filled("template_index.html", chips=chips, options=options, **parts)
+    return _page("index.html", "Side by side: distributed training, one idea per diff", body)
+
+
+def _helper(helper: str) -> str:
+    script, contents = source(helper), ""
+    for d in script.definitions:
+        css = ' class="inner"' if "." in d.name else ""
+        contents += f'<li{css}><a href="#{d.name}">{d.name.rpartition(".")[2]}</a></li>'
+    body = f'<div class="helper"><nav aria-label="Contents"><h2>Contents</h2><ol>{contents}</ol></nav>'
+    body += f'<main id="code" tabindex="-1"><h1>{helper}</h1>{_listing(script)}</main></div>'
+    return _page(f"{script.name}.html", f"{helper}: ddp-by-diff", body)
+
+
+def generated(steps: Iterable) -> dict[Path, str]:
+    """All pages: file and text."""
+    return {DOCS / "index.html": _index(Tree(steps))} | {
+        DOCS / f"{Path(helper).stem}.html": _helper(helper) for helper in HELPERS
+    }
+
+
+def report_problems(steps: Iterable) -> int:
+    """Prints what is wrong with tools/notes.toml; 1 if there is something, else 0: the exit code."""
+    problems = Tree(steps).problems()
+    print(*problems, sep="\n", end="\n" * bool(problems), file=sys.stderr)
+    return int(bool(problems))
