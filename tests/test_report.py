@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import os
+import re
 import sys
 import textwrap
 import types
@@ -59,27 +60,34 @@ def test_metrics_of_ones_own(tmp_path, n, capfd):
         assert picture.size == (1200, 700)
 
 
-def _as_documented(rank, n, folder):
-    """The docstring's lines; then once more, as with --resume and the run's folder."""
-    os.chdir(folder)
+def _documented_lines():
+    """The docstring's program in two parts: the line that comes before the processes start, and theirs."""
     lines = [line for line in report.__doc__.splitlines() if line.startswith("    ") or not line]
     code = textwrap.dedent("\n".join(lines))
+    before = re.search("^start = .*$", code, re.MULTILINE)
+    return code[: before.end()], code[before.end() :]
+
+
+def _as_documented(rank, n, start, flags):
     model = torch.nn.Linear(2, 2)
-    names = {"Path": Path, "model": model, "optimizer": torch.optim.SGD(model.parameters(), 0.1)}
-    names |= {"loss": 0.5, "accuracy": 0.25}
-    runs = None
-    for _ in range(2):
-        exec(code, names | {"args": types.SimpleNamespace(resume=runs, lr=0.4)})
-        dist.barrier()
-        (runs,) = Path("runs").iterdir()
-        state = checkpoint.read(runs / "last.pt")
-        assert state["step"] == len(state["history"]) == 24
+    names = {"Path": Path, "start": start, "args": flags, "loss": 0.5, "accuracy": 0.25}
+    names |= {"model": model, "optimizer": torch.optim.SGD(model.parameters(), 0.1)}
+    exec(_documented_lines()[1], names | {"report": report, "ckpt": checkpoint})
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("n", [1, 2])
-def test_the_docstring_runs_and_goes_on(tmp_path, n):
-    run(_as_documented, n, tmp_path)
+def test_the_docstring_runs_and_goes_on(tmp_path, monkeypatch, n):
+    """The docstring's lines; then once more, as with --resume and the run's folder."""
+    monkeypatch.chdir(tmp_path)
+    flags = types.SimpleNamespace(resume=None, lr=0.4)
+    for _ in range(2):
+        names = {"args": flags}
+        exec(_documented_lines()[0], names)
+        run(_as_documented, n, names["start"], flags)
+        (flags.resume,) = Path("runs").iterdir()
+        state = checkpoint.read(flags.resume / "last.pt")
+        assert state["step"] == len(state["history"]) == 24
 
 
 def test_curves_of_no_epoch_at_all():
