@@ -12,10 +12,13 @@ is one indexed gather, and it is normalised after it has reached the device.
 """
 
 import contextlib
+import ctypes
+import functools
 import hashlib
 import http.client
 import io
 import math
+import os
 import shutil
 import socket
 from collections.abc import Callable, Iterable, Iterator
@@ -32,6 +35,11 @@ DATASETS = ("mnist", "cifar10", "synthetic")
 COLOUR_DATASETS = ("cifar10", "synthetic")
 LOCK_TIMEOUT = 600  # seconds to wait for another process that downloads
 DOWNLOAD_TIMEOUT = 30  # seconds without a byte from the server
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+MALLOC_LIMITS = {  # bytes, by the names that the environment has for them (mallopt(3))
+    "MALLOC_MMAP_THRESHOLD_": 32 * 2**20,  # smaller blocks come from the heap; glibc takes no larger number
+    "MALLOC_TRIM_THRESHOLD_": 1024 * 2**20,  # free memory at the heap's end that is kept
+}
 MNIST_MD5 = {  # of the unpacked files; those of the packed ones are checked by torchvision
     "train-images-idx3-ubyte": "6bbc9ace898e44ae57da46a324031adb",
     "train-labels-idx1-ubyte": "a25bea736e30d166cdddb491f175f624",
@@ -134,9 +142,25 @@ def loader(dataset: Images, batch_size: int, sampler: Sampler, drop_last: bool =
 
     drop_last leaves out a last batch that is not whole.
     """
+    _keep_memory()
     options = {"collate_fn": _as_it_is, "pin_memory": torch.cuda.is_available(), "drop_last": drop_last}
     options["generator"] = torch.Generator()  # or each pass would draw from the numbers that dropout uses
     return DataLoader(dataset, batch_size, sampler=sampler, **options)
+
+
+@functools.cache  # once in each process
+def _keep_memory() -> None:
+    """Tell glibc to keep the memory that each step frees, for the next step.
+
+    It would give large blocks back to the system, and get them again page by page: docs/results.md has what that costs.
+    The user's own choice wins.  Where there is no glibc (macOS, musl) nothing happens.
+    """
+    if any(name.startswith("MALLOC_") for name in os.environ) or "glibc.malloc" in os.getenv("GLIBC_TUNABLES", ""):
+        return
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt:
+        mallopt(M_MMAP_THRESHOLD, MALLOC_LIMITS["MALLOC_MMAP_THRESHOLD_"])
+        mallopt(M_TRIM_THRESHOLD, MALLOC_LIMITS["MALLOC_TRIM_THRESHOLD_"])
 
 
 def batches(loader: DataLoader, device: torch.device) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -9,6 +9,7 @@ import http.server
 import io
 import json
 import os
+import platform
 import socket
 import subprocess
 import sys
@@ -563,3 +564,31 @@ def test_mnist_mean_and_std(mnist):
     std = ((counts * (values - mean) ** 2).sum() / counts.sum()).sqrt()
     assert (round(mean.item(), 4),) == train.mean == test.mean
     assert (round(std.item(), 4),) == train.std == test.std
+
+
+# ------------------------------------------------------------------------------------------------------- the allocator
+
+STEPS = """
+import os, resource, torch, data
+dataset = data.Images(torch.zeros(2, 1, 4, 4, dtype=torch.uint8), torch.zeros(2, dtype=torch.int64), (0.5,), (0.5,))
+data.loader(dataset, 1, range(2))
+def step():
+    return [torch.ones(6_000_000) for _ in range(4)]  # 24 MB each, all freed at once
+step(), step()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(5):
+    step()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="no glibc: data.py leaves the allocator alone")
+def test_the_memory_of_a_step_is_kept_for_the_next(tmp_path):
+    """Pages of 4 KiB that the system had to give again; with kept memory there are next to none."""
+    (tmp_path / "steps.py").write_text(STEPS)
+    pages = 5 * 4 * 24_000_000 // 4096
+    usual = {name: None for name in os.environ if name.startswith(("MALLOC_", "GLIBC_"))}
+    theirs = {"MALLOC_ARENA_MAX": "8"}, {"GLIBC_TUNABLES": "glibc.malloc.arena_max=8"}
+    for environment, kept in ({}, True), (theirs[0], False), (theirs[1], False):
+        end = forker().run(tmp_path / "steps.py", path=[ROOT], **(usual | environment))
+        assert (int(end.out) < pages / 10) == kept, (environment, end.out, end.err)
