@@ -378,7 +378,8 @@ GLOSSARY_WORDS = {  # what one meets -> the entry
 }
 PAGES_WITH_LINKED_WORDS = ["README.md", *sorted(f"docs/{path.name}" for path in ROOT.glob("docs/*.md"))]
 PAGES_WITH_LINKED_WORDS.remove("docs/glossary.md")
-NOT_PROSE = re.compile(r"```.*?```|<!-- [\w]+: .*?<!-- end -->|^(?:#|\||>).*?$|`[^`\n]*`|<[^>]*>", re.DOTALL | re.MULTILINE)
+CODE, GENERATED, NO_PARAGRAPH = r"```.*?```|`[^`\n]*`", r"<!-- [\w]+: .*?<!-- end -->|<[^>]*>", r"^(?:#|\||>).*?$"
+NOT_PROSE = re.compile(f"{CODE}|{GENERATED}|{NO_PARAGRAPH}", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\[([^\]]*)\]\(([^)]*)\)")
 
 
