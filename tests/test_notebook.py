@@ -72,12 +72,12 @@ torch.cuda.device_count, torch.cuda.set_device = lambda: 1, lambda device: None
 def test_two_processes_start_on_one_gpu_too(tmp_path):
     """As on notebooks of the web.  All launches but the training, which would need the GPU itself."""
     launches = [cell for cell in cells() if "nproc=2" in cell]
-    assert len(launches) == 3
-    first, failing, again = launches
+    assert len(launches) == 5
+    hello, shares, broken, failing, again = launches
     failing = failing.replace("dist.launch(", "try:\n    dist.launch(")
     failing += "\nexcept SystemExit as end:\n    print(end)\n"
     again = f"print({again.partition('  #')[0]})\n"
-    program = "\n".join(["import torch", "import distributed as dist", first, failing, again])
+    program = "\n".join(["import torch", "import distributed as dist", hello, shares, broken, failing, again])
     (tmp_path / "cells.py").write_text(program)
     done = forker().run(tmp_path / "cells.py", before=ONE_GPU, path=[ROOT])
     assert done.code == 0, done.err

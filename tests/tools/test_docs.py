@@ -314,7 +314,7 @@ def test_environment_variables_exist():
 
 
 def test_the_front_door_is_small():
-    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 200
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 170
     assert len((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").splitlines()) <= 60
 
 
@@ -355,3 +355,51 @@ def test_the_batch_script_for_slurm(tmp_path):
     finally:
         subprocess.run(["scancel", job.stdout.strip()], env=env, capture_output=True, timeout=30)
     assert "distributed: 2 processes, gloo, cpu" in log.read_text()
+
+
+# -------------------------------------------------------------------------------------------------------- the glossary
+
+GLOSSARY_WORDS = {  # what one meets -> the entry
+    r"ranks?": "rank",
+    r"world size": "world-size",
+    r"collectives?": "collective",
+    r"backends?": "backend",
+    r"global batch": "global-batch",
+    r"shards?": "shard",
+    r"buckets?": "bucket",
+    r"rings?": "ring",
+    r"buffers?": "parameter-and-buffer",
+    r"bf16": "fp32-fp16-bf16",
+    r"torchrun": "torchrun",
+    r"SLURM": "slurm",
+    r"FSDP": "fsdp",
+    r"XLA": "xla",
+    r"forks?|forked|spawn|spawned": "fork-and-spawn",
+}
+PAGES_WITH_LINKED_WORDS = ["README.md", *sorted(f"docs/{path.name}" for path in ROOT.glob("docs/*.md"))]
+PAGES_WITH_LINKED_WORDS.remove("docs/glossary.md")
+CODE, GENERATED, NO_PARAGRAPH = r"```.*?```|`[^`\n]*`", r"<!-- [\w]+: .*?<!-- end -->|<[^>]*>", r"^(?:#|\||>).*?$"
+NOT_PROSE = re.compile(f"{CODE}|{GENERATED}|{NO_PARAGRAPH}", re.DOTALL | re.MULTILINE)
+LINK = re.compile(r"\[([^\]]*)\]\(([^)]*)\)")
+
+
+def unlinked_words(page):
+    """(position, word, entry) of each word of the glossary whose first place in the page's prose is no link to it."""
+    prose = NOT_PROSE.sub(lambda match: " " * len(match[0]), page)
+    links = [(match.start(), match.end(), match[2]) for match in LINK.finditer(prose)]
+    found = []
+    for word, entry in GLOSSARY_WORDS.items():
+        for match in re.finditer(rf"(?<![\w/.\-])(?:{word})(?![\w/.]\w|-)\b", prose):
+            around = [target for start, end, target in links if start <= match.start() < end]
+            if around and "glossary.md#" not in around[0]:
+                continue  # a part of another link's words, or of its address
+            if not around:
+                found.append((match.start(), match[0], entry))
+            break
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES_WITH_LINKED_WORDS)
+def test_a_words_first_place_links_to_the_glossary(page):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    assert [word for _, word, _ in unlinked_words(text)] == []
