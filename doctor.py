@@ -37,60 +37,39 @@ CUDA_START, CUDA_START_PER_GPU = 30, 10  # seconds in which a new process must h
 
 def look() -> Iterator[Finding]:
     """What there is, without starting anything."""
-    import torch
-
-    import launcher
-    import rendezvous
-
     yield True, "command", shlex.join(["python", *sys.argv])
-    version = f"{platform.python_version()} on {platform.platform(terse=True)}, {platform.machine()}"
-    yield _judge(sys.version_info >= (3, 10), "python", version, "3.10 or newer is needed")
-    built = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {torch.version.hip}"
-    built = built if torch.version.cuda or torch.version.hip else "the CPU only"
-    yield _judge(
-        torch.__version__ >= (2, 4), "torch", f"{torch.__version__}, built for {built}", "2.4 or newer is needed"
-    )
+    yield _python()
+    yield _torch()
     yield _torchvision()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    threads = os.environ.get("OMP_NUM_THREADS")
-    fits = threads is None or threads.isdigit() and 1 <= int(threads) <= cores
-    found = f"{cores} cores, OMP_NUM_THREADS {threads or 'not set'}"
-    yield _judge(fits, "CPU", found, f"unset it, or take 1 to {cores}")
-    yield _gpus(torch)
-    backends = [name for name in ("gloo", "nccl") if getattr(torch.distributed, f"is_{name}_available")()]
-    needed = "nccl" if torch.cuda.device_count() else "gloo"
-    nccl = f" {'.'.join(map(str, torch.cuda.nccl.version()))}" if "nccl" in backends else ""
-    found = ", ".join(name + nccl * (name == "nccl") for name in backends) or "none"
-    yield _judge(needed in backends, "backends", found, f"this machine needs {needed}: install a torch that has it")
-    try:
-        world = rendezvous.get_world()
-        found = f"{world.launcher}: rank {world.rank} of {world.world_size}, {world.local_world_size} on this machine"
-        if not world.launcher:
-            default = f"{launcher.plan()}, with dist.parse_args {launcher.plan(on_cpu=2)}"
-            found = f"none: launch will start the processes (NPROC, nproc= or --nproc; by default {default})"
-        yield True, "launcher", found
-    except ValueError as problem:
-        yield False, "launcher", str(problem)
+    yield _cpu()
+    yield _gpus()
+    yield _backends()
+    yield _launcher()
     yield _limits()
     yield _temporary_folder()
-    try:
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            socket.create_connection(server.getsockname(), timeout=2).close()
-        yield True, "loopback", "127.0.0.1 answers"
-    except OSError as problem:
-        yield False, "loopback", f"{problem}: bring the interface up (ip link set lo up)"
-    name = socket.gethostname()
-    try:
-        address = socket.gethostbyname(name)
-        several = " (with several machines, set GLOO_SOCKET_IFNAME and MASTER_ADDR)"
-        yield True, "host name", f"{name} is {address}" + several * address.startswith("127.")
-    except OSError:
-        advice = "add it to /etc/hosts, or set GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME) to an interface's name"
-        yield False, "host name", f"{name} has no address, which torchrun and gloo need: {advice}"
+    yield _loopback()
+    yield _host_name()
 
 
 def _judge(ok: bool, what: str, found: str, advice: str) -> Finding:
     return ok, what, found if ok else f"{found}: {advice}"
+
+
+def _python() -> Finding:
+    found = f"{platform.python_version()} on {platform.platform(terse=True)}, {platform.machine()}"
+    return _judge(sys.version_info >= (3, 10), "python", found, "3.10 or newer is needed")
+
+
+def _torch() -> Finding:
+    import torch
+
+    built = "the CPU only"
+    if torch.version.cuda:
+        built = f"CUDA {torch.version.cuda}"
+    elif torch.version.hip:
+        built = f"ROCm {torch.version.hip}"
+    found = f"{torch.__version__}, built for {built}"
+    return _judge(torch.__version__ >= (2, 4), "torch", found, "2.4 or newer is needed")
 
 
 def _torchvision() -> Finding:
@@ -101,7 +80,17 @@ def _torchvision() -> Finding:
         return False, "torchvision", f"{reason}: pip install --upgrade torch torchvision (data.py needs it)"
 
 
-def _gpus(torch: object) -> Finding:
+def _cpu() -> Finding:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    threads = os.environ.get("OMP_NUM_THREADS")
+    fits = threads is None or threads.isdigit() and 1 <= int(threads) <= cores
+    found = f"{cores} cores, OMP_NUM_THREADS {threads or 'not set'}"
+    return _judge(fits, "CPU", found, f"unset it, or take 1 to {cores}")
+
+
+def _gpus() -> Finding:
+    import torch
+
     chosen, count = os.environ.get("CUDA_VISIBLE_DEVICES"), torch.cuda.device_count()
     visible = f"CUDA_VISIBLE_DEVICES {'not set' if chosen is None else chosen or 'empty'}"
     if chosen and chosen != "-1" and count < len(chosen.split(",")):
@@ -166,6 +155,37 @@ def _start_cuda(count: int) -> tuple[list[str], str]:
     return [], f"ended with exit code {child.returncode}"
 
 
+def _backends() -> Finding:
+    import torch
+
+    found = []
+    if torch.distributed.is_gloo_available():
+        found.append("gloo")
+    if torch.distributed.is_nccl_available():
+        found.append(f"nccl {'.'.join(map(str, torch.cuda.nccl.version()))}")
+    needed = "nccl" if torch.cuda.device_count() else "gloo"
+    is_there = any(backend.startswith(needed) for backend in found)
+    advice = f"this machine needs {needed}: install a torch that has it"
+    return _judge(is_there, "backends", ", ".join(found) or "none", advice)
+
+
+def _launcher() -> Finding:
+    import launcher
+    import rendezvous
+
+    try:
+        world = rendezvous.get_world()
+        if not world.launcher:
+            default = f"{launcher.plan()}, with dist.parse_args {launcher.plan(on_cpu=2)}"
+            found = f"none: launch will start the processes (NPROC, nproc= or --nproc; by default {default})"
+        else:
+            place = f"rank {world.rank} of {world.world_size}, {world.local_world_size} on this machine"
+            found = f"{world.launcher}: {place}"
+        return True, "launcher", found
+    except ValueError as problem:
+        return False, "launcher", str(problem)
+
+
 def _wrong_limits() -> list[str]:
     """The limits that a run would refuse: by the check that a run makes."""
     import rendezvous
@@ -198,6 +218,28 @@ def _temporary_folder() -> Finding:
         return _judge(free > 1 << 20, "temporary folder", f"{used}, {free / 2**30:.1f} GiB free", "make room")
     except OSError as problem:
         return False, "temporary folder", f"{problem}: set TMPDIR to a folder that can be written"
+
+
+def _loopback() -> Finding:
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            socket.create_connection(server.getsockname(), timeout=2).close()
+        return True, "loopback", "127.0.0.1 answers"
+    except OSError as problem:
+        return False, "loopback", f"{problem}: bring the interface up (ip link set lo up)"
+
+
+def _host_name() -> Finding:
+    name = socket.gethostname()
+    try:
+        address = socket.gethostbyname(name)
+    except OSError:
+        advice = "add it to /etc/hosts, or set GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME) to an interface's name"
+        return False, "host name", f"{name} has no address, which torchrun and gloo need: {advice}"
+    found = f"{name} is {address}"
+    if address.startswith("127."):
+        found += " (with several machines, set GLOO_SOCKET_IFNAME and MASTER_ADDR)"
+    return True, "host name", found
 
 
 def warn_of_one_process(arguments: list[str]) -> None:
@@ -281,7 +323,10 @@ def self_test() -> Iterator[Finding]:
     given = dict(os.environ)
     chosen, gpus = os.environ.get("CUDA_VISIBLE_DEVICES"), torch.cuda.device_count()
     can_start = gpus and not _start_cuda(gpus)[1]  # if not, the line about the GPUs has said why
-    for backend, n in [("gloo", 2)] + [("nccl", gpus)] * bool(can_start):
+    runs = [("gloo", 2)]
+    if can_start:
+        runs.append(("nccl", gpus))
+    for backend, n in runs:
         limit = _set_time_outs(backend, n, given)
         os.environ["CUDA_VISIBLE_DEVICES"] = "" if backend == "gloo" else chosen or ""
         if backend == "nccl" and chosen is None:
@@ -289,7 +334,8 @@ def self_test() -> Iterator[Finding]:
         for check in (check_collectives, check_training):
             started = time.perf_counter()
             problem = _trouble(check, backend, n, limit)
-            found = problem or f"{n} process{'es' * (n > 1)}, right answers in {time.perf_counter() - started:.1f} s"
+            processes = "1 process" if n == 1 else f"{n} processes"
+            found = problem or f"{processes}, right answers in {time.perf_counter() - started:.1f} s"
             yield not problem, f"{check.__name__.removeprefix('check_')}, {backend}", found
 
 
@@ -320,44 +366,64 @@ def _set_time_outs(backend: str, n: int, given: dict[str, str]) -> float:
 def _trouble(check: Callable, backend: str, n: int, limit: float) -> str:
     """Run the check on n processes; what went wrong, and what to do.  It ends, even if the check never would."""
     import distributed as dist
-    import launcher
 
-    said, rings = io.StringIO(), []
-
-    def ring(signum: int, frame: FrameType | None) -> None:
-        if rings:
-            raise SystemExit(f"TimeoutError: no end after {limit:.0f} s\n{said.getvalue()}")
-        rings.append(os.kill(os.getpid(), signal.SIGUSR1))  # `launch` says where each rank stands
-
-    handlers = {signal.SIGALRM: signal.signal(signal.SIGALRM, ring)}
-    handlers[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # launch handles it while it supervises
-    signal.setitimer(signal.ITIMER_REAL, limit, 1)
+    said = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said):
+        with contextlib.redirect_stderr(said), _time_limit(limit):
             dist.launch(check, backend, nproc=n)
         return ""
+    except TimeoutError as problem:
+        return _explain(f"TimeoutError: {problem}\n{said.getvalue()}", backend)
     except (SystemExit, Exception) as problem:
         if isinstance(problem, SystemExit) and not isinstance(problem.code, str):
             raise  # Ctrl-C
-        text = str(problem)
+        return _explain(str(problem), backend)
+
+
+@contextlib.contextmanager
+def _time_limit(seconds: float) -> Iterator[None]:
+    """TimeoutError after so many seconds and one; before the last, `launch` prints where each rank stands.
+
+    An alarm, because a process of its own for each check, with a limit, would import torch each time.
+    """
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGALRM, give_up)
+        signal.setitimer(signal.ITIMER_REAL, 1)
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    def give_up(number: int, frame: FrameType | None) -> None:
+        raise TimeoutError(f"no end after {seconds:.0f} s")
+
+    given = signal.signal(signal.SIGALRM, ask)
+    given_question = signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # `launch` handles it while it watches
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        for signum, handler in handlers.items():
-            signal.signal(signum, handler)
+        signal.signal(signal.SIGALRM, given)
+        signal.signal(signal.SIGUSR1, given_question)
+
+
+def _explain(text: str, backend: str) -> str:
+    """The cause in one line with what to do, and a line for each rank, from what `launch` has said of its failure."""
+    import launcher
+
     head, _, stand = text.partition("where each rank stands:\n")
+    first = re.match(r"rank \d+ of \d+ failed first:", head)
+    who = f"{first[0]} " if first else ""
     errors = re.findall(_ERROR, head, re.MULTILINE)  # not the whole traceback
-    first = re.match(r"rank \d+ of \d+ failed first: ?", head)
-    cause = (
-        f"{first[0].strip() if first else ''} {errors[-1] if errors else head[first.end() if first else 0 :].strip()}"
-    )
+    cause = errors[-1] if errors else head.removeprefix(who).strip()
     if "AssertionError" in cause:
         advice = "don't train with this torch: reinstall it, and report this if it stays so"
     elif launcher.TIMED_OUT.search(cause):
         advice = "is a firewall or a security tool in the way, or has the machine no time? Else report this"
     else:
         advice = "report this"
-    advice += ", with what NCCL_DEBUG=INFO python doctor.py says" * (backend == "nccl")
-    return "\n".join([f"{cause.strip()}: {advice}", *re.findall(r"^  rank .*", stand, re.MULTILINE)])
+    if backend == "nccl":
+        advice += ", with what NCCL_DEBUG=INFO python doctor.py says"
+    return "\n".join([f"{who}{cause.strip()}: {advice}", *re.findall(r"^  rank .*", stand, re.MULTILINE)])
 
 
 # ------------------------------------------------------------------------------------------------------- the command

@@ -77,9 +77,8 @@ def main(local_rank, world_size, args):
     model = model.to(device, memory_format=torch.channels_last)  # the faster layout for convolutions
     optimizer = torch.optim.SGD(model.parameters(), args.lr, momentum=0.9)
     before_ampere = device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)
-    before_ampere = dist.all_reduce(torch.tensor(int(before_ampere)), "max")  # one precision for all processes
-    dtype = torch.float16 if before_ampere else torch.bfloat16  # which has float32's range, and needs no loss scaling
-    scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
+    dtype = torch.float16 if dist.reduce(torch.tensor(before_ampere), "max") else torch.bfloat16  # the same for all
+    scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)  # bfloat16 needs no scaling
     model = dist.prepare_ddp_model(model)  # averages the gradients of all processes
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, total_steps=args.epochs * len(train_loader))
     dist.print_primary(f"{args.dataset} on {device}, global batch {global_batch} = {world_size} x {batch_size}")

@@ -270,7 +270,7 @@ def test_a_start_of_cuda_that_fails(start, reason, two_gpus):
     two_gpus.setattr(doctor, "CUDA_START", 0.5)
     two_gpus.setattr(doctor, "CUDA_START_PER_GPU", 0.25)
     started = time.monotonic()
-    ok, _, found = doctor._gpus(torch)
+    ok, _, found = doctor._gpus()
     assert not ok and "\n" not in found
     assert found.startswith(f"2 (CUDA_VISIBLE_DEVICES not set), but CUDA can't start: {reason}: "), found
     assert time.monotonic() - started < 30
@@ -278,7 +278,7 @@ def test_a_start_of_cuda_that_fails(start, reason, two_gpus):
 
 def test_a_start_of_cuda_that_works(two_gpus):
     two_gpus.setattr(doctor, "_DESCRIBE_GPUS", "import sys; print(f'0: one of {sys.argv[1]}\\n1: another')")
-    ok, what, found = doctor._gpus(torch)
+    ok, what, found = doctor._gpus()
     assert (ok, what, found) == (True, "GPUs", "2 (CUDA_VISIBLE_DEVICES not set)\n0: one of 2\n1: another")
 
 
@@ -319,14 +319,14 @@ def test_gpus_that_are_asked_for_and_not_there(chosen, count, ok, monkeypatch):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     monkeypatch.setattr(os.path, "exists", lambda path: False)
-    assert doctor._gpus(torch)[0] == ok
+    assert doctor._gpus()[0] == ok
 
 
 def test_a_torch_that_can_not_use_the_gpu(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(os.path, "exists", lambda path: path == "/dev/nvidia0")
-    ok, _, found = doctor._gpus(torch)
+    ok, _, found = doctor._gpus()
     assert not ok and "torch can't use it" in found
 
 
@@ -348,7 +348,7 @@ def test_gpus_that_only_nvml_counts_are_named(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(doctor, "_start_cuda", lambda count: (["0: a GPU, 9.0, 20 GiB"], ""))
-    ok, _, found = doctor._gpus(torch)
+    ok, _, found = doctor._gpus()
     assert not ok and found.startswith(
         "2 (CUDA_VISIBLE_DEVICES not set) by NVML, but CUDA can use only 1 (MIG?): start 1"
     )

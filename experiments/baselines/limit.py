@@ -50,8 +50,7 @@ def main(local_rank, world_size, args):
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, total_steps=args.epochs * len(loader))
     model = dist.prepare_ddp_model(model) if args.ddp else model
     before_ampere = device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)
-    before_ampere = dist.all_reduce(torch.tensor(int(before_ampere)), "max")
-    half = torch.float16 if before_ampere else torch.bfloat16  # as in mnist_amp.py
+    half = torch.float16 if dist.reduce(torch.tensor(before_ampere), "max") else torch.bfloat16  # as in mnist_amp.py
     dtype = half if args.amp else torch.float32
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
 
