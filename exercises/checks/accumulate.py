@@ -1,0 +1,115 @@
+"""Three steps against one process with the whole batch at once; all-reduces are counted, DDP's too."""
+
+import torch
+import torch._dynamo  # DDP imports it, which takes seconds: here it is done once for all processes
+import torch.nn.functional as F
+from torch import nn
+
+import distributed as dist
+from exercises.checks import common
+
+SHARE, LR = 10, 0.5
+PARTS = (4, 3, 1)  # 3 + 3 + 3 + 1, 4 + 4 + 2, and all at once
+
+
+def network():
+    torch.manual_seed(0)  # the same weights everywhere
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)).double()
+
+
+def share(step, rank):
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return (torch.randn(SHARE, size, generator=generator, dtype=torch.float64) for size in (3, 2))
+
+
+def note(answer, model, step):
+    for name, p in dist.unwrap_model(model).named_parameters():
+        answer[f"step {step}, {PARTS[step]} parts, gradient of {name}"] = common.as_answer(p.grad)
+
+
+def update(model):
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.grad is not None:
+                p -= LR * p.grad
+    model.zero_grad()
+
+
+def run(function, folder):
+    model, answer = dist.prepare_ddp_model(network()), {"messages": []}
+    for step, parts in enumerate(PARTS):
+        with common.Messages() as messages:
+            function(model, *share(step, dist.get_rank()), parts)
+        answer["messages"].append(messages.count("allreduce", "reduce", "allgather", "allreduce_coalesced"))
+        note(answer, model, step)
+        update(model)
+    return answer
+
+
+def train(n, combine):
+    """What the ranks would have if `combine` made their gradients, of [rank][part] -> (gradients, examples)."""
+    models, answers = [network() for _ in range(n)], [{} for _ in range(n)]
+    for step, parts in enumerate(PARTS):
+        own = []
+        for rank, model in enumerate(models):
+            chunks = zip(*(tensor.chunk(parts) for tensor in share(step, rank)), strict=True)
+            own.append([(gradient(model, x, y), len(x)) for x, y in chunks])
+        for model, answer, gradients in zip(models, answers, combine(own), strict=True):
+            for p, value in zip(model.parameters(), gradients, strict=True):
+                p.grad = value
+            note(answer, model, step)
+            update(model)
+    return answers
+
+
+def gradient(model, x, y):
+    return torch.autograd.grad(F.mse_loss(model(x), y), list(model.parameters()))
+
+
+def one_process(n):
+    """The whole batch of all ranks at once."""
+    model, answer = network(), {}
+    for step in range(len(PARTS)):
+        inputs, targets = (torch.cat(tensors) for tensors in zip(*(share(step, r) for r in range(n)), strict=True))
+        for p, value in zip(model.parameters(), gradient(model, inputs, targets), strict=True):
+            p.grad = value
+        note(answer, model, step)
+        update(model)
+    return [answer] * n
+
+
+def add_up(terms):
+    """[(factor, gradients)] -> gradients"""
+    return [sum(values) for values in zip(*([f * value for value in grads] for f, grads in terms), strict=True)]
+
+
+def judge(answers):
+    n = len(answers)
+    messages = [answer.pop("messages") for answer in answers]
+
+    def weighted(parts):
+        return add_up([(count / SHARE, grads) for grads, count in parts])
+
+    def mean(ranks):
+        return [add_up([(1 / n, grads) for grads in ranks])] * n
+
+    not_weighted = "the parts' means are averaged, but the last part is smaller than the others"
+    ways = {
+        "each rank kept its own gradient": lambda own: [weighted(parts) for parts in own],
+        f"each rank kept its own gradient, and {not_weighted}": lambda own: [
+            add_up([(1 / len(parts), grads) for grads, _ in parts]) for parts in own
+        ],
+        not_weighted: lambda own: mean([add_up([(1 / len(p), grads) for grads, _ in p]) for p in own]),
+        "a sum over the parts where a mean was meant": lambda own: mean(
+            [add_up([(1, grads) for grads, _ in p]) for p in own]
+        ),
+        "only the last part's gradient is left": lambda own: mean([p[-1][0] for p in own]),
+        "only the last part's gradient is left, and it is divided": lambda own: mean([weighted(p[-1:]) for p in own]),
+        "a sum over the ranks where a mean was meant": lambda own: [add_up([(1, weighted(p)) for p in own])] * n,
+        "divided by the number of ranks twice": lambda own: [add_up([(1 / n**2, weighted(p)) for p in own])] * n,
+    }
+    problem = common.compare(answers, one_process(n), {way: train(n, combine) for way, combine in ways.items()})
+    if not problem and n > 1 and max(map(max, messages)) > 1:
+        parts, count = max(zip(PARTS, messages[0], strict=True), key=lambda pair: pair[1])
+        return f"the gradients are right, but by {count} all-reduces for {parts} parts, where 1 is enough"
+    return problem

@@ -1,0 +1,143 @@
+"""Who writes, when it returns; and, in one process, SIGKILL at each moment at which the folder changes."""
+
+import contextlib
+import io
+import os
+import pickle
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+import distributed as dist
+from exercises.checks import common
+
+OLD, NEW = 1, 2
+LIMIT = 10  # seconds for one process
+MOST_MOMENTS = 24
+
+
+def state_of(step, rank=0):
+    return {"step": step, "rank": rank, "weights": torch.arange(10.0) + step}
+
+
+def read(path):
+    """(step, rank) of a complete file; what is wrong with it, in words, of every other."""
+    if not path.exists():
+        return "there is no file"
+    try:
+        state = torch.load(path, weights_only=True)
+        if torch.equal(state["weights"], state_of(state["step"])["weights"]):
+            return state["step"], state["rank"]
+    except Exception:  # whatever a damaged file leads to
+        pass
+    return f"the file is damaged ({path.stat().st_size} bytes)"
+
+
+# ------------------------------------------------------------------------------------------------------- on each rank
+
+
+def run(function, folder):
+    """Each rank once comes late, and each rank reads when its call returns."""
+    path = Path(folder, "ranks", "last.pt")
+    path.parent.mkdir(exist_ok=True)
+    rank, seen = dist.get_rank(), []
+    for step in range(dist.get_world_size()):
+        common.wait_for_the_others(folder, f"step{step}")
+        if rank == step:
+            time.sleep(0.3)
+        function(state_of(step, rank), str(path))
+        seen.append(read(path))
+        common.wait_for_the_others(folder, f"saved{step}")
+        seen.append(read(path))
+    return {"seen": seen, "files": sorted(file.name for file in path.parent.iterdir())}
+
+
+def judge(answers):
+    for rank, answer in enumerate(answers):
+        for number, found in enumerate(answer["seen"]):
+            step, is_return = number // 2, number % 2 == 0
+            if isinstance(found, tuple) and found[1] != 0:
+                return f"the file is rank {found[1]}'s: rank 0 alone writes"
+            if found != (step, 0):
+                old = f"the file is still that of step {found[0]}" if isinstance(found, tuple) else found
+                when = f"when rank {rank} returns from the call" if is_return else "when all ranks have returned"
+                return f"{old}, {when} for step {step}"
+        if answer["files"] != ["last.pt"]:
+            others = ", ".join(set(answer["files"]) - {"last.pt"})
+            return f"it leaves another file behind: {others}"
+    return ""
+
+
+# ----------------------------------------------------------------------------------------------------- in one process
+
+
+class Killer:
+    """Notes each moment at which the folder has changed; at one of them it sends SIGKILL to its own process.
+
+    Python calls it before and after each function, also those of C (sys.setprofile): the disk looks then as it would
+    look after a kill in between.
+    """
+
+    def __init__(self, folder, moment=None):
+        self.folder, self.moment, self.moments = folder, moment, []
+        self.before = self.snapshot()
+
+    def snapshot(self):
+        return sorted((f.name, f.stat().st_size, f.stat().st_mtime_ns, f.inode()) for f in os.scandir(self.folder))
+
+    def __call__(self, frame, event, argument):
+        with contextlib.suppress(FileNotFoundError):
+            now = self.snapshot()
+            if now == self.before:
+                return
+            self.before = now
+            self.moments.append(f"after {getattr(argument, '__name__', frame.f_code.co_name)}")
+            if len(self.moments) - 1 == self.moment:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+
+def in_a_process(function, folder, moment=None):
+    """Save NEW in a forked process.  Returns its exit code (negative: a signal), its moments, and its error."""
+    note = Path(f"{folder}.note")
+    note.unlink(missing_ok=True)
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(LIMIT)  # it ends, whatever happens
+        error = ""
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):
+                dist.init_process_group(backend="gloo")
+            killer = Killer(folder, moment)
+            sys.setprofile(killer)
+            function(state_of(NEW), str(folder / "last.pt"))
+            sys.setprofile(None)
+        except BaseException as problem:
+            sys.setprofile(None)
+            error = f"{type(problem).__name__}: {problem}"
+        note.write_bytes(pickle.dumps((killer.moments, error)))
+        os._exit(0)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return code, *(pickle.loads(note.read_bytes()) if note.exists() else ([], ""))
+
+
+def alone(function, folder):
+    folder = Path(folder, "alone")
+    folder.mkdir()
+    path = folder / "last.pt"
+    torch.save(state_of(OLD), path)
+    code, moments, error = in_a_process(function, folder)  # nobody is killed: which moments are there?
+    if code or error or read(path) != (NEW, 0):
+        return f"a second save: exit code {code}, {error or read(path)}"
+    chosen = range(0, len(moments), -(-len(moments) // MOST_MOMENTS))
+    for moment in chosen:
+        torch.save(state_of(OLD), path)  # what killed processes have left stays
+        code, *_ = in_a_process(function, folder, moment)
+        if code == -signal.SIGKILL and read(path) not in ((OLD, 0), (NEW, 0)):
+            return f"kill -9 {moments[moment]}: {read(path)}, neither the old state nor the new one is there"
+    code, _, error = in_a_process(function, folder)
+    if code or error or read(path) != (NEW, 0):
+        return f"after a kill -9 the next save fails: {error or read(path)}"
+    return ""

@@ -1,0 +1,99 @@
+"""Three steps of training, against one process with the whole batch."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import distributed as dist
+from exercises.checks import common
+
+STEPS, BATCH, LR = 3, 12, 0.5
+
+
+def network():
+    torch.manual_seed(0)  # the same weights everywhere
+    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)).double()
+    model[0].bias.requires_grad_(False)  # frozen
+    return model
+
+
+def batch(step):
+    generator = torch.Generator().manual_seed(step)
+    return (torch.randn(BATCH, size, generator=generator, dtype=torch.float64) for size in (3, 2))
+
+
+def backward(model, step, rank, n):
+    """The gradients of this rank's share; the last weight's lies in memory column by column."""
+    inputs, targets = (tensor[rank::n] for tensor in batch(step))
+    model.zero_grad()
+    F.mse_loss(model(inputs), targets).backward()
+    model[2].weight.grad = model[2].weight.grad.t().contiguous().t()
+
+
+def note(answer, model, step):
+    answer |= {f"step {step}, gradient of {name}": common.as_answer(p.grad) for name, p in model.named_parameters()}
+
+
+def update(model):
+    with torch.no_grad():
+        for p in model.parameters():
+            if isinstance(p.grad, torch.Tensor):
+                p -= LR * p.grad
+
+
+def run(function, folder, messages=None):
+    model, answer = network(), {}
+    for step in range(STEPS):
+        backward(model, step, dist.get_rank(), dist.get_world_size())
+        with common.Messages() as sent:
+            function(model)
+        if messages is not None:
+            messages.append(sent)
+        note(answer, model, step)
+        update(model)
+    answer |= {f"{name} after {STEPS} steps": common.as_answer(p) for name, p in model.named_parameters()}
+    return answer
+
+
+def train(n, combine):
+    """What the ranks would have if `combine` made each rank's gradients, of all ranks' [rank][parameter]."""
+    models, answers = [network() for _ in range(n)], [{} for _ in range(n)]
+    for step in range(STEPS):
+        for rank, model in enumerate(models):
+            backward(model, step, rank, n)
+        own = [[p.grad for p in model.parameters() if p.requires_grad] for model in models]
+        combined = combine(own)
+        for model, answer, gradients in zip(models, answers, combined, strict=True):
+            for p, gradient in zip([p for p in model.parameters() if p.requires_grad], gradients, strict=True):
+                p.grad = gradient
+            note(answer, model, step)
+            update(model)
+    for model, answer in zip(models, answers, strict=True):
+        answer |= {f"{name} after {STEPS} steps": common.as_answer(p) for name, p in model.named_parameters()}
+    return answers
+
+
+def summed(own, factor=1.0):
+    return [factor * sum(gradients) for gradients in zip(*own, strict=True)]
+
+
+def judge(answers):
+    n = len(answers)
+    right = train(1, lambda own: own) * n  # one process, the whole batch
+    ways = {
+        "each rank kept its own gradient": lambda own: own,
+        "a sum where a mean was meant": lambda own: [summed(own)] * n,
+        "divided by the number of ranks twice": lambda own: [summed(own, 1 / n**2)] * n,
+        "rank 0 alone has the mean, the others kept their own gradient": lambda own: [summed(own, 1 / n), *own[1:]],
+        "all ranks have rank 0's gradient": lambda own: [own[0]] * n,
+        "only the first parameter's gradient was averaged": lambda own: [
+            [*summed(own, 1 / n)[:1], *gradients[1:]] for gradients in own
+        ],
+        "the frozen or the last parameters were forgotten": lambda own: [
+            [*summed(own, 1 / n)[:-1], *gradients[-1:]] for gradients in own
+        ],
+        "only the last parameter's gradient was averaged": lambda own: [
+            [*gradients[:-1], *summed(own, 1 / n)[-1:]] for gradients in own
+        ],
+    }
+    return common.compare(answers, right, {way: train(n, combine) for way, combine in ways.items()})

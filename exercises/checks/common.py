@@ -1,0 +1,107 @@
+"""What several checks need: compare answers, count messages, wait without a message."""
+
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import distributed as dist
+
+TOLERANCE = 1e-9  # everything is float64, and of about the size of 1
+Answer = dict[str, Any]  # of one rank: what it is -> a tensor, or whatever the function returned instead
+
+# ------------------------------------------------------------------------------------------------------------ compare
+
+
+def as_answer(value: Any) -> Any:
+    """A tensor of its own for tensors and numbers; None for None; the name of the type for everything else."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, (int, float)):
+        return torch.tensor(value, dtype=torch.float64)
+    return None if value is None else f"a {type(value).__name__}"
+
+
+def distance(answer: Any, right: Any) -> float:
+    """The largest difference of two numbers; infinite if the two can't be compared."""
+    if not (isinstance(answer, torch.Tensor) and isinstance(right, torch.Tensor)):
+        return 0.0 if type(answer) is type(right) and answer == right else math.inf
+    if answer.shape != right.shape or not torch.equal(answer.isnan(), right.isnan()):
+        return math.inf
+    difference = (answer.double() - right.double()).nan_to_num(0.0).abs()
+    return difference.max().item() if difference.numel() else 0.0
+
+
+def farthest(answers: list[Answer], right: list[Answer]) -> tuple[float, int, str]:
+    """The largest distance of all ranks and parts, the rank, and the part."""
+    found = [
+        (distance(answer[part], right[rank][part]), rank, part)
+        for rank, answer in enumerate(answers)
+        for part in right[rank]
+    ]
+    return max(found, key=lambda entry: entry[0])
+
+
+def compare(answers: list[Answer], right: list[Answer], wrong: dict[str, list[Answer]]) -> str:
+    """ "" if all ranks have the right answer; else where it is not, and which of the wrong ways gives the same."""
+    most, rank, part = farthest(answers, right)
+    if most <= TOLERANCE:
+        return ""
+    answer, expected = answers[rank][part], right[rank][part]
+    if not isinstance(answer, torch.Tensor):
+        text = f"rank {rank} has {answer}, not a tensor ({part})"
+    elif answer.shape != expected.shape:
+        text = f"shape {list(answer.shape)}, expected {list(expected.shape)} (rank {rank}, {part})"
+    elif answer.numel() == 1:
+        text = f"{answer.item():.6g}, expected {expected.item():.6g} (rank {rank}, {part})"
+    elif most == math.inf:
+        text = f"not a number (rank {rank}, {part})"
+    else:
+        text = f"distance {most:.2g} (rank {rank}, {part})"
+    for way, values in wrong.items():
+        if farthest(answers, values)[0] <= TOLERANCE:
+            return f"{text}. It looks like this: {way}"
+    return text
+
+
+# ----------------------------------------------------------------------------------------------------------- messages
+
+
+class Messages(TorchDispatchMode):
+    """Notes what torch.distributed is asked to send inside `with`, by Python or by DDP: [kind, elements, to whom]."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # with True torch imports its compiler, for seconds in each process
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: list[tuple[str, int, int]] = []
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        library, _, name = operation.name().partition("::")
+        if library == "c10d":
+            kind = name.strip("_")
+            tensors = args[1] if kind.startswith("allgather") else args[0]  # there the first are the outputs
+            tensors = tensors if isinstance(tensors, list) else [tensors]
+            elements = sum(tensor.numel() for tensor in tensors if isinstance(tensor, torch.Tensor))
+            is_check = kind == "allgather" and elements == 16  # distributed.py compares the calls: no data
+            if not is_check:
+                self.sent.append((kind, elements, args[2] if kind == "send" else -1))
+        return operation(*args, **(kwargs or {}))
+
+    def count(self, *kinds: str) -> int:
+        return sum(kind in kinds for kind, *_ in self.sent)
+
+
+# --------------------------------------------------------------------------------------------------------------- wait
+
+
+def wait_for_the_others(folder: str, name: str) -> None:
+    """Wait until all ranks are here.  By files: there may be messages that nobody has received."""
+    Path(folder, f"{name}.{dist.get_rank()}").touch()
+    while not all(Path(folder, f"{name}.{rank}").exists() for rank in range(dist.get_world_size())):
+        time.sleep(0.005)

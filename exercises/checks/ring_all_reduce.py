@@ -1,0 +1,79 @@
+"""The sum; by send and recv to the next rank; few enough numbers sent."""
+
+import torch
+
+import distributed as dist
+from exercises.checks import common
+
+SIZES = (12, 10, 2)  # the last: less than 3 processes
+
+
+def tensor_of(rank, size):
+    return torch.randn(size, generator=torch.Generator().manual_seed(100 * rank + size), dtype=torch.float64)
+
+
+def run(function, folder):
+    answer = {}
+    for size in SIZES:
+        tensor = tensor_of(dist.get_rank(), size)
+        with common.Messages() as messages:
+            function(tensor)
+        answer[f"{size} elements"] = tensor
+        answer["messages"] = [*answer.get("messages", []), messages.sent]
+    return answer
+
+
+def judge(answers):
+    messages = [answer.pop("messages") for answer in answers]
+    n = len(answers)
+    tensors = {f"{size} elements": [tensor_of(rank, size) for rank in range(n)] for size in SIZES}
+    total = {part: sum(values) for part, values in tensors.items()}
+    wrong = {
+        "the tensor is unchanged: the result must be written into it": ways(tensors, n, lambda parts, r: parts[r]),
+        "a mean where a sum was meant": [{part: value / n for part, value in total.items()}] * n,
+        "only the tensor of the rank before was added": ways(tensors, n, lambda parts, r: parts[r] + parts[r - 1]),
+        "each rank passes its sum on, so that some tensors are counted several times": passed_on(tensors, n),
+        "only the first round: each rank has the whole sum of one part": first_round(tensors, n),
+    }
+    return common.compare(answers, [total] * n, wrong) or any_problem(messages, n)
+
+
+def ways(tensors, n, function):
+    return [{part: function(values, rank) for part, values in tensors.items()} for rank in range(n)]
+
+
+def passed_on(tensors, n):
+    for _ in range(n - 1):
+        tensors = {part: [values[rank] + values[rank - 1] for rank in range(n)] for part, values in tensors.items()}
+    return ways(tensors, n, lambda values, rank: values[rank])
+
+
+def first_round(tensors, n):
+    """After it rank r has the sum of part r + 1; of part r - s what ranks r - s, ..., r have."""
+    result = [{} for _ in range(n)]
+    for name, values in tensors.items():
+        pieces = [value.tensor_split(n) for value in values]
+        for rank in range(n):
+            sums = [None] * n
+            for back in range(n):
+                part = (rank - back) % n
+                sums[part] = sum(pieces[(rank - earlier) % n][part] for earlier in range(back + 1))
+            result[rank][name] = torch.cat(sums)
+    return result
+
+
+def any_problem(messages, n):
+    for rank, calls in enumerate(messages):
+        for size, sent in zip(SIZES, calls, strict=True):
+            other = {kind for kind, *_ in sent} - {"send", "recv", "recv_any_source"}
+            if other and n > 1:
+                return f"the sum is right, but it uses {', '.join(sorted(other))}: use send and recv only"
+            elsewhere = {to for kind, _, to in sent if kind == "send"} - {(rank + 1) % n}
+            if elsewhere:
+                return f"the sum is right, but rank {rank} sends to rank {elsewhere.pop()}: not in a ring"
+            numbers = sum(elements for kind, elements, _ in sent if kind == "send")
+            most = 2 * (n - 1) * -(-size // n)  # parts of size / n, rounded up
+            if numbers > most:
+                text = f"the sum is right, but rank {rank} sends {numbers} numbers for a tensor of {size}, {most} are"
+                return f"{text} enough: it looks like whole tensors that go round, instead of parts"
+    return ""
