@@ -1,6 +1,7 @@
 """Writes the side-by-side pages: docs/index.html for all pairs of scripts, and one page for each helper file.
 
 docs/steps.html has the pairs of parent and child, one below the other: to print, and to read without JavaScript.
+Each text, such as README.md, has its page, too: see texts.py.
 
     python -m tools.build --pages           # only these pages, in about a second
     python -m tools.build                   # all that is generated
@@ -25,6 +26,7 @@ from typing import NamedTuple
 
 from tools.align import Row, aligned, counts
 from tools.highlight import HELPERS, MODULES, ROOT, Source, linked, source, wrapped
+from tools.texts import html_of, texts
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -236,7 +238,7 @@ def _page(name: str, title: str, body: str) -> str:
 
 def _links(here: str) -> str:
     """To the other pages."""
-    pages = [("index.html", "side by side"), ("steps.html", "all steps")]
+    pages = [("readme.html", "README"), ("index.html", "side by side"), ("steps.html", "all steps")]
     pages += [(f"{Path(helper).stem}.html", helper) for helper in HELPERS]
     current = ' aria-current="page"'
     return "".join(f'<li><a href="{page}"{current * (page == here)}>{text}</a></li>' for page, text in pages)
@@ -295,7 +297,13 @@ def _steps(tree: Tree) -> str:
 def _helper(helper: str) -> str:
     script = source(helper)
     code = f'<main id="code" tabindex="-1"><h1>{helper}</h1>{_listing(script)}</main>'
-    return _page(f"{script.name}.html", f"{helper}: ddp-by-diff", f'<div class="helper">{_contents(script)}{code}</div>')
+    body = f'<div class="helper">{_contents(script)}{code}</div>'
+    return _page(f"{script.name}.html", f"{helper}: ddp-by-diff", body)
+
+
+def _text(path: Path, page: str) -> str:
+    body = f'<main id="code" class="text" tabindex="-1">{html_of(path)}</main>'
+    return _page(page, f"{path.name}: ddp-by-diff", body)
 
 
 def generated(steps: Iterable) -> dict[Path, str]:
@@ -303,6 +311,9 @@ def generated(steps: Iterable) -> dict[Path, str]:
     tree = Tree(steps)
     made = {"index.html": _index(tree), "steps.html": _steps(tree)}
     made |= {f"{Path(helper).stem}.html": _helper(helper) for helper in HELPERS}
+    for path, page in texts().items():
+        assert page not in made, f"{path.name} needs another name: {page} is taken"
+        made[page] = _text(path, page)
     return {DOCS / name: text for name, text in made.items()}
 
 
