@@ -3,7 +3,7 @@
     python -m tools.build                 # rewrites the files in place; does nothing where they are up to date
     python -m tools.build --check         # only compares; exit code 1 if a file is out of date
     python -m tools.build --new-figures   # takes the programs' speeds and losses anew, too
-    python -m tools.build --pages         # only the side-by-side pages, docs/*.html, in about a second: see pages.py
+    python -m tools.build --pages         # only docs/*.html, in about a second: see pages.py
 
 The same files in, the same pages out.  Only the speeds and times that a program prints differ from run to run, and its
 losses a little from CPU to CPU: an output on a page stays as it is while all else in it is true (`same_output`).
@@ -342,19 +342,24 @@ def main() -> int:
     parser.add_argument("--pages", action="store_true", help="only the side-by-side pages, docs/*.html")
     args = parser.parse_args()
     code = pages.report_problems(STEPS)
-    side_by_side = pages.generated(STEPS)
-    for page in [*side_by_side, *([] if args.pages else PAGES)]:
-        text = side_by_side[page] if page in side_by_side else rewritten(page, args.new_figures)
-        if page.exists() and text == page.read_text(encoding="utf-8"):
-            continue
-        name = page.relative_to(ROOT)
-        if args.check:
-            print(OUT_OF_DATE.format(name))
-            code = 1
-        else:
-            page.write_text(text, encoding="utf-8")
-            print(f"{name} is rewritten")
+    for page in [] if args.pages else PAGES:
+        code |= put(page, rewritten(page, args.new_figures), args.check)
+    for page, text in pages.generated(STEPS).items():  # they show the texts, too
+        code |= put(page, text, args.check)
     return code
+
+
+def put(page: Path, text: str, check: bool) -> int:
+    """Write the page if it is out of date, or only say so; the exit code."""
+    if page.exists() and text == page.read_text(encoding="utf-8"):
+        return 0
+    name = page.relative_to(ROOT)
+    if check:
+        print(OUT_OF_DATE.format(name))
+        return 1
+    page.write_text(text, encoding="utf-8")
+    print(f"{name} is rewritten")
+    return 0
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 HELPERS = ["distributed.py", "rendezvous.py", "launcher.py", "data.py", "checkpoint.py", "report.py"]
 COLOURS = [(Comment, "c"), (Keyword, "k"), (Operator.Word, "k"), (String, "s"), (Number, "m")]
 COLOURS += [(Name.Function, "f"), (Name.Class, "f")]
-MODULES = {"dist": "distributed.py"} | {Path(helper).stem: helper for helper in HELPERS}  # as the scripts call them
+MODULES = {"dist": "distributed.py"} | {Path(helper).stem: helper for helper in HELPERS}  # as the notes call them
 
 
 class Definition(NamedTuple):
@@ -33,13 +33,15 @@ class Source:
         self.name = Path(path).stem
         self.text = (ROOT / path).read_text(encoding="utf-8")
         self.lines = self.text.splitlines()
-        self.definitions = list(_definitions(ast.parse(self.text).body))
+        tree = ast.parse(self.text)
+        self.definitions = list(_definitions(tree.body))
+        self.modules = _imported_helpers(tree)
 
     @functools.cached_property
     def html(self) -> list[str]:
         """Each line in colours, with links to the helpers."""
         coloured = zip(_coloured(self.text), self.lines, strict=True)
-        return [linked(html, line, self.path) for html, line in coloured]
+        return [linked(html, line, self.path, self.modules) for html, line in coloured]
 
 
 @functools.cache
@@ -59,6 +61,14 @@ def _definitions(body: Iterable[ast.stmt], within: str = "") -> Iterable[Definit
         yield Definition(within + name, first, node.end_lineno)
         if isinstance(node, ast.ClassDef):
             yield from _definitions(node.body, f"{name}.")
+
+
+def _imported_helpers(tree: ast.Module) -> dict[str, str]:
+    """The names that mean a helper in this file: in a script of plain torch `dist` is torch.distributed."""
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+    imports = [node for node in imports if getattr(node, "module", None) is None]  # import x, from . import x
+    names = {alias.asname or alias.name: f"{alias.name}.py" for node in imports for alias in node.names}
+    return {name: file for name, file in names.items() if file in HELPERS}
 
 
 def _coloured(text: str) -> list[str]:
@@ -100,10 +110,10 @@ def _names(helper: str) -> set[str]:
     return {definition.name for definition in source(helper).definitions}
 
 
-def linked(html: str, line: str, path: str) -> str:
+def linked(html: str, line: str, path: str, modules: dict[str, str]) -> str:
     """Links `dist.reduce`, and in a helper's own page the calls of its functions."""
     for m in re.finditer(r"(?<![\w.])(\w+)\.(\w+)", line):
-        helper = MODULES.get(m[1], "")
+        helper = modules.get(m[1], "")
         if helper and m[2] in _names(helper):
             html = wrapped(html, [m.span()], f'<a href="{Path(helper).stem}.html#{m[2]}">', "</a>")
     if path in HELPERS and not line.lstrip().startswith(("def ", "class ")):

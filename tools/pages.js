@@ -6,14 +6,15 @@ const root = document.documentElement;
 const page = one("#pair"); // a helper's page has none
 const storage = (() => { try { return localStorage; } catch { return {}; } })(); // blocked: nothing is remembered
 
-// ------------------------------------------------------------------------------------------- which pair, and which line
+// ---------------------------------------------------------------------------------------- which pair, change, and line
 
 const pieces = page && [...one("#pieces").content.children];
 let shown = page?.dataset.first; // it stands in the page from the beginning
 
-function show(hash) { // #mnist_ddp..mnist_amp:L33, or :left-L33 for a line of the left script
-  if (document.getElementById(hash.slice(1))?.closest("main")) return; // an anchor
-  const [, key, left, line] = /^#(\w+\.\.\w+)(?::(left-)?L(\d+))?$/.exec(hash || `#${page.dataset.first}`) ?? [];
+function show(hash) { // #mnist_ddp..mnist_amp, then :change3, :L33, or :left-L33 for a line of the first script
+  const form = /^#(\w+\.\.\w+)(?::change(\d+)|:(left-)?L(\d+))?$/;
+  const [, key, change, left, line] = form.exec(hash || `#${page.dataset.first}`) ?? [];
+  if (!key && document.getElementById(hash.slice(1))?.closest("main")) return; // an anchor
   const pair = key === shown ? page : pairOf(key);
   if (pair && pair !== page) {
     shown = key;
@@ -22,25 +23,32 @@ function show(hash) { // #mnist_ddp..mnist_amp:L33, or :left-L33 for a line of t
     scrollTo(0, 0);
   }
   if (pair) choose();
+  const note = pair && change && all(".note")[change - 1];
   const cell = pair && line && one(`[data-column=${left ? "first" : "last"}][data-n="${line}"]`);
-  const found = line ? cell : pair;
-  one(".said").textContent = found ? "" : `This page has no ${hash.slice(1)}: choose two different scripts.`;
+  const found = change ? note : line ? cell : pair;
+  const advice = pair ? "" : " Choose two different scripts.";
+  one(".said").textContent = found ? "" : `This page has no ${hash.slice(1)}.${advice}`;
   goTo(cell);
+  if (note) visit(note);
+  else if (playing() && !page.contains(stop)) visit(one(".note"));
 }
 
 function pairOf(key) { // it is stored in one direction only
   const [forward, backward] = [key, key?.split("..").reverse().join("..")].map((id) => document.getElementById(id));
   const pair = (forward ?? backward)?.content.cloneNode(true);
-  for (const place of pair?.querySelectorAll(".row > *, .heads > *, .why") ?? []) {
-    const numbers = place.textContent.split(" ").filter(Boolean);
-    place.replaceChildren(...numbers.map((number) => pieces[number].cloneNode(true)));
+  for (const place of pair?.querySelectorAll(".row > *, .heads > * > *, .why") ?? []) {
+    const runs = place.textContent.split(" ").filter(Boolean); // 7-9 12
+    place.replaceChildren(...runs.flatMap((run) => {
+      const [first, last = first] = run.split("-").map(Number);
+      return pieces.slice(first, last + 1).map((piece) => piece.cloneNode(true));
+    }));
   }
   if (backward) turn(pair);
   return pair;
 }
 
 function turn(pair) { // the notes explain the other direction
-  for (const row of pair.querySelectorAll(".row:not(.equal), .heads")) row.append(row.firstChild);
+  for (const row of pair.querySelectorAll(".row:not(.equal), .heads > *")) row.append(row.firstChild);
   for (const why of pair.querySelectorAll(".why")) why.remove();
   const title = pair.querySelector("h2");
   title.textContent = title.textContent.split(" → ").reverse().join(" → ");
@@ -48,19 +56,37 @@ function turn(pair) { // the notes explain the other direction
   counts.textContent = counts.textContent.replace(/(\d+)(.*?)(\d+)/, "$3$2$1");
 }
 
-function prepare() { // lines get their numbers and columns; a screen reader reads one of two equal lines
-  for (const column of ["first", "last"]) {
-    const lines = all(`.row > :${column}-child > code, .listing code`);
-    lines.forEach((line, index) => Object.assign(line.dataset, { column, n: index + 1 }));
+function prepare() { // a screen reader reads one of two equal lines
+  for (const part of all(".pair, .helper main")) {
+    number(part, "first");
+    number(part, "last");
+    link(part, part === page ? shown : part.id);
   }
   for (const cell of all(".equal > :first-child")) cell.ariaHidden = "true";
-  for (const link of all(".equal > :first-child a")) link.tabIndex = -1;
+  for (const anchor of all(".equal > :first-child a")) anchor.tabIndex = -1;
+}
+
+function number(part, column) { // the lines; the link to download their file
+  const lines = [...part.querySelectorAll(`.row > :${column}-child > code, .listing code`)];
+  lines.forEach((line, index) => Object.assign(line.dataset, { column, n: index + 1 }));
+  const text = lines.map((line) => line.textContent).join("");
+  const head = part.querySelector(`.heads > * > :${column}-child, :scope > .head`);
+  head.querySelector("[download]").href = `data:text/x-python;charset=utf-8,${encodeURIComponent(text)}`;
+}
+
+function link(part, key) { // each change
+  part.querySelectorAll(".note").forEach((note, index) => {
+    const anchor = note.querySelector("h3 a");
+    Object.assign(note, { id: `${key}:change${index + 1}`, tabIndex: -1, role: "group", ariaLabel: anchor.textContent });
+    anchor.href = `#${note.id}`;
+  });
 }
 
 function choose() {
   const [from, to] = shown.split("..");
   one("#left").value = from;
   one("#right").value = to;
+  one("#count").textContent = `${all(".note").length} changes`;
   document.title = `${from} → ${to}: ddp-by-diff`;
   for (const chip of all(".chips a")) chip.ariaCurrent = chip.hash === `#${shown}` ? "true" : null;
 }
@@ -69,16 +95,45 @@ function goTo(line) {
   for (const before of all(".here")) before.classList.remove("here");
   if (!line) return;
   if (line.closest("details")) line.closest("details").open = true;
-  line.classList.add("here");
-  line.scrollIntoView({ block: "center" });
+  if (playing() && !line.closest(".now")) play();
+  const twin = line.closest(".equal")?.lastChild.children[[...line.parentNode.children].indexOf(line)];
+  const seen = line.getClientRects().length ? line : twin; // a narrow page shows one of two equal lines
+  seen.classList.add("here");
+  seen.scrollIntoView({ block: "center" });
 }
+
+// ------------------------------------------------------------------------------------------------- from change to change
 
 let stop = null; // the change, or function, that was visited last
 document.addEventListener("focusin", (event) => { stop = event.target.closest(".note, .definition") ?? stop; });
 
 function step(by) {
   const stops = all(".note, .definition");
-  stops[Math.max(0, stops.indexOf(stop) + by)]?.focus();
+  visit(stops[Math.max(0, stops.indexOf(stop) + by)]);
+}
+
+function visit(next) {
+  if (!next) return;
+  const change = next.nextElementSibling;
+  for (const part of all(".now")) part.classList.remove("now");
+  for (const part of [next.previousElementSibling, next, change, change?.nextElementSibling]) part?.classList.add("now");
+  next.focus({ preventScroll: true });
+  next.scrollIntoView();
+  if (!next.matches(".note")) return;
+  history.replaceState(null, "", `#${next.id}`); // a link to this change, to be copied
+  const [number, count] = next.ariaLabel.match(/\d+/g);
+  if (page) one("#count").textContent = `${number} of ${count}`;
+}
+
+function playing() {
+  return page.classList.contains("playing");
+}
+
+function play() { // one change at a time, or all
+  if (!page) return;
+  page.classList.toggle("playing");
+  one('[data-key="o"]').ariaPressed = playing();
+  visit(page.contains(stop) ? stop : one(".note"));
 }
 
 function stepPair(by) { // on a helper's page: to the next page
@@ -91,6 +146,13 @@ function fold() {
   const open = folds.some((part) => !part.open);
   for (const part of folds) part.open = open;
 }
+
+const unfolded = []; // to be printed
+addEventListener("beforeprint", () => {
+  unfolded.push(...all("details:not([open])"));
+  for (const part of unfolded) part.open = true;
+});
+addEventListener("afterprint", () => { for (const part of unfolded.splice(0)) part.open = false; });
 
 // --------------------------------------------------------------------------------------------------------- theme, keys
 
@@ -109,6 +171,7 @@ function nextTheme() {
 const KEYS = {
   j: () => step(1),
   k: () => step(-1),
+  o: play,
   n: () => stepPair(1),
   p: () => stepPair(-1),
   f: fold,
@@ -148,7 +211,7 @@ document.addEventListener("copy", (event) => {
 });
 
 document.addEventListener("mousedown", (event) => {
-  if (page) page.dataset.column = columnOf(event.target) ?? "";
+  for (const pair of all(".pair")) pair.dataset.column = columnOf(event.target) ?? "";
 });
 
 document.addEventListener("click", (event) => {
@@ -158,12 +221,14 @@ document.addEventListener("click", (event) => {
     wholeFile = decodeURIComponent(button.nextElementSibling.href.split(",")[1]); // the link to download it
     button.textContent = document.execCommand("copy") ? "copied" : "not copied";
     wholeFile = null;
+    setTimeout(() => { button.textContent = "copy"; }, 2000);
   }
   const line = event.target.closest("[data-n]");
   const gutter = line && parseFloat(getComputedStyle(line, "::before").width);
   if (line && event.clientX - line.getBoundingClientRect().left < gutter) {
-    const left = line.dataset.column === "first" ? "left-" : "";
-    location.hash = page ? `${shown}:${left}L${line.dataset.n}` : `L${line.dataset.n}`;
+    const pair = page ? shown : line.closest(".pair")?.id; // of steps.html
+    const side = line.dataset.column === "first" ? "left-" : "";
+    location = `${pair && !page ? "index.html" : ""}#${pair ? `${pair}:${side}` : ""}L${line.dataset.n}`;
   }
 });
 
@@ -179,7 +244,7 @@ if (page) {
   for (const list of all("select")) {
     list.addEventListener("change", () => { location.hash = `${one("#left").value}..${one("#right").value}`; });
   }
-  choose();
+  for (const chip of all(".chips a")) chip.href = chip.hash;
   addEventListener("hashchange", () => show(location.hash));
   show(location.hash);
 }

@@ -1,11 +1,15 @@
 """Writes the side-by-side pages: docs/index.html for all pairs of scripts, and one page for each helper file.
 
+docs/steps.html has the pairs of parent and child, one below the other: to print, and to read without JavaScript.
+Each text, such as README.md, has its page, too: see texts.py.
+
     python -m tools.build --pages           # only these pages, in about a second
     python -m tools.build                   # all that is generated
 
 tools/template.html, pages.css and pages.js are written into each page, so that it needs no other file and no network.
 index.html shows the pair FIRST; the other pairs wait in <template> elements.  A line stands in many pairs, so their
 rows hold only its number in one list of all lines (and headings, and notes), and pages.js copies it from there.
+With N scripts there are N * (N - 1) / 2 pairs, of 3 KB each.
 
 The notes that explain the changes are in tools/notes.toml.
 """
@@ -18,10 +22,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from pathlib import Path
-from urllib.parse import quote
+from typing import NamedTuple
 
 from tools.align import Row, aligned, counts
-from tools.highlight import HELPERS, ROOT, Source, linked, source, wrapped
+from tools.highlight import HELPERS, MODULES, ROOT, Source, linked, source, wrapped
+from tools.texts import html_of, texts
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -29,10 +34,19 @@ else:
     import tomli as tomllib
 
 DOCS, TOOLS = ROOT / "docs", ROOT / "tools"
-MORE = {  # scripts that can be chosen, but are no step
-    "min_DDP.py": "the smallest complete DDP program, on one screen",
-    "cifar10_ddp.py": "a realistic training run: augmentation, a schedule, logs and checkpoints",
-}
+
+
+class Script(NamedTuple):
+    script: str
+    parent: str  # "": it has none
+    adds: str
+
+
+MORE = [  # scripts that can be chosen, but are no step of the course
+    Script("experiments/baselines/mnist_plain.py", "mnist_ddp.py", "the same in plain torch, without `distributed.py`"),
+    Script("min_DDP.py", "", "the smallest complete DDP program, on one screen"),
+    Script("cifar10_ddp.py", "", "a realistic training run: augmentation, a schedule, logs and checkpoints"),
+]
 FIRST = ("mnist_single.py", "mnist_ddp.py")  # the diff that README.md shows
 
 
@@ -64,8 +78,8 @@ class Tree:
 
     def __init__(self, steps: Iterable) -> None:
         """`steps`: what tools/build.py has, with `script`, `parent` and `adds`."""
-        self.steps = {step.script: step for step in steps}
-        self.paths = [*self.steps, *MORE]
+        self.steps = {step.script: step for step in [*steps, *MORE]}
+        self.paths = list(self.steps)
         written = tomllib.loads((TOOLS / "notes.toml").read_text(encoding="utf-8"))
         self.notes = [(step, note["line"], note["why"]) for step, notes in written.items() for note in notes]
 
@@ -109,13 +123,13 @@ class Tree:
     def marked_up(self, text: str) -> str:
         """`code`, with links to the helpers."""
         parts = re.split(r"`([^`]+)`", text.strip())
-        parts[1::2] = [f"<code>{linked(escape(part, quote=False), part, '')}</code>" for part in parts[1::2]]
+        parts[1::2] = [f"<code>{linked(escape(part, quote=False), part, '', MODULES)}</code>" for part in parts[1::2]]
         parts[::2] = [escape(part, quote=False) for part in parts[::2]]
         return "".join(parts)
 
     def about(self, before: str, after: str) -> str:
         """What the second script adds."""
-        adds = self.steps[after].adds if after in self.steps else MORE[after]
+        adds = self.steps[after].adds
         return self.marked_up(f"{adds[:1].upper()}{adds[1:]}.")
 
 
@@ -127,14 +141,16 @@ def in_full(pieces: Iterable[str], first: int = 1) -> str:
     return "".join(piece.replace("<code style", f'<code data-n="{n}" style') for n, piece in enumerate(pieces, first))
 
 
-def _line(html: str) -> str:
+def _line(html: str, marks: Sequence[Sequence[int]] = ()) -> str:
+    """Its indent is an element of its own: a narrow page must not break the line between the indent and a long word."""
     indent = len(html) - len(html.lstrip(" "))
-    return f'<code style="--i:{indent}">{html}\n</code>'
+    spaces = wrapped(html[:indent], marks, "<mark>", "</mark>")
+    code = wrapped(html[indent:], [(start - indent, end - indent) for start, end in marks], "<mark>", "</mark>")
+    return f'<code style="--i:{indent}">{f"<i>{spaces}</i>" if indent else ""}{code}\n</code>'
 
 
 def _cell(script: Source, lines: range, marks: Sequence, place: Callable[..., str]) -> str:
-    pieces = [_line(wrapped(script.html[line], marks, "<mark>", "</mark>")) for line in lines]
-    return f"<div>{place(pieces, lines.start + 1)}</div>"
+    return f"<div>{place([_line(script.html[line], marks) for line in lines], lines.start + 1)}</div>"
 
 
 def _row(row: Row, old: Source, new: Source, place: Callable[..., str]) -> str:
@@ -150,19 +166,19 @@ def _row(row: Row, old: Source, new: Source, place: Callable[..., str]) -> str:
 
 def _head(script: Source) -> str:
     copy = f'<button class="needs-script" data-copy aria-label="Copy {script.path}">copy</button>'
-    data = "data:text/x-python;charset=utf-8," + quote(script.text, safe="!~*'()")
-    load = f'<a download="{script.name}.py" href="{data}" aria-label="Download {script.path}">download</a>'
+    load = f'<a download="{script.name}.py" href="../{script.path}" aria-label="Download {script.path}">download</a>'
     return f'<div class="head"><strong>{script.path}</strong> {copy} {load}</div>'
 
 
-def pair_html(tree: Tree, before: str, after: str, place: Callable[..., str]) -> str:
+def pair_html(tree: Tree, before: str, after: str, place: Callable[..., str], anchors: bool = False) -> str:
     """Two scripts side by side.  `place` puts pieces of HTML (one element each) into the page."""
     old, new, parts = source(before), source(after), pair_of(before, after)
     added, removed = counts(parts)
     about = place([f"<span>{tree.about(before, after)}</span>"])
     html = f"<h2>{before} → {after}</h2>"
     html += f'<p class="about"><b>+{added} −{removed}</b> lines. <span class="why">{about}</span></p>'
-    html += f'<div class="heads"><div>{place([_head(old)])}</div><div>{place([_head(new)])}</div></div>'
+    heads = f"<div>{place([_head(old)])}</div><div>{place([_head(new)])}</div>"
+    html += f'<div class="sides"><div class="heads"><div>{heads}</div></div>'
     number = 0
     for part in parts:
         rows = "".join(_row(row, old, new, place) for row in part)
@@ -170,11 +186,14 @@ def pair_html(tree: Tree, before: str, after: str, place: Callable[..., str]) ->
             html += f'<div class="between">{rows}</div>'
             continue
         number += 1
+        place_here = f"{_key(before, after)}:change{number}"
+        title = f"Change {number} of {len(changes(parts))}"
+        title = f'<a href="#{place_here}">{title}</a>' if anchors else f"<a>{title}</a>"  # pages.js has the others
         why = place([f"<p>{tree.marked_up(tree.notes[note][2])}</p>" for note in tree.notes_on(part, before, after)])
-        title = f'<h3 id="change{number}">Change {number} of {len(changes(parts))}</h3><div class="why">{why}</div>'
-        html += f'<div class="note" role="group" tabindex="-1" aria-labelledby="change{number}">{title}</div>'
+        anchor = f' id="{place_here}"' if anchors else ""
+        html += f'<div class="note"{anchor}><h3>{title}</h3><div class="why">{why}</div></div>'
         html += f'<div class="change">{rows}</div>'
-    return html
+    return f"{html}</div>"
 
 
 def _listing(script: Source) -> str:
@@ -190,6 +209,17 @@ def _listing(script: Source) -> str:
             lines[d.first - 1] = f'<div class="definition" tabindex="-1" id="{d.name}">{lines[d.first - 1]}'
             lines[d.last - 1] += "</div>"
     return f'{_head(script)}<div class="listing">{"".join(lines)}</div>'
+
+
+def _contents(script: Source) -> str:
+    """Of a helper file: what a script calls; the rest is folded."""
+    names: dict[bool, str] = {False: "", True: ""}
+    for d in script.definitions:
+        css = ' class="inner"' if "." in d.name else ""
+        private = any(part.startswith("_") for part in d.name.split("."))
+        names[private] += f'<li{css}><a href="#{d.name}">{d.name.rpartition(".")[2]}</a></li>'
+    folded = f"<details><summary>private names</summary><ol>{names[True]}</ol></details>" if names[True] else ""
+    return f'<nav aria-label="Contents"><h2>Contents</h2><ol>{names[False]}</ol>{folded}</nav>'
 
 
 # --------------------------------------------------------------------------------------------------------------- pages
@@ -208,7 +238,8 @@ def _page(name: str, title: str, body: str) -> str:
 
 def _links(here: str) -> str:
     """To the other pages."""
-    pages = [("index.html", "side by side"), *((f"{Path(helper).stem}.html", helper) for helper in HELPERS)]
+    pages = [("readme.html", "README"), ("index.html", "side by side"), ("steps.html", "all steps")]
+    pages += [(f"{Path(helper).stem}.html", helper) for helper in HELPERS]
     current = ' aria-current="page"'
     return "".join(f'<li><a href="{page}"{current * (page == here)}>{text}</a></li>' for page, text in pages)
 
@@ -217,44 +248,73 @@ def _key(before: str, after: str) -> str:
     return f"{Path(before).stem}..{Path(after).stem}"
 
 
+def _runs(numbers: Iterable[int]) -> str:
+    """7 8 9 12 as "7-9 12"."""
+    groups = itertools.groupby(enumerate(numbers), key=lambda item: item[1] - item[0])
+    runs = [[number for _, number in group] for _, group in groups]
+    return " ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+
+
 def _templates(tree: Tree) -> str:
     """All pairs, in one direction (pages.js turns them round), and their pieces."""
-    numbers: dict[str, int] = {}
+    numbers: dict[tuple[str, str], int] = {}
 
-    def place(pieces: Iterable[str], first: int = 1) -> str:
-        return " ".join(str(numbers.setdefault(piece, len(numbers))) for piece in pieces)
+    def place(pieces: Sequence[str], first: int = 1) -> str:
+        """A piece has a number for each piece that stands before it: most cells are then one run of numbers."""
+        return _runs([numbers.setdefault(pair, len(numbers)) for pair in itertools.pairwise(["", *pieces])])
 
     html = ""
     for pair in itertools.combinations(tree.paths, 2):
         html += f'<template id="{_key(*pair)}">{pair_html(tree, *pair, place)}</template>\n'
-    return html + f'<template id="pieces">{"".join(numbers)}</template>'
+    return html + f'<template id="pieces">{"".join(piece for _, piece in numbers)}</template>'
+
+
+def _chips(tree: Tree) -> str:
+    """Links to the pairs of parent and child, which stand in steps.html; in index.html pages.js shows them there."""
+    chips = ""
+    for key in (_key(*pair) for pair in tree.pairs()):
+        chips += f'<li><a href="steps.html#{key}">{key.replace("mnist_", "").replace("..", " → ")}</a></li>'
+    return chips
 
 
 def _index(tree: Tree) -> str:
-    chips = ""
-    for key in (_key(*pair) for pair in tree.pairs()):
-        chips += f'<li><a href="#{key}">{key.replace("mnist_", "").replace("..", " → ")}</a></li>'
     options = "".join(f'<option value="{Path(path).stem}">{path}</option>' for path in tree.paths)
-    parts = {"first": _key(*FIRST), "pair": pair_html(tree, *FIRST, in_full), "templates": _templates(tree)}
-    body = _filled("template_index.html", chips=chips, options=options, **parts)
+    pair = pair_html(tree, *FIRST, in_full, anchors=True)
+    parts = {"first": _key(*FIRST), "pair": pair, "templates": _templates(tree), "chips": _chips(tree)}
+    body = _filled("template_index.html", options=options, **parts)
     return _page("index.html", "Side by side: distributed training, one idea per diff", body)
 
 
+def _steps(tree: Tree) -> str:
+    pairs = ""
+    for pair in tree.pairs():
+        html = pair_html(tree, *pair, in_full, anchors=True)
+        pairs += f'<section class="pair" id="{_key(*pair)}">{html}</section>\n'
+    body = _filled("template_steps.html", chips=_chips(tree), pairs=pairs)
+    return _page("steps.html", "All steps: distributed training, one idea per diff", body)
+
+
 def _helper(helper: str) -> str:
-    script, contents = source(helper), ""
-    for d in script.definitions:
-        css = ' class="inner"' if "." in d.name else ""
-        contents += f'<li{css}><a href="#{d.name}">{d.name.rpartition(".")[2]}</a></li>'
-    body = f'<div class="helper"><nav aria-label="Contents"><h2>Contents</h2><ol>{contents}</ol></nav>'
-    body += f'<main id="code" tabindex="-1"><h1>{helper}</h1>{_listing(script)}</main></div>'
+    script = source(helper)
+    code = f'<main id="code" tabindex="-1"><h1>{helper}</h1>{_listing(script)}</main>'
+    body = f'<div class="helper">{_contents(script)}{code}</div>'
     return _page(f"{script.name}.html", f"{helper}: ddp-by-diff", body)
+
+
+def _text(path: Path, page: str) -> str:
+    body = f'<main id="code" class="text" tabindex="-1">{html_of(path)}</main>'
+    return _page(page, f"{path.name}: ddp-by-diff", body)
 
 
 def generated(steps: Iterable) -> dict[Path, str]:
     """All pages: file and text."""
-    return {DOCS / "index.html": _index(Tree(steps))} | {
-        DOCS / f"{Path(helper).stem}.html": _helper(helper) for helper in HELPERS
-    }
+    tree = Tree(steps)
+    made = {"index.html": _index(tree), "steps.html": _steps(tree)}
+    made |= {f"{Path(helper).stem}.html": _helper(helper) for helper in HELPERS}
+    for path, page in texts().items():
+        assert page not in made, f"{path.name} needs another name: {page} is taken"
+        made[page] = _text(path, page)
+    return {DOCS / name: text for name, text in made.items()}
 
 
 def report_problems(steps: Iterable) -> int:

@@ -1,7 +1,7 @@
 """The side-by-side pages: up to date, rightly aligned, a note on each change; and all that a reader does in a browser.
 
-The tests in a browser are slow ones.  They need Debian's chromium and chromium-driver and the package selenium, the one
-on accessibility also axe-core (npm install --no-save axe-core); otherwise they are skipped.
+The tests in a browser are slow ones.  They need Debian's chromium and chromium-driver and the package selenium; the one
+on accessibility also axe-core (npm install --no-save axe-core), the one on printing pypdf.  Otherwise they are skipped.
 
     python -m tests.tools.test_pages FOLDER     # writes screenshots to FOLDER, to be looked at
 """
@@ -9,6 +9,7 @@ on accessibility also axe-core (npm install --no-save axe-core); otherwise they 
 import base64
 import functools
 import html
+import io
 import itertools
 import json
 import os
@@ -17,6 +18,7 @@ import shutil
 import subprocess
 import sys
 import time
+import unicodedata
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -25,11 +27,13 @@ import pytest
 from tools import build, pages
 from tools.align import aligned, changed_words, counts, faced
 from tools.highlight import HELPERS, ROOT, source
+from tools.texts import html_of, texts
 
 TREE = pages.Tree(build.STEPS)
 PAIRS = TREE.pairs()
 ALL_PAIRS = list(itertools.permutations(TREE.paths, 2))
-INDEX = (ROOT / "docs" / "index.html").as_uri()
+DOCS = (ROOT / "docs").as_uri()
+INDEX = f"{DOCS}/index.html"
 
 
 @functools.cache
@@ -56,17 +60,21 @@ def test_pages_are_up_to_date():
         assert page.is_file() and page.read_text(encoding="utf-8") == text, (
             f"{name} is out of date: run  python -m tools.build --pages"
         )
-        assert len(text.encode()) < 2**20
-        assert not re.search(r'<(script|img|link|iframe)[^>]+(src|href)="(?!data:)', text), "it loads another file"
-    assert {page.name for page in made} == {"index.html", *(Path(helper).stem + ".html" for helper in HELPERS)}
+        assert len(text.encode()) < 2**21  # index.html has 0.6 MB for 13 scripts; it grows with their square
+        if page.name not in texts().values():  # those have pictures
+            assert not re.search(r'<(script|img|link|iframe)[^>]+(src|href)="(?!data:)', text), "it loads another file"
+    helpers = {f"{Path(helper).stem}.html" for helper in HELPERS}
+    assert {page.name for page in made} == {"index.html", "steps.html", *helpers, *texts().values()}
 
 
 def test_every_change_has_its_note():
     assert TREE.problems() == [], "mend tools/notes.toml, then run  python -m tools.build --pages"
 
 
-def test_notes_are_short():
+def test_notes_are_short_and_true_for_each_pair():
+    """A note also stands at pairs with a script in between: the script that it compares with is named."""
     for step, line, why in TREE.notes:
+        assert not re.search(r"\b(parent|the left|the right)\b", why), f"name the script: {step}: {line}"
         assert 1 <= len(re.findall(r"[.?!](?= |$)", why)) <= 3, f"one to three sentences: {step}: {line}"
 
 
@@ -159,16 +167,44 @@ def test_colours_and_links_leave_the_text_as_it_is():
 
 
 def test_links_lead_somewhere():
-    """Each link to a helper's name, in code and in notes, has its anchor; and the scripts' calls are links."""
-    texts = {page.name: text for page, text in generated().items()}
-    for name, text in texts.items():
-        for page, anchor in re.findall(r'href="([\w.]*)#([\w.]+)"', text):
-            if ".." not in anchor:
-                assert f'id="{anchor}"' in texts[page or name], f"{name}: {page}#{anchor}"
+    """To a page, an anchor in it, or a file; to no text that a browser shows as it is.  Scripts' calls are links."""
+    made = {page.name: text for page, text in generated().items()}
+    anchors = {name: set(re.findall(r' id="([^"]+)"', text)) for name, text in made.items()}
+    for name, text in made.items():
+        for link in set(re.findall(r'(?:href|src)="([^"]+)"', text)):
+            path, _, anchor = link.partition("#")
+            if "://" in link or link.startswith("data:"):
+                continue
+            assert path in made or not path or (ROOT / "docs" / path).exists(), f"{name}: {link}"
+            assert not path.endswith(".md") or "README" in path, f"{name}: {link}"  # of a folder
+            known = anchors.get(path or name, {anchor})
+            assert not anchor or html.unescape(anchor) in known, f"{name}: {link}"
+        assert 'href="readme.html"' in text
     for call, page in [("dist.all_reduce", "distributed"), ("dist.launch", "distributed"), ("data.load", "data")]:
-        assert f'<a href="{page}.html#{call.split(".")[1]}">{call}</a>' in texts["index.html"]
-    assert '<a href="rendezvous.html#get_world">rendezvous.get_world</a>' in texts["distributed.html"]
-    assert '<a href="#all_reduce">all_reduce</a>' in texts["distributed.html"]
+        assert f'<a href="{page}.html#{call.split(".")[1]}">{call}</a>' in made["index.html"]
+    assert '<a href="rendezvous.html#get_world">rendezvous.get_world</a>' in made["distributed.html"]
+    assert '<a href="#all_reduce">all_reduce</a>' in made["distributed.html"]
+
+
+def test_torchs_own_dist_is_no_link():
+    """In a script of plain torch `dist` is torch.distributed."""
+    plain = source("experiments/baselines/mnist_plain.py")
+    line = next(n for n, line in enumerate(plain.lines) if "dist.all_reduce(tested)" in line)
+    assert "href" not in plain.html[line] and any("href" in line for line in plain.html)  # data.load
+
+
+@pytest.mark.parametrize("path", texts(), ids=lambda path: path.name)
+def test_a_text_is_shown_whole(path):
+    """No Markdown is left, and no word is lost."""
+    written = path.read_text(encoding="utf-8")
+    shown = html_of(path)
+    prose = re.sub(r"<(pre|code).*?</\1>", "", shown, flags=re.DOTALL)
+    assert not re.search(r"\|---|```|\]\(|\*\*|^#|<!--", prose, re.MULTILINE)
+    assert shown.count("<tr>") == len(re.findall(r"^\|(?!---)", written, re.MULTILINE))
+    assert shown.count("<pre") == len(re.findall(r"^```", written, re.MULTILINE)) / 2
+    assert shown.count("<li>") == len(
+        re.findall(r"^(?:- |\d+\. )", re.sub(r"(?ms)^```.*?^```", "", written), re.MULTILINE)
+    )
 
 
 # ------------------------------------------------------------------------------------------------------- the browser
@@ -200,6 +236,10 @@ def chromium():
     browser.quit()
 
 
+def squeezed(text):
+    return re.sub(r"\s", "", text)
+
+
 class Reader:
     """What a reader does in the browser."""
 
@@ -215,6 +255,15 @@ class Reader:
         self.browser.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": not script})
         self.browser.get("about:blank")  # otherwise a new hash opens nothing
         self.browser.get(url)
+
+    def tap(self, selector):
+        """With a finger."""
+        from selenium.webdriver.common.actions.action_builder import ActionBuilder
+        from selenium.webdriver.common.actions.pointer_input import PointerInput
+
+        builder = ActionBuilder(self.browser, mouse=PointerInput("touch", "finger"))
+        builder.pointer_action.move_to(self.one(selector)).pointer_down().pointer_up()
+        builder.perform()
 
     def press(self, keys):
         self.js("document.activeElement.blur()")
@@ -239,6 +288,17 @@ class Reader:
                 return False
             time.sleep(0.02)
         return True
+
+    def change(self):
+        """The number of the change that has the focus, or 0."""
+        return int(self.js("return document.activeElement.querySelector?.('h3')?.textContent.split(' ')[1] ?? 0"))
+
+    def printed(self):
+        """The text of each page, without spaces."""
+        pypdf = pytest.importorskip("pypdf", reason="pip install pypdf")
+        pdf = self.browser.execute_cdp_cmd("Page.printToPDF", {"preferCSSPageSize": True})["data"]
+        pages = pypdf.PdfReader(io.BytesIO(base64.b64decode(pdf))).pages
+        return [squeezed(unicodedata.normalize("NFKC", page.extract_text())) for page in pages]
 
     def select(self, first, last):
         """Drag the mouse from the beginning of one cell's text to the end of another's."""
@@ -291,16 +351,17 @@ def reader(chromium):
 
 
 ROWS = """
-return [...document.querySelectorAll(".row")].map((row) => [row.classList.contains("equal"), ...[...row.children].map(
-  (cell) => [...cell.children].map((line) => ({
+const rows = [...document.querySelectorAll(arguments[0] + ".row")];
+return rows.map((row) => [row.classList.contains("equal"), ...[...row.children].map((cell) =>
+  [...cell.children].map((line) => ({
     number: Number(line.dataset.n), text: line.textContent, marks: line.querySelectorAll("mark").length,
     tinted: getComputedStyle(cell).backgroundColor !== "rgba(0, 0, 0, 0)",
     top: line.getBoundingClientRect().top })))]);"""
 
 
-def check_rows(reader, pair):
+def check_rows(reader, pair, within=""):
     """The shown pair: all lines of both scripts in order, equal ones side by side, changed ones tinted."""
-    shown = reader.js(ROWS)
+    shown = reader.js(ROWS, within)
     for side, path in enumerate(pair, 1):
         lines = [line for row in shown for line in row[side]]
         assert [line["number"] for line in lines] == list(range(1, len(source(path).lines) + 1))
@@ -347,16 +408,17 @@ def test_any_two_scripts(reader):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "wrong", ["mnist_ddp..no_such", "mnist_ddp.py..mnist_amp.py", "change99", "mnist_ddp..mnist_ddp"]
+    "wrong", ["mnist_ddp..no_such", "mnist_ddp.py..mnist_amp.py", "change99", "mnist_ddp..mnist_ddp:change1"]
 )
 def test_an_unknown_hash(reader, wrong):
     reader.open(f"{INDEX}#{wrong}")
     assert f"This page has no {wrong}" in reader.one(".said").text
     assert reader.js("return [left.value, right.value].join('..')") == key(PAIRS[0])
     assert reader.one("h2").text.startswith("mnist_single.py")
-    reader.open(f"{INDEX}#mnist_ddp..mnist_amp:L9999")
-    assert "no mnist_ddp..mnist_amp:L9999" in reader.one(".said").text
-    assert reader.one("h2").text == "mnist_ddp.py → mnist_amp.py" and not reader.all(".here")
+    for place in "L9999", "change99", "change0":
+        reader.open(f"{INDEX}#mnist_ddp..mnist_amp:{place}")
+        assert reader.one(".said").text == f"This page has no mnist_ddp..mnist_amp:{place}."
+        assert reader.one("h2").text == "mnist_ddp.py → mnist_amp.py" and not reader.all(".here")
     reader.press("n")
     assert reader.sees(".said", "")
 
@@ -364,14 +426,99 @@ def test_an_unknown_hash(reader, wrong):
 @pytest.mark.slow
 def test_the_buttons_step(reader):
     """By mouse, which moves the focus to the button: to each change, the last, and back."""
-    focused = "return document.activeElement.querySelector('h3')?.textContent.split(' ')[1] ?? ''"
     total = len(reader.all(".note"))
     after, before = reader.one('[data-key="j"]'), reader.one('[data-key="k"]')
     seen = []
     for button in [after] * (total + 1) + [before] * total:
         button.click()
-        seen.append(int(reader.js(focused) or 0))
+        seen.append(reader.change())
     assert seen == [*range(1, total + 1), 0, *range(total - 1, 0, -1), 1]
+
+
+IN_VIEW = """
+const box = document.querySelector(arguments[0]).getBoundingClientRect();
+return box.height > 0 && box.top >= 0 && box.bottom <= innerHeight;"""
+
+
+@pytest.mark.slow
+def test_on_a_phone_a_finger_steps(reader):
+    """The buttons stay in view; the change stands below the headings, and its first line above the buttons."""
+    reader.open(width=390, height=800)
+    assert reader.js(IN_VIEW, '[data-key="j"]')
+    for number in range(1, 6):
+        reader.tap('[data-key="j"]')
+        assert reader.change() == number and reader.one("#count").text == f"{number} of {len(reader.all('.note'))}"
+        top, foot, heads, bar = reader.js("""
+            const box = (part) => part.getBoundingClientRect();
+            const note = document.activeElement;
+            return [box(note).top, box(note.nextElementSibling.querySelector("code")).bottom,
+                box(document.querySelector(".heads")).bottom, box(document.querySelector(".bar")).top]""")
+        assert heads <= top and foot <= bar
+        assert reader.js(IN_VIEW, '[data-key="j"]') and reader.js(IN_VIEW, '[data-key="k"]')
+        assert reader.js("return [...document.querySelectorAll('.bar button')].every((b) => b.offsetHeight >= 40)")
+    reader.tap('[data-key="k"]')
+    assert reader.change() == 4
+
+
+CHANGES_IN_SIGHT = """
+return [...document.querySelectorAll(".note")].flatMap((note, index) =>
+  note.checkVisibility() && note.nextElementSibling.checkVisibility() ? [index + 1] : []);"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["mouse", "finger", "keys"])
+def test_one_change_at_a_time(reader, way):
+    """With its note and the lines around it, from change to change, and from pair to pair."""
+
+    def push(key):
+        if way == "keys":
+            reader.type(key)
+        elif way == "finger":
+            reader.tap(f'[data-key="{key}"]')
+        else:
+            reader.one(f'[data-key="{key}"]').click()
+
+    reader.open(f"{INDEX}#{key(PAIRS[0])}", width=390 if way == "finger" else 1400, height=800)
+    total = len(reader.all(".note"))
+    assert reader.js(CHANGES_IN_SIGHT) == [*range(1, total + 1)]
+    push("o")
+    for number in range(1, total + 1):
+        assert reader.js(CHANGES_IN_SIGHT) == [number] and reader.change() == number
+        assert reader.one(".note.now p").is_displayed() and reader.one(".between.now .row").is_displayed()
+        assert reader.one("#count").text == f"{number} of {total}"
+        push("j")
+    push("k")
+    assert reader.js(CHANGES_IN_SIGHT) == [total - 1]
+    reader.js("location.hash = arguments[0]", key(PAIRS[1]))
+    assert reader.sees("h2", " → ".join(PAIRS[1])) and reader.js(CHANGES_IN_SIGHT) == [1]
+    reader.js("location.hash = arguments[0]", f"{key(PAIRS[1])}:L1")  # that line is there
+    reader.js("location.hash = arguments[0]", f"{key(PAIRS[1])}:L30")  # that one isn't: all are shown again
+    assert reader.sees("h2", " → ".join(PAIRS[1])) and reader.one(".here").is_displayed()
+    assert len(reader.js(CHANGES_IN_SIGHT)) == len(reader.all(".note"))
+    assert reader.one('[data-key="o"]').get_attribute("aria-pressed") == "false"
+    push("o")
+    push("o")
+    assert len(reader.js(CHANGES_IN_SIGHT)) == len(reader.all(".note"))
+    assert reader.complaints() == ([], [])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pair", [PAIRS[0], PAIRS[-1], PAIRS[-1][::-1]], ids=key)
+def test_each_change_has_its_link(reader, pair):
+    """In its title, in the address while one steps; it leads to the change, also from outside."""
+    reader.open(f"{INDEX}#{key(pair)}")
+    links = [link.get_property("href") for link in reader.all(".note h3 a")]
+    assert links == [f"{INDEX}#{key(pair)}:change{number}" for number in range(1, len(links) + 1)]
+    reader.press("jj")
+    assert reader.browser.current_url == links[1]
+    reader.one(f"[id='{key(pair)}:change4'] h3 a").click()
+    assert reader.browser.current_url == links[3] and reader.change() == 4
+    for number in 3, len(links):
+        reader.open(links[number - 1])
+        assert reader.one("h2").text == " → ".join(pair) and reader.change() == number
+        assert reader.js(IN_VIEW, ".now.note") and reader.one(".said").text == ""
+    reader.press("k")
+    assert reader.change() == len(links) - 1
 
 
 @pytest.mark.slow
@@ -527,8 +674,110 @@ def test_on_a_phone(reader, page):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("width", [390, 700])
+def test_a_narrow_page(reader, width):
+    """The headings stay; nothing speaks of a left and a right side; no line of code begins with an empty one."""
+    for pair in [*PAIRS, ("min_DDP.py", "cifar10_ddp.py")]:
+        reader.open(f"{INDEX}#{key(pair)}", width=width, height=800)
+        reader.press("f")
+        assert (
+            reader.js("""
+            return [...document.querySelectorAll(".row code, .listing code")].flatMap((line) => {
+              const walker = document.createTreeWalker(line, NodeFilter.SHOW_TEXT), range = document.createRange();
+              while (walker.nextNode()) {
+                const start = walker.currentNode.data.search(/\\S/);
+                if (start < 0) continue;
+                range.setStart(walker.currentNode, start);
+                range.setEnd(walker.currentNode, start + 1);
+                const drop = range.getBoundingClientRect().top - line.getBoundingClientRect().top;
+                return line.checkVisibility() && drop > 8 ? [line.dataset.n] : [];
+              }
+              return [];
+            })""")
+            == []
+        )
+        reader.js("document.querySelectorAll('.row')[40].scrollIntoView()")
+        assert reader.js(IN_VIEW, ".heads")
+        for head, path in zip(reader.all(".head"), pair, strict=True):
+            assert head.is_displayed() and head.text.startswith(path)
+    for text in "main", "dialog":
+        assert not re.search(
+            r"\b(left|right)\b", reader.js("return document.querySelector(arguments[0]).innerText", text)
+        )
+    reader.open(f"{INDEX}#mnist_ddp..mnist_amp:left-L20", width=width, height=800)  # shown once, for both scripts
+    assert reader.one(".here").is_displayed() and reader.one(".here").text == source("mnist_ddp.py").lines[19].strip()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", [True, False], ids=["", "without JavaScript"])
+@pytest.mark.parametrize("page", ["index.html", "index.html#mnist_ddp..mnist_apex", "steps.html"])
+def test_printing(reader, page, script):
+    """Folded lines, too; the files' names on each page; no change is split, for each fits one page."""
+    reader.open(f"{DOCS}/{page}", script=script)
+    pairs = PAIRS
+    if "index" in page:
+        pairs = [("mnist_ddp.py", "mnist_apex.py") if "#" in page and script else PAIRS[0]]
+    printed = reader.printed()
+    first = 0
+    for pair in pairs:
+        heads = "−{}+{}".format(*pair)
+        sheets = list(itertools.takewhile(lambda sheet: heads in sheet, printed[first:]))  # noqa: B023
+        first += len(sheets)
+        assert len(sheets) >= 2, pair
+        for path in pair:
+            assert all(squeezed(line) in "".join(sheets) for line in source(path).lines)
+        for change in pages.changes(pages.pair_of(*pair)):
+            lines = [squeezed(line) for line in pages.changed_lines(change, *pair)]
+            assert any(all(line in sheet for line in lines) for sheet in sheets), lines
+    assert first == len(printed)
+    if script:
+        assert not any(part.get_property("open") for part in reader.all("details"))  # as before
+
+
+@pytest.mark.slow
+def test_all_steps_on_one_page(reader):
+    for script in True, False:
+        reader.open(f"{DOCS}/steps.html", script=script)
+        assert [part.text for part in reader.all("h2")] == [" → ".join(pair) for pair in PAIRS]
+        for pair in PAIRS:
+            check_rows(reader, pair, within=f"[id='{key(pair)}'] ")
+    reader.open(f"{DOCS}/steps.html#{key(PAIRS[1])}:change2")
+    assert reader.js("return document.querySelector(':target h3').getBoundingClientRect().top") < 500
+    links = "return [...document.querySelectorAll('[download]')].map((link) => link.href)"
+    for link, path in zip(reader.js(links), [path for pair in PAIRS for path in pair], strict=True):
+        assert unquote(link.split(",", 1)[1]) == source(path).text
+    reader.press("jjj")
+    assert reader.browser.current_url == f"{DOCS}/steps.html#{key(PAIRS[0])}:change3"
+    assert reader.complaints() == ([], [])
+
+
+@pytest.mark.slow
+def test_the_texts(reader):
+    """From the pages to README.md and back, without a network and without raw Markdown."""
+    reader.one('header a[href="readme.html"]').click()
+    assert reader.sees("h1", "ddp-by-diff")
+    reader.all('a[href="results.html#what-is-not-tested"]')[0].click()
+    assert reader.sees("h1", "Results") and reader.one(":target").text == "What is not tested"
+    assert reader.js("return [...document.images].every((image) => image.complete && image.naturalWidth > 0)")
+    for name in texts().values():
+        reader.open(f"{DOCS}/{name}", width=390, height=800)
+        assert reader.js("return document.scrollingElement.scrollWidth") <= 390, name
+        assert reader.complaints()[0] == []
+
+
+@pytest.mark.slow
 def test_without_javascript(reader):
+    """The first pair stands in the page, and all pairs of parent and child on the page that the links lead to."""
     reader.open(script=False)
+    assert [chip.get_attribute("href") for chip in reader.all(".chips a")] == [
+        f"{DOCS}/steps.html#{key(pair)}" for pair in PAIRS
+    ]
+    reader.all(".chips a")[-1].click()
+    assert reader.sees("h1", "All steps: distributed training, one idea per diff")
+    assert reader.js("return document.querySelector(':target h2').textContent") == " → ".join(PAIRS[-1])
+    assert abs(reader.js("return document.querySelector(':target').getBoundingClientRect().top")) < 100
+    reader.open(script=False)
+    assert not reader.one(".bar").is_displayed() and reader.one(".without-script a").is_displayed()
     assert reader.one("h2").text == " → ".join(pages.FIRST)
     assert reader.one(".without-script").is_displayed() and not reader.one("#left").is_displayed()
     changed = reader.all(".row:not(.equal) > :last-child > [data-n]")
@@ -560,14 +809,43 @@ def test_a_helpers_page(reader):
     last = next(number for number in range(first + 20, len(lines)) if lines[number - 1])
     reader.select(f"#L{first}", f"#L{last}")
     assert reader.clipboard().rstrip("\n") == "\n".join(lines[first - 1 : last])
+    line = reader.one("#L12")
+    from selenium.webdriver import ActionChains
+
+    offset = int(10 - line.rect["width"] / 2)
+    ActionChains(reader.browser).move_to_element_with_offset(line, offset, 0).click().perform()
+    assert reader.browser.current_url.endswith("distributed.html#L12")  # as the dialog of the keys says
     reader.press("n")
     assert reader.sees("h1", "rendezvous.py")
     assert reader.complaints() == ([], [])
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("helper", HELPERS)
+def test_the_contents_begin_with_public_names(reader, helper):
+    reader.open(f"{DOCS}/{Path(helper).stem}.html")
+    names = [name.text for name in reader.all('nav[aria-label="Contents"] > ol a')]
+    public = [d.name for d in source(helper).definitions if not re.search(r"\b_", d.name)]
+    assert public and names == [name.rpartition(".")[2] for name in public]
+    if reader.all("nav details"):
+        assert not reader.one("nav details a").is_displayed()
+        reader.one("nav summary").click()
+        assert reader.one("nav details a").is_displayed() and reader.one("nav details a").text.startswith("_")
+
+
+@pytest.mark.slow
+def test_copied_is_said_for_a_moment(reader):
+    reader.one("[data-copy]").click()
+    assert reader.one("[data-copy]").text == "copied"
+    assert reader.sees("[data-copy]", "copy")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-@pytest.mark.parametrize("page", ["index.html", "index.html#mnist_ddp..mnist_amp:L41", "distributed.html#reduce"])
+@pytest.mark.parametrize(
+    "page",
+    ["index.html", "index.html#mnist_ddp..mnist_amp:L41", "distributed.html#reduce", "steps.html", "readme.html"],
+)
 def test_accessibility(reader, page, dark):
     axe = ROOT / "node_modules" / "axe-core" / "axe.min.js"
     if not axe.is_file():
@@ -580,13 +858,32 @@ def test_accessibility(reader, page, dark):
     assert found == []
 
 
+@pytest.fixture(scope="module")
+def with_twice_as_many_scripts(tmp_path_factory):
+    """index.html, where each script has a copy that differs in some lines."""
+    folder, copies = tmp_path_factory.mktemp("twice"), []
+    for number, path in enumerate(TREE.paths):
+        lines = source(path).text.replace("loss", "the_loss").splitlines(keepends=True)
+        copy = folder / f"{Path(path).stem}_{number}.py"
+        copy.write_text("".join(lines), encoding="utf-8")
+        copies.append(pages.Script(str(copy), "", "a copy"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pages, "MORE", [*pages.MORE, *copies])
+        text = pages.generated(build.STEPS)[pages.DOCS / "index.html"]
+    assert text.count('<template id="') == len(TREE.paths) * (2 * len(TREE.paths) - 1) + 1
+    (folder / "index.html").write_text(text, encoding="utf-8")
+    return (folder / "index.html").as_uri()
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("twice", [False, True], ids=["", "twice as many scripts"])
 @pytest.mark.parametrize("pair", PAIRS[:1] + PAIRS[-1:], ids=key)
-def test_readable_in_half_a_second(reader, pair):
+def test_readable_in_half_a_second(reader, pair, twice, with_twice_as_many_scripts):
     """From opening the file to the first picture, and to the last script's end: the best of three."""
+    index = with_twice_as_many_scripts if twice else INDEX
     times = []
     for _ in range(3):
-        reader.open(f"{INDEX}#{key(pair)}")
+        reader.open(f"{index}#{key(pair)}")
         time.sleep(0.3)
         times.append(
             reader.js("""const [page] = performance.getEntriesByType("navigation");
