@@ -51,7 +51,7 @@ from experiments.benchmark_results import (
     DDP,
     LIMIT,
     NOT_INSTALLED,
-    PEERS,
+    PLAIN,
     WAYS,
     Row,
     Run,
@@ -132,8 +132,8 @@ def plan(args: argparse.Namespace, machine: Machine) -> list[Row]:
 
 
 def repeats(row: Row, args: argparse.Namespace) -> int:
-    """All for what README.md quotes; for mnist_amp.py and for mnist_ddp.py in fewer processes three are enough."""
-    quoted = row.program in (BASE, LIMIT, *PEERS) or (row.program == DDP and row.processes == max(args.nproc))
+    """All for what README.md quotes; at most three of the others."""
+    quoted = row.program in (BASE, LIMIT, PLAIN) or (row.program == DDP and row.processes == max(args.nproc))
     return args.repeats if quoted else min(args.repeats, 3)
 
 

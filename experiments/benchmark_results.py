@@ -15,8 +15,9 @@ from typing import NamedTuple
 from experiments import measured
 
 BASE, DDP, AMP, LIMIT = "mnist_single.py", "mnist_ddp.py", "mnist_amp.py", "experiments/baselines/limit.py"
+PLAIN = "experiments/baselines/plain_ddp.py"
 PEERS = {
-    "experiments/baselines/plain_ddp.py": "plain DDP loop",
+    PLAIN: "plain DDP loop",
     "experiments/baselines/with_ignite.py": "PyTorch-Ignite",
     "experiments/baselines/with_accelerate.py": "Accelerate",
     "experiments/baselines/with_fabric.py": "Lightning Fabric",
@@ -199,18 +200,15 @@ def table(runs: list[Run]) -> str:
 
 
 def findings(runs: list[Run]) -> str:
-    """mnist_ddp.py's images/s beside those of one process, of the limit and of the peers."""
+    """mnist_ddp.py's images/s beside those of one process, of the limit, and of the loop in plain torch."""
     ddp, one, limit = largest(runs, DDP), largest(runs, BASE), fastest_limit(runs)
     if not ddp:
         return ""
     beside = [f"{ratio(runs, ddp, one):.2f} times those of `{one.program}` ({one.layout})"] if one else []
-    beside += [f"{ratio(runs, ddp, limit):.0%} of the limit"] if limit else []
-    for flag, way in WAYS.items():
-        peers = [row for row in measured_rows(runs, *PEERS) if row.flag == flag]
-        times = [f"{ratio(runs, ddp, row):.2f} times those of {PEERS[row.program]}" for row in peers]
-        beside += [f"where these load {way}: {', '.join(times)}"] if peers else []
-    text = f"The images/s of `{ddp.program}` ({ddp.layout}) are {'; '.join(beside)}.\n"
-    return text if beside else ""
+    beside += [f"{100 * ratio(runs, ddp, limit):.0f} % of the limit"] if limit else []
+    for row in measured_rows(runs, PLAIN):
+        beside.append(f"{ratio(runs, ddp, row):.2f} times those of the {PEERS[PLAIN]} that loads {WAYS[row.flag]}")
+    return f"The images/s of `{ddp.program}` ({ddp.layout}) are {', '.join(beside)}.\n" if beside else ""
 
 
 def conditions(runs: list[Run]) -> str:

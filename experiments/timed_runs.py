@@ -11,10 +11,8 @@ from itertools import pairwise
 from types import SimpleNamespace
 
 from experiments import benchmark, measured
-from experiments.benchmark_results import BASE, DDP, PEERS, Row, Run
+from experiments.benchmark_results import BASE, DDP, Row, Run
 from experiments.measured import RESULTS, Study, new_picture, png, spread, write_table
-
-PLAIN = next(iter(PEERS))
 
 
 def run(row: Row, dataset: str, seed: int, data_dir: str, **variables: str) -> Run:
@@ -35,8 +33,7 @@ def _fail(reason: str) -> None:
 def rows() -> dict[str, Row]:
     """One process with all cores as threads; one process for each core."""
     cores = len(os.sched_getaffinity(0))
-    found = [Row(BASE, 1, cores, "fp32"), Row(DDP, cores, 1, "fp32"), Row(PLAIN, cores, 1, "fp32")]
-    return {row.title: row for row in found}
+    return {BASE: Row(BASE, 1, cores, "fp32"), DDP: Row(DDP, cores, 1, "fp32")}
 
 
 # -------------------------------------------------------------------------------------------------------------- memory
@@ -50,7 +47,7 @@ def memory_points(args: argparse.Namespace) -> list[dict]:
     return [
         {"program": title, "memory": memory, "repeat": repeat}
         for repeat in range(args.repeats)
-        for title in (BASE, DDP)
+        for title in rows()
         for memory in MEMORY_WAYS
     ]
 
@@ -114,7 +111,7 @@ def reached(seconds: list[float], percents: list[float]) -> tuple[float, float] 
 def draw_accuracy(points: list[dict[str, str]]) -> None:
     table = [["program", "processes x threads", f"{TARGET:g} % after, s", "epochs until then", "at the end, %"]]
     figure, (axes,) = new_picture(1, size=(7, 5))
-    styles = {BASE: ("#444444", "s"), DDP: ("#E69F00", "o")}
+    styles = {BASE: ("#444444", "s--"), DDP: ("#E69F00", "o-")}
     for title in dict.fromkeys(row["program"] for row in points):
         found = [row for row in points if row["program"] == title]
         curves = [(json.loads(row["seconds"]), json.loads(row["accuracies"])) for row in found]
@@ -123,9 +120,9 @@ def draw_accuracy(points: list[dict[str, str]]) -> None:
         if all(times):
             cells = [spread([time[part] for time in times], "{:.1f}") for part in (0, 1)]
         table.append([title, found[0]["layout"], *cells, spread([percents[-1] for _, percents in curves], "{:.2f}")])
-        colour, marker = styles.get(title, ("#888888", "^"))
+        colour, style = styles[title]
         for seed, (seconds, percents) in enumerate(curves):
-            axes.plot(seconds, percents, f"{marker}-", color=colour, label=title if seed == 0 else None)
+            axes.plot(seconds, percents, style, color=colour, label=title if seed == 0 else None)
     axes.axhline(TARGET, color="0.4", linestyle=":", zorder=0)
     axes.set_xlim(left=0)
     axes.set_xlabel("seconds since the command was typed", fontsize=12)
