@@ -4,6 +4,7 @@ Seconds count from the start of the command: with imports, data and starting pro
 """
 
 import argparse
+import functools
 import json
 import os
 import statistics
@@ -15,9 +16,14 @@ from experiments.benchmark_results import BASE, DDP, Row, Run
 from experiments.measured import RESULTS, Study, new_picture, png, spread, write_table
 
 
+@functools.cache
+def look(dataset: str, data_dir: str) -> tuple[measured.Machine, dict[str, str]]:
+    return benchmark.look(dataset, data_dir, _fail)
+
+
 def run(row: Row, dataset: str, seed: int, data_dir: str, **variables: str) -> Run:
     """Three epochs; RuntimeError if that fails."""
-    machine, malloc = benchmark.look(dataset, data_dir, _fail)
+    machine, malloc = look(dataset, data_dir)
     args = SimpleNamespace(dataset=dataset, data_dir=data_dir, epochs=3, timeout=600, machine=machine, malloc=malloc)
     found = Run(*row, 1, seed + 1, **benchmark.conditions_of(args), date="")
     benchmark.measure(found, args, **variables)
