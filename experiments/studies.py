@@ -88,7 +88,8 @@ def measure_limit(point: dict, args: argparse.Namespace) -> dict:
 
 def draw_limit(points: list[dict[str, str]]) -> None:
     rows = [["what runs", "images/s", "of the model alone"]]
-    speeds = {part: [float(row["images_per_second"]) for row in points if row["parts"] == part] for part in PARTS}
+    measured_parts = dict.fromkeys(row["parts"] for row in points)
+    speeds = {p: [float(row["images_per_second"]) for row in points if row["parts"] == p] for p in measured_parts}
     alone = statistics.median(speeds["the model alone"])
     for part, values in speeds.items():
         rows.append([part, spread(values, "{:.0f}"), f"{statistics.median(values) / alone:.0%}"])

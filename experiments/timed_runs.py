@@ -68,16 +68,20 @@ def draw_memory(points: list[dict[str, str]]) -> None:
     table = [["program", "processes x threads", "memory", "images/s", "peak memory per process, MiB"]]
     worth = []
     for title in dict.fromkeys(row["program"] for row in points):
-        medians = {}
+        medians = []
         for memory in MEMORY_WAYS:
             found = [row for row in points if (row["program"], row["memory"]) == (title, memory)]
+            if not found:  # the study was stopped
+                continue
             speeds, peaks = ([float(row[name]) for row in found] for name in ("images_per_second", "peak_mib"))
-            medians[memory] = statistics.median(speeds), statistics.median(peaks)
+            medians.append((statistics.median(speeds), statistics.median(peaks)))
             table.append([title, found[0]["layout"], memory, spread(speeds, "{:.0f}"), spread(peaks, "{:.0f}")])
-        kept, back = medians["kept"], medians["given back"]
-        worth.append(f"`{title}` is {kept[0] / back[0] - 1:.0%} faster, and needs {kept[1] - back[1]:.0f} MiB more")
+        if len(medians) == 2:
+            (speed, peak), (speed_back, peak_back) = medians
+            more = f"{100 * (speed / speed_back - 1):.0f} % more images/s and {peak - peak_back:.0f} MiB more"
+            worth.append(f"`{title}`: {more}")
     runs = max(int(row["repeat"]) for row in points) + 1
-    after = f"With kept memory {'; '.join(worth)} per process. Synthetic digits; median and range; runs: {runs}. "
+    after = f"With kept memory, {'; '.join(worth)}. Synthetic digits; median and range; runs: {runs}. "
     write_table("memory", table, points, after)
 
 
