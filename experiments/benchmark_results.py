@@ -241,14 +241,16 @@ def picture(runs: list[Run]) -> bytes:
     shown = [row for row in measured_rows(runs) if row.program != LIMIT]
     figure, (axes,) = measured.new_picture(1, size=(7, 2.6 + 0.42 * len(shown)))
     axes.grid(visible=False, axis="y")
+    longest = max((statistics.median(speeds(runs, row)) for row in shown), default=0)
     for place, row in enumerate(shown):
         found = speeds(runs, row)
         middle = statistics.median(found)
         spread = [[middle - min(found)], [max(found) - middle]]
         colour = COLOURS.get(row.program, PEER_COLOURS[row.flag])
         axes.barh(place, middle, 0.7, color=colour, xerr=spread, capsize=3, ecolor="#777777")
-        dark = row.program in (BASE, AMP)
-        axes.text(0, place, f" {middle:,.0f}", va="center", color="white" if dark else "black", fontsize=PHONE)
+        short = middle < 0.2 * longest  # then the figure stands after the bar
+        colour = "white" if row.program in (BASE, AMP) and not short else "black"
+        axes.text(max(found) if short else 0, place, f" {middle:,.0f}", va="center", color=colour, fontsize=PHONE)
     limit = fastest_limit(runs)
     if limit:
         fast = statistics.median(speeds(runs, limit))
