@@ -246,7 +246,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--dataset", default="synthetic", choices=DATASETS, help="(default: %(default)s)")
     parser.add_argument("--data-dir", default="data", help="data sets are kept here (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=5, help="of the rows that README.md quotes (default: 5)")
-    parser.add_argument("--limit", action="store_true", help="add the compute-only limit")
+    parser.add_argument("--limit", action="store_true", help="add training without loader and communication")
     parser.add_argument("--baseline", action="store_true", help="add plain DDP, Ignite, Accelerate and Fabric")
     parser.add_argument("--resume", action="store_true", help="keep what --output has, and measure what is missing")
     parser.add_argument("--timeout", type=float, default=3600, help="seconds for one run (default: %(default)s)")
