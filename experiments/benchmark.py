@@ -1,31 +1,34 @@
 """What each step buys: runs the scripts of the progression as a user would, and compares them.
 
-    python -m experiments.benchmark                                    # the progression on MNIST, three repeats
-    python -m experiments.benchmark --limit --baseline                 # and what the hardware can do, what others do
-    python -m experiments.benchmark --dataset synthetic --repeats 1    # quick, without a download
+    python -m experiments.benchmark --limit --baseline                 # the progression, the limit, and what others do
+    python -m experiments.benchmark --repeats 1                        # quick: the progression, once
     python -m experiments.benchmark --limit --baseline --resume        # goes on after Ctrl-C
 
 Writes benchmark.csv (a line per run), .md and .png to experiments/results/.  Each run is a process of its own that
 starts the unchanged script.  The programs take turns (A B C A B C), so that a machine that slows down is fair to all.
+Each turn has its own --seed.
 
 images/s          training only, as the program prints it: the median over the epochs of a run, without the first epoch
                   if there are several; in the table the median, least and greatest over the repeats
-speed-up          images/s divided by that of mnist_single.py in the same repeat; the median over the repeats
-of the limit      the same for baselines/limit.py with the same processes, threads and precision (it also keeps its
-                  memory from step to step, see KEEP_MEMORY: the programs run as a user would start them)
-first step, time  seconds from the start of the command (so with imports, data and starting processes) to the end of
-to the target     the first optimizer step, and to the line of the first epoch whose accuracy is at least --target
+speed-up          median images/s divided by those of mnist_single.py, which uses all cores in one process
+the limit         baselines/limit.py trains without loader and communication.  It runs with each number of processes;
+                  the fastest of these rows is the limit, in float32
+first step        seconds from the start of the command (so with imports, data and starting processes) to the end of
+                  the first optimizer step; the median
 memory            the greatest peak resident set size of the command's processes (wait4's ru_maxrss), on the host
 
+A row whose range is wider than a fifth of its median is measured once more.  If it is as wide again, it is marked.
+
 Every program may use all cores: processes x threads = cores.  `launch` sees to that by itself; for the baselines
-OMP_NUM_THREADS is set, as torchrun tells its users to.  The one exception: on a CPU mnist_ddp.py also runs with fewer
-processes and the greatest number's threads, for its speed-up against the processes.
+OMP_NUM_THREADS is set, as torchrun tells its users to.  Every program keeps the memory that a step frees: the scripts
+by data.py; the baselines get the same two limits (data.MALLOC_LIMITS) as environment variables.
 """
 
 import argparse
 import contextlib
 import datetime
 import importlib.metadata
+import json
 import os
 import platform
 import re
@@ -43,18 +46,23 @@ from pathlib import Path
 from experiments import measured
 from experiments.benchmark_results import (
     AMP,
+    BASE,
+    DATASETS,
     DDP,
     LIMIT,
     NOT_INSTALLED,
-    TARGETS,
+    PLAIN,
+    WAYS,
     Row,
     Run,
+    counted,
     from_csv,
+    is_wide,
     markdown,
     picture,
     to_csv,
 )
-from experiments.measured import KEEP_MEMORY, ROOT, Machine
+from experiments.measured import ROOT, Machine
 
 SCRIPTS = ["mnist_single.py", "mnist_dataparallel.py", "mnist_ddp.py", "mnist_amp.py"]
 ONE_PROCESS = SCRIPTS[:2]  # the others take --nproc
@@ -72,16 +80,21 @@ LOST = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)")  # torchrun
 
 # ------------------------------------------------------------------------------------------------------ what to measure
 
-PREPARE = "import sys, data; data.prepare(*sys.argv[1:], error=sys.exit)"  # with torch, so not in this process
+# With torch, so not in this process.
+PREPARE = "import json, sys, data; data.prepare(*sys.argv[1:], error=sys.exit); print(json.dumps(data.MALLOC_LIMITS))"
 
 
-def look(dataset: str, data_dir: str, error: Callable[[str], None]) -> Machine:
-    """This machine; the data set is prepared, too.  What can't run is a call of `error` with one line."""
+def look(dataset: str, data_dir: str, error: Callable[[str], None]) -> tuple[Machine, dict[str, str]]:
+    """This machine, and data.MALLOC_LIMITS as environment variables; the data set is prepared, too.
+
+    What can't run is a call of `error` with one line.
+    """
     command = [sys.executable, "-c", PREPARE, dataset, os.path.abspath(data_dir)]
     done = subprocess.run(command, cwd=ROOT, env=measured.environment(), capture_output=True, text=True)
     if done.returncode:
         error(reason(done.stderr, done.returncode))
-    return measured.machine()
+    limits = json.loads(done.stdout.splitlines()[-1])
+    return measured.machine(), {name: str(value) for name, value in limits.items()}
 
 
 def conditions_of(args: argparse.Namespace) -> dict:
@@ -99,7 +112,7 @@ def conditions_of(args: argparse.Namespace) -> dict:
 
 
 def plan(args: argparse.Namespace, machine: Machine) -> list[Row]:
-    """The lines of the table, in its order."""
+    """The lines of the table, in its order; each uses all cores."""
     most = max(args.nproc)
     share = max(1, machine.cores // most)  # of the greatest number of processes
     found = []
@@ -108,36 +121,39 @@ def plan(args: argparse.Namespace, machine: Machine) -> list[Row]:
         if script in ONE_PROCESS:
             found.append(Row(script, 1, machine.cores, precision))
         elif script == DDP:
-            for n in args.nproc:
-                if not machine.gpus:  # a device is then a share of the CPU
-                    found.append(Row(script, n, share, precision))
-                found.append(Row(script, n, max(1, machine.cores // n), precision))
+            found += [Row(script, n, max(1, machine.cores // n), precision) for n in args.nproc]
         else:
             found.append(Row(script, most, share, precision))
     if args.limit:
-        found += [row._replace(program=LIMIT) for row in found if row.program in (DDP, AMP)]
+        found += [row._replace(program=LIMIT) for row in found if row.program in (BASE, DDP)]
     if args.baseline:
-        found += [Row(program, most, share, "fp32") for program in BASELINES]
+        found += [Row(program, most, share, "fp32", flag) for flag in WAYS for program in BASELINES]
     return list(dict.fromkeys(found))
+
+
+def repeats(row: Row, args: argparse.Namespace) -> int:
+    """All for what README.md quotes; at most three of the others."""
+    quoted = row.program in (BASE, LIMIT, PLAIN) or (row.program == DDP and row.processes == max(args.nproc))
+    return args.repeats if quoted else min(args.repeats, 3)
 
 
 # ------------------------------------------------------------------------------------------------------------- one run
 
 
-def command(row: Row, args: argparse.Namespace, cores: int) -> tuple[list[str], dict[str, str]]:
+def command(row: Row, args: argparse.Namespace, seed: int = 0) -> tuple[list[str], dict[str, str]]:
     """The command that runs the row's program, and its environment."""
     timed = ["-m", "experiments.baselines.timed", row.program.removesuffix(".py").replace("/", ".")]
     flags = ["--dataset", args.dataset, "--data-dir", os.path.abspath(args.data_dir), "--epochs", str(args.epochs)]
+    flags += ["--seed", str(seed)]
     threads = {"OMP_NUM_THREADS": str(row.threads)}
     if row.program in BASELINES:
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={row.processes}"]
-        return [sys.executable, *torchrun, *timed, *flags], measured.environment(**threads)
-    variables = KEEP_MEMORY if row.program == LIMIT else {}
-    if row.program == LIMIT and row.precision != "fp32":
-        flags.append("--amp")
+        flags += [row.flag] if row.flag else []
+        return [sys.executable, *torchrun, *timed, *flags], measured.environment(**threads, **args.malloc)
+    variables = args.malloc if row.program == LIMIT else {}  # the scripts' data.py does the same by itself
     if row.program not in ONE_PROCESS:
         flags += ["--nproc", str(row.processes)]
-    if row.threads != max(1, cores // row.processes):  # the number that `launch` chooses by itself
+    if row.threads != max(1, args.machine.cores // row.processes):  # the number that `launch` chooses by itself
         variables = variables | threads
     return [sys.executable, *timed, *flags], measured.environment(**variables)
 
@@ -189,16 +205,16 @@ def end(process: subprocess.Popen) -> None:
     process.wait()
 
 
-def measure(run: Run, args: argparse.Namespace, cores: int) -> None:
-    """Fill in the figures of one run, or its error."""
+def measure(run: Run, args: argparse.Namespace, **more: str) -> None:
+    """Fill in the figures of one run, or its error; more: environment variables."""
     module, package = BASELINES.get(run.program, ("torch", "torch"))
     if not find_spec(module):
         run.error = f"{NOT_INSTALLED}: pip install {package}"
         return
-    line, variables = command(run.row, args, cores)
+    line, variables = command(run.row, args, seed=run.repeat - 1)
     with tempfile.TemporaryDirectory() as folder, open(Path(folder, "stderr"), "w+", errors="replace") as stderr:
         started = time.monotonic()
-        options = {"cwd": folder, "env": variables, "stdin": subprocess.DEVNULL, "start_new_session": True}
+        options = {"cwd": folder, "env": variables | more, "stdin": subprocess.DEVNULL, "start_new_session": True}
         process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=stderr, **options)
         try:
             for text in lines(process, args.timeout):
@@ -227,11 +243,10 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--scripts", nargs="+", help="(default: the progression)")
     parser.add_argument("--nproc", nargs="+", type=int, help="numbers of processes (default: 1, 2, 4, ... devices)")
     parser.add_argument("--epochs", type=int, default=3, help="(default: %(default)s)")
-    parser.add_argument("--dataset", default="mnist", choices=TARGETS, help="(default: %(default)s)")
+    parser.add_argument("--dataset", default="synthetic", choices=DATASETS, help="(default: %(default)s)")
     parser.add_argument("--data-dir", default="data", help="data sets are kept here (default: %(default)s)")
-    parser.add_argument("--repeats", type=int, default=3, help="of each program (default: %(default)s)")
-    parser.add_argument("--target", type=float, help=f"accuracy to reach, in per cent (default: {TARGETS})")
-    parser.add_argument("--limit", action="store_true", help="add the compute-only limit")
+    parser.add_argument("--repeats", type=int, default=5, help="of the rows that README.md quotes (default: 5)")
+    parser.add_argument("--limit", action="store_true", help="add training without loader and communication")
     parser.add_argument("--baseline", action="store_true", help="add plain DDP, Ignite, Accelerate and Fabric")
     parser.add_argument("--resume", action="store_true", help="keep what --output has, and measure what is missing")
     parser.add_argument("--timeout", type=float, default=3600, help="seconds for one run (default: %(default)s)")
@@ -239,8 +254,6 @@ def parse_args() -> argparse.Namespace:
     args = parser.parse_args()
     if min(args.epochs, args.repeats, *(args.nproc or [1])) < 1 or not args.timeout > 0:
         parser.error("--epochs, --repeats and --nproc must be at least 1, --timeout greater than 0")
-    if args.target is not None and not 0 < args.target <= 100:
-        parser.error("--target must be greater than 0 and at most 100")
     missing = [script for script in args.scripts or [] if Path(script).is_absolute() or not (ROOT / script).is_file()]
     if missing:
         parser.error(f"--scripts: there is no {missing[0]} in {ROOT}")
@@ -248,7 +261,7 @@ def parse_args() -> argparse.Namespace:
         args.output.mkdir(parents=True, exist_ok=True)
     except OSError as problem:
         parser.error(f"--output: can't make {args.output} ({problem.strerror})")
-    args.machine = look(args.dataset, args.data_dir, parser.error)
+    args.machine, args.malloc = look(args.dataset, args.data_dir, parser.error)
     several_gpus = len(args.machine.gpus) > 1
     args.scripts = args.scripts or [name for name in SCRIPTS if several_gpus or name != DATAPARALLEL]
     devices = len(args.machine.gpus) or args.machine.cores
@@ -271,21 +284,37 @@ def stored(args: argparse.Namespace, error: Callable[[str], None]) -> list[Run]:
     return runs
 
 
+def turns(args: argparse.Namespace, rows: list[Row], attempt: int) -> list[tuple[Row, int, int]]:
+    """Row, attempt, repeat: in alternation."""
+    return [
+        (row, attempt, repeat) for repeat in range(1, args.repeats + 1) for row in rows if repeat <= repeats(row, args)
+    ]
+
+
+def to_do(args: argparse.Namespace, rows: list[Row], runs: list[Run]) -> list[tuple[Row, int, int]]:
+    """What is missing: the first attempts; when they are complete, the second ones of the rows with a wide range."""
+    done = {(run.row, run.attempt, run.repeat) for run in runs}
+    first = [turn for turn in turns(args, rows, 1) if turn not in done]
+    if first:
+        return first
+    of_first = [run for run in runs if run.attempt == 1]
+    again = [row for row in rows if is_wide(of_first, row)]
+    return [turn for turn in turns(args, again, 2) if turn not in done]
+
+
 def take_turns(args: argparse.Namespace, rows: list[Row]) -> Iterator[Run]:
-    """Measure all rows, --repeats times, and yield each run; what --resume has found is left out."""
-    done = {(run.row, run.repeat) for run in args.runs}
-    turns = [(row, repeat) for repeat in range(1, args.repeats + 1) for row in rows]
-    to_do = [turn for turn in turns if turn not in done]
-    started = time.monotonic()
-    for number, (row, repeat) in enumerate(to_do):
-        head = f"run {number + 1} of {len(to_do)}: {row.title}, {row.processes} x {row.threads}"
+    """Measure what is missing in args.runs, and yield each run; the caller adds it to args.runs."""
+    started, number = time.monotonic(), 0
+    while missing := to_do(args, rows, args.runs):
+        row, attempt, repeat = missing[0]
+        head = f"{len(missing)} runs to do: {row.title}, {row.layout}, {'again, ' * (attempt - 1)}repeat {repeat}"
         if number:
-            minutes = (time.monotonic() - started) / number * (len(to_do) - number) / 60
-            head += f"; about {minutes:.0f} min left"
+            head += f"; about {(time.monotonic() - started) / number * len(missing) / 60:.0f} min left"
         print(head, file=sys.stderr, flush=True)
         date = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
-        run = Run(*row, repeat=repeat, date=date, **conditions_of(args))
-        measure(run, args, args.machine.cores)
+        run = Run(*row, attempt=attempt, repeat=repeat, date=date, **conditions_of(args))
+        measure(run, args)
+        number += 1
         yield run
 
 
@@ -297,24 +326,26 @@ def interrupt(number: int, frame: object) -> None:
 def benchmark(args: argparse.Namespace) -> int:
     """Measure and report; returns the exit code."""
     rows, code = plan(args, args.machine), 0
-    order, runs = {row: place for place, row in enumerate(rows)}, args.runs
+    order = {row: place for place, row in enumerate(rows)}
     again = shlex.join(["python", "-m", "experiments.benchmark", *sys.argv[1:], *([] if args.resume else ["--resume"])])
     try:
         try:
             for run in take_turns(args, rows):
-                runs = sorted([*runs, run], key=lambda run: (order.get(run.row, len(order)), run.repeat))
-                to_csv(args.output / "benchmark.csv", runs)  # in the order of the table; rows of before come last
+                args.runs.append(run)
+                args.runs.sort(key=lambda run: (order.get(run.row, len(order)), run.attempt, run.repeat))
+                to_csv(args.output / "benchmark.csv", args.runs)  # in the table's order; rows of before come last
         except KeyboardInterrupt as stop:
             code = 128 + (stop.args[0] if stop.args else signal.SIGINT)
-            print(f"stopped; {len(runs)} runs are kept. To go on, type  {again}", file=sys.stderr)
-        if runs:
-            report = markdown(runs, args.target)
+            print(f"stopped; {len(args.runs)} runs are kept. To go on, type  {again}", file=sys.stderr)
+        if args.runs:
+            report = markdown(args.runs)
             measured.write(args.output / "benchmark.md", report.encode())
-            measured.write(args.output / "benchmark.png", picture(runs, args.target))
+            measured.write(args.output / "benchmark.png", picture(args.runs))
             print(report, end="")
     except OSError as problem:
         sys.exit(f"benchmark.py: can't write to {args.output} ({problem.strerror}). Then go on with  {again}")
-    return code or int(any(run.error and not run.error.startswith(NOT_INSTALLED) for run in runs))
+    of_rows = [run for row in rows for run in counted(args.runs, row)]
+    return code or int(any(run.error and not run.error.startswith(NOT_INSTALLED) for run in of_rows))
 
 
 def main() -> int:

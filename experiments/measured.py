@@ -24,11 +24,9 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "experiments" / "results"
-# glibc then keeps the memory that a step has freed for the next one.  Otherwise it returns large blocks to the system,
-# and gets them back page by page: with a batch of 200 in one process, up to a third of the time is that.
-KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**32), "MALLOC_TRIM_THRESHOLD_": str(2**36)}
 FIRST_STEP = "first optimizer step"  # the line of baselines/timed.py
-NOT_PASSED_ON = r"(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|NPROC|MASTER_ADDR|MASTER_PORT|DIST_.*|OMP_NUM_THREADS)"
+NOT_PASSED_ON = r"(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|NPROC|MASTER_ADDR|MASTER_PORT|DIST_.*|OMP_NUM_THREADS"
+NOT_PASSED_ON += r"|MALLOC_.*|GLIBC_TUNABLES)"  # the allocator is part of what is measured
 
 
 class Study(NamedTuple):
@@ -43,10 +41,11 @@ class Study(NamedTuple):
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """The user's, without a launcher's variables; `python` is this Python, and what is printed comes at once."""
+    """The user's, without what changes a measurement; `python` is this Python, and what is printed comes at once."""
     kept = {name: value for name, value in os.environ.items() if not re.fullmatch(NOT_PASSED_ON, name)}
     kept["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), kept.get("PATH", os.defpath)])
-    return kept | {"PYTHONUNBUFFERED": "1", "PYTHONPATH": str(ROOT)} | variables
+    kept["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [kept.get("PYTHONPATH")])])
+    return kept | {"PYTHONUNBUFFERED": "1"} | variables
 
 
 def run(command: list, **variables: str) -> str:
@@ -129,6 +128,11 @@ def _cpu() -> str:
     return f"{model[1].strip() if model else 'a CPU'} ({', '.join(bf16)})"
 
 
+def here() -> dict[str, str]:
+    """What each stored point says of where it was measured."""
+    return {"machine": machine().name, "torch": machine().torch, "date": str(datetime.date.today())}
+
+
 # ---------------------------------------------------------------------------------------------------------- the store
 
 
@@ -164,8 +168,7 @@ def _is(point: dict, stored: dict[str, str]) -> bool:
 
 def add(path: Path, point: dict, figures: dict) -> None:
     """Store a point, in the place of what was measured of it before: what was measured stays, whatever happens next."""
-    here = {"machine": machine().name, "torch": machine().torch, "date": str(datetime.date.today())}
-    row, points = point | figures | here, read(path)
+    row, points = point | figures | here(), read(path)
     places = [place for place, stored in enumerate(points) if _is(point, stored)] or [len(points)]
     points[places[0] : places[0] + 1] = [row]
     save(path, points)

@@ -207,9 +207,9 @@ def draw_picture(points: list[dict[str, str]]) -> None:
     model, gpus = network_model.MODELS["resnet50"], [2**n for n in range(11)]
     compute = network_model.compute_time(model.flop * model.batch, network_model.PEAK, model.utilisation)
     sizes = network_model.buckets(4 * model.parameters)
-    for network in network_model.NETWORKS:
+    for color, network in enumerate(network_model.NETWORKS, len(LINKS)):  # not the colours of the models at the left
         shares = [100 * compute / network_model.step_time(compute, sizes, n, network) for n in gpus]
-        right.plot(gpus, shares, label=network.name)
+        right.plot(gpus, shares, color=f"C{color}", label=network.name)
     right.set(xscale="log", xlabel="GPUs", ylabel="speed-up / GPUs (%)", ylim=(0, 104))
     right.set_title(f"predicted: ResNet-50, {model.batch} images per GPU in {1e3 * compute:.0f} ms")
     set_ticks(right.xaxis, (1, 2, 8, 64, 256, 1024))

@@ -2,7 +2,9 @@
 
     python -m experiments.studies batch_size    # accuracy by batch size and learning rate: half an hour
     python -m experiments.studies scaling       # images per second on 1, 2, ... cores: 4 minutes on a quiet machine
-    python -m experiments.studies limit         # where mnist_ddp.py's time goes: 4 minutes on a quiet machine
+    python -m experiments.studies limit         # where mnist_ddp.py's time goes: 3 minutes on a quiet machine
+    python -m experiments.studies memory        # what it is worth to keep memory: 4 minutes on a quiet machine
+    python -m experiments.studies accuracy      # seconds to 99 % on MNIST: 7 minutes on a quiet machine
     python -m experiments.studies slow_link     # steps over a slowed network, as root: 4 minutes on a quiet machine
     python -m experiments.studies variants      # losses and accuracies of mnist_ddp.py's variants: 5 minutes
     python -m experiments.studies fsdp_bytes    # what each process of FSDP holds: a minute
@@ -18,15 +20,15 @@ import os
 import statistics
 import sys
 
-from experiments import batch_size, compare_variants, measured, slow_link
-from experiments.measured import KEEP_MEMORY, RESULTS, Study, spread, write_table
-
-SECOND_EPOCH = ["--dataset", "synthetic", "--epochs", 2]  # of synthetic digits: its images/s count
+from experiments import batch_size, compare_variants, measured, slow_link, timed_runs
+from experiments.measured import RESULTS, Study, spread, write_table
 
 
-def images_per_second(program: list, environment: dict[str, str]) -> dict:
-    printed = measured.run(["python", *program, *SECOND_EPOCH], OMP_NUM_THREADS="1", **environment)
-    return {"images_per_second": round(measured.epochs(printed)[1].images_per_s)}
+def images_per_second(program: list) -> dict:
+    """On synthetic digits, with one thread per process: the median over the epochs without the first."""
+    flags = ["--dataset", "synthetic", "--epochs", 3]
+    printed = measured.run(["python", *program, *flags], OMP_NUM_THREADS="1")
+    return {"images_per_second": round(statistics.median(e.images_per_s for e in measured.epochs(printed)[1:]))}
 
 
 # ------------------------------------------------------------------------------------------------------------- scaling
@@ -46,7 +48,7 @@ def scaling_points(args: argparse.Namespace) -> list[dict]:
 
 def measure_scaling(point: dict, args: argparse.Namespace) -> dict:
     flags = ["--nproc", point["processes"], "--batch-size", point["batch"]]
-    return images_per_second(["mnist_ddp.py", *flags], KEEP_MEMORY)
+    return images_per_second(["mnist_ddp.py", *flags])
 
 
 def draw_scaling(points: list[dict[str, str]]) -> None:
@@ -71,34 +73,28 @@ PARTS = {
     "with DDP": ("--ddp",),
     "with both, as mnist_ddp.py": ("--loader", "--ddp"),
 }
-MEMORY = {"kept": KEEP_MEMORY, "returned": {}}
 
 
 def limit_points(args: argparse.Namespace) -> list[dict]:
-    """The compute-only limit, and what each part of mnist_ddp.py costs."""
-    return [
-        {"processes": n, "parts": part, "memory": memory, "repeat": repeat}
-        for repeat in range(args.repeats)
-        for n in (1, len(os.sched_getaffinity(0)))
-        for part in PARTS
-        for memory in MEMORY
-    ]
+    """What mnist_ddp.py computes, and what each of its other parts costs; on all cores."""
+    cores = len(os.sched_getaffinity(0))
+    return [{"processes": cores, "parts": part, "repeat": r} for r in range(args.repeats) for part in PARTS]
 
 
 def measure_limit(point: dict, args: argparse.Namespace) -> dict:
     program = ["-m", "experiments.baselines.limit", "--nproc", point["processes"], *PARTS[point["parts"]]]
-    return images_per_second(program, MEMORY[point["memory"]])
+    return images_per_second(program)
 
 
 def draw_limit(points: list[dict[str, str]]) -> None:
-    rows = [["processes", "what runs", *(f"images/s, memory {memory}" for memory in MEMORY)]]
-    for n in sorted({row["processes"] for row in points}, key=int):
-        for part in PARTS:
-            of_part = [row for row in points if (row["processes"], row["parts"]) == (n, part)]
-            both = [[float(row["images_per_second"]) for row in of_part if row["memory"] == m] for m in MEMORY]
-            rows.append([n, part, *(spread(values, "{:.0f}") for values in both)])
-    runs = max(int(row["repeat"]) for row in points) + 1
-    write_table("limit", rows, points, f"One thread per process. Median and range; runs: {runs}. ")
+    rows = [["what runs", "images/s", "of the model alone"]]
+    measured_parts = dict.fromkeys(row["parts"] for row in points)
+    speeds = {p: [float(row["images_per_second"]) for row in points if row["parts"] == p] for p in measured_parts}
+    alone = statistics.median(speeds["the model alone"])
+    for part, values in speeds.items():
+        rows.append([part, spread(values, "{:.0f}"), f"{statistics.median(values) / alone:.0%}"])
+    how = f"{points[0]['processes']} processes, one thread each. Median and range; runs: {len(values)}. "
+    write_table("limit", rows, points, how)
 
 
 # ------------------------------------------------------------------------------------------------------- command line
@@ -107,6 +103,8 @@ STUDIES = {
     "batch_size": batch_size.STUDY,
     "scaling": Study(scaling_points, measure_scaling, draw_scaling),
     "limit": Study(limit_points, measure_limit, draw_limit),
+    "memory": timed_runs.MEMORY,
+    "accuracy": timed_runs.ACCURACY,
     "slow_link": slow_link.STUDY,
     "variants": compare_variants.VARIANTS,
     "fsdp_bytes": compare_variants.BYTES,

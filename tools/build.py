@@ -111,7 +111,7 @@ def steps(folder: str = ".") -> str:
 def benchmark(part: str, path: str = "") -> str:
     """The picture (path: from the page to it), the table, or sentences within a paragraph."""
     if part == "picture":
-        return f"\n![Time to accuracy of each step, images/s beside the limit, speed-up against processes]({path})\n"
+        return f"\n![Images per second of each program; a black line marks the limit]({path})\n"
     text = getattr(benchmark_results, part)(benchmark_results.from_csv(MEASURED))
     return f"\n{text}" if part == "table" else " ".join(text.splitlines())
 

@@ -1,7 +1,11 @@
-"""What the programs of this folder share: flags, model, data as every tutorial loads it, and the line after each epoch.
+"""What the programs of this folder share: flags, model, data in two ways, and the line after each epoch.
 
 The model, the flags and their defaults are those of mnist_ddp.py.  So is the recipe (SGD with momentum, OneCycleLR):
 the programs differ in how they load data and talk to each other, not in what they learn.
+
+The data come image by image, as in the libraries' own tutorials: torchvision's data set, and a transform per image.
+With --whole-batches they come as in data.py, and the model has the layout that mnist_ddp.py gives it: then only the
+library makes a difference to mnist_ddp.py.
 """
 
 import argparse
@@ -26,7 +30,9 @@ def make_parser(description: str | None = None) -> argparse.ArgumentParser:
 
 
 def parse_args() -> argparse.Namespace:
-    return make_parser().parse_args()
+    parser = make_parser()
+    parser.add_argument("--whole-batches", action="store_true", help="load as data.py does, not image by image")
+    return parser.parse_args()
 
 
 class SyntheticDigits(datasets.VisionDataset):
@@ -43,8 +49,33 @@ class SyntheticDigits(datasets.VisionDataset):
         return self.transform(Image.fromarray(self.images[index])), self.labels[index]
 
 
-def load(args: argparse.Namespace) -> tuple[torch.utils.data.Dataset, torch.utils.data.Dataset]:
-    """The train and the test set; each image is a PIL image that ToTensor and Normalize transform, one by one."""
+class WholeBatches(data.Images):
+    """data.py's way: a batch is one indexed gather from a tensor, and is normalised at once, as in `data.batches`."""
+
+    def __init__(self, images: data.Images) -> None:
+        super().__init__(images.images, images.labels, images.mean, images.std)
+        self.pixel_mean, self.pixel_std = (255 * torch.tensor(x).view(-1, 1, 1) for x in (self.mean, self.std))
+
+    def __getitems__(self, indices: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        images, labels = super().__getitems__(indices)
+        images = images.float(memory_format=torch.channels_last)
+        return images.sub_(self.pixel_mean).div_(self.pixel_std), labels
+
+
+def whole(batch: tuple) -> tuple:
+    """What `WholeBatches` returns is a batch already."""
+    return batch
+
+
+def load(args: argparse.Namespace) -> tuple[torch.utils.data.Dataset, torch.utils.data.Dataset, dict]:
+    """The train set, the test set, and what a DataLoader of them needs beside its usual arguments."""
+    if args.whole_batches:
+        return *map(WholeBatches, data.load(args.dataset, args.data_dir)), {"collate_fn": whole}
+    return *_image_by_image(args), {}
+
+
+def _image_by_image(args: argparse.Namespace) -> tuple[torch.utils.data.Dataset, torch.utils.data.Dataset]:
+    """Each image is a PIL image that ToTensor and Normalize transform, one by one."""
 
     def transform(mean: tuple, std: tuple) -> transforms.Compose:
         return transforms.Compose([transforms.ToTensor(), transforms.Normalize(mean, std)])
@@ -61,7 +92,8 @@ def load(args: argparse.Namespace) -> tuple[torch.utils.data.Dataset, torch.util
 def make_model(args: argparse.Namespace) -> ConvNet:
     """The scripts' model, with the same initial weights."""
     torch.manual_seed(args.seed)
-    return ConvNet(3, 32) if args.dataset == "cifar10" else ConvNet(1, 28)
+    model = ConvNet(3, 32) if args.dataset == "cifar10" else ConvNet(1, 28)
+    return model.to(memory_format=torch.channels_last) if args.whole_batches else model
 
 
 def epoch_line(epoch: int, epochs: int, loss: float, correct: int, count: int, images_per_s: float) -> str:

@@ -31,12 +31,12 @@ def main(args):
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     dist.init_process_group("nccl" if cuda else "gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    train_set, test_set = load(args)
+    train_set, test_set, options = load(args)
     train_sampler = DistributedSampler(train_set, seed=args.seed)
     test_sampler = DistributedSampler(test_set, shuffle=False)
     batch_size = args.batch_size // world_size
-    train_loader = DataLoader(train_set, batch_size, sampler=train_sampler, pin_memory=cuda)
-    test_loader = DataLoader(test_set, batch_size, sampler=test_sampler, pin_memory=cuda)
+    train_loader = DataLoader(train_set, batch_size, sampler=train_sampler, pin_memory=cuda, **options)
+    test_loader = DataLoader(test_set, batch_size, sampler=test_sampler, pin_memory=cuda, **options)
 
     model = make_model(args).to(device)
     model = DistributedDataParallel(model, device_ids=[device] if cuda else None)

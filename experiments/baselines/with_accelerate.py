@@ -15,10 +15,10 @@ from experiments.baselines.common import epoch_line, load, make_model, parse_arg
 
 def main(args):
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
-    train_set, test_set = load(args)
+    train_set, test_set, options = load(args)
     batch_size = args.batch_size // accelerator.num_processes
-    train_loader = DataLoader(train_set, batch_size, shuffle=True)
-    test_loader = DataLoader(test_set, batch_size)
+    train_loader = DataLoader(train_set, batch_size, shuffle=True, **options)
+    test_loader = DataLoader(test_set, batch_size, **options)
     model = make_model(args)
     optimizer = torch.optim.SGD(model.parameters(), args.lr, momentum=0.9)
     # Of all processes: the prepared scheduler takes as many steps at once as there are processes.

@@ -18,10 +18,10 @@ def main(args):
     accelerator = "cuda" if torch.cuda.is_available() else "cpu"
     fabric = Fabric(accelerator=accelerator, strategy="ddp", devices=int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     fabric.launch()
-    train_set, test_set = load(args)
+    train_set, test_set, options = load(args)
     batch_size = args.batch_size // fabric.world_size
     train_loader, test_loader = fabric.setup_dataloaders(
-        DataLoader(train_set, batch_size, shuffle=True), DataLoader(test_set, batch_size)
+        DataLoader(train_set, batch_size, shuffle=True, **options), DataLoader(test_set, batch_size, **options)
     )
     model = make_model(args)
     optimizer = torch.optim.SGD(model.parameters(), args.lr, momentum=0.9)

@@ -16,9 +16,9 @@ from experiments.baselines.common import epoch_line, load, make_model, parse_arg
 
 def main(local_rank, args):
     device = idist.device()
-    train_set, test_set = load(args)
-    train_loader = idist.auto_dataloader(train_set, batch_size=args.batch_size, shuffle=True)
-    test_loader = idist.auto_dataloader(test_set, batch_size=args.batch_size, shuffle=False)
+    train_set, test_set, options = load(args)
+    train_loader = idist.auto_dataloader(train_set, batch_size=args.batch_size, shuffle=True, **options)
+    test_loader = idist.auto_dataloader(test_set, batch_size=args.batch_size, shuffle=False, **options)
     model = idist.auto_model(make_model(args))
     optimizer = idist.auto_optim(torch.optim.SGD(model.parameters(), args.lr, momentum=0.9))
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, total_steps=args.epochs * len(train_loader))

@@ -121,6 +121,30 @@ def test_resnet50_has_torchvisions_parameters():
         assert MODELS["resnet50"].parameters == sum(parameter.numel() for parameter in resnet50().parameters())
 
 
+def efficiency(name, network, gpus, bucket=network_model.BUCKET):
+    model = MODELS[name]
+    compute = network_model.compute_time(model.flop * model.batch, network_model.PEAK, model.utilisation)
+    sizes = network_model.buckets(4 * model.parameters, bucket)
+    return compute / network_model.step_time(compute, sizes, gpus, network)
+
+
+def test_what_the_page_says_of_the_tables():
+    """docs/scaling.md: larger buckets, the ConvNet's latencies, the gigabytes of the transformer."""
+    for network in NETWORKS[2:]:
+        larger = [
+            efficiency("resnet50", network, n, 100 * MIB) / efficiency("resnet50", network, n) for n in (256, 1024)
+        ]
+        assert larger[0] < 1 < larger[1]
+    model = MODELS["convnet"]
+    backward = network_model.BACKWARD * network_model.compute_time(
+        model.flop * model.batch, network_model.PEAK, model.utilisation
+    )
+    assert 2 * 63 * min(network.latency for network in NETWORKS) > backward
+    assert 2 * 7 / 8 * 4 * MODELS["1b"].parameters == 7e9
+    two = efficiency("resnet50", NETWORKS[0], 2)
+    assert 2 * two == pytest.approx(0.5, abs=0.05)  # "two GPUs together are half as fast as one"
+
+
 def test_the_tables():
     done = forker().run("-m", "experiments.network_model", "--gpus", "2,16")
     assert done.code == 0 and not done.err

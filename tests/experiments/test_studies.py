@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from forked import forker, shell
 
-from experiments import compare_variants, measured, studies
+from experiments import compare_variants, measured, studies, timed_runs
 
 
 def store(folder, monkeypatch):
@@ -86,13 +86,33 @@ def test_the_tables_are_those_of_the_points(study, tmp_path, monkeypatch):
     points = measured.read(measured.RESULTS / f"{study}.csv")
     assert points, f"experiments/results/{study}.csv is missing"
     shown = measured.RESULTS
-    for module in {measured, studies.batch_size, studies.slow_link}:
+    for module in {measured, studies.batch_size, studies.slow_link, timed_runs}:
         monkeypatch.setattr(module, "RESULTS", tmp_path)
     studies.STUDIES[study].draw(points)
     written = list(tmp_path.glob("*.md"))
     assert written
     for table in written:
         assert (shown / table.name).read_bytes() == table.read_bytes(), "run  python -m experiments.studies draw"
+
+
+def test_the_time_to_the_target_is_on_the_line_between_two_epochs():
+    """99 % is a third of the way from 98.8 to 99.4 %; after the first epoch nothing is known of the time before."""
+    seconds = [10.0, 20.0, 32.0]
+    assert timed_runs.reached(seconds, [98.0, 98.8, 99.4]) == pytest.approx((24.0, 2 + 1 / 3))
+    assert timed_runs.reached(seconds, [98.0, 99.0, 98.5]) == (20.0, 2.0)
+    assert timed_runs.reached(seconds, [99.1, 99.2, 99.3]) == (10.0, 1.0)
+    assert timed_runs.reached(seconds, [98.0, 98.8, 98.9]) is None
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_without_kept_memory_a_run_asks_for_more_pages():
+    """The variable that turns it off reaches data.py in the program's processes; the results stay the same."""
+    point = {"program": "mnist_ddp.py", "repeat": 0}
+    args = SimpleNamespace(data_dir="data")
+    found = {way: timed_runs.measure_memory(point | {"memory": way}, args) for way in timed_runs.MEMORY_WAYS}
+    assert found["kept"]["peak_mib"] > found["given back"]["peak_mib"]
+    assert min(way["images_per_second"] for way in found.values()) > 0
 
 
 def test_what_can_not_be_measured_here_is_left_as_it_is(tmp_path, monkeypatch, capsys):
