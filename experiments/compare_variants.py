@@ -25,6 +25,10 @@ from variants import sharded
 COMMANDS = [  # two processes each
     "python mnist_ddp.py --nproc 2",
     "python -m variants.mnist_by_hand --nproc 2",
+    "python -m variants.mnist_overlap --nproc 2",
+    "python -m variants.mnist_zero --nproc 2",
+    "python -m variants.mnist_local_sgd --nproc 2 --every 8",
+    "python -m variants.mnist_compile --nproc 2",
     "python -m variants.mnist_accumulate --nproc 2 --accumulate 4",
     "python -m variants.mnist_fsdp --nproc 2",
     "python -m variants.mnist_fsdp --nproc 2 --param-dtype bfloat16",

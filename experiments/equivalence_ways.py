@@ -19,9 +19,11 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.utils.data import BatchSampler
 
 import distributed as dist
+from variants import mnist_overlap, mnist_zero
 
 EXAMPLES, BATCH = 203, 48  # 203 = 4 * 48 + 11: an epoch's last batch is smaller, and can't be shared out equally
 HIDDEN, LR = 16, 0.05
+EVERY = 4  # steps of local SGD between two averages
 Batches = Iterator[tuple[torch.Tensor, torch.Tensor]]  # inputs [N, 8], targets [N] int64
 Models = Iterator[nn.Module]  # the model after each step
 
@@ -133,6 +135,23 @@ def one_process_accuracy(run: Run) -> Iterator[torch.Tensor]:
             yield (model(run.inputs).argmax(1) == run.targets).double().mean()
 
 
+def one_process_many_models(run: Run) -> Models:
+    """Local SGD without processes: as many models in turns, averaged every EVERY steps.  Yields this rank's."""
+    models = [run.network() for _ in range(dist.get_world_size())]
+    optimizers = [sgd(model) for model in models]
+    for step, (inputs, targets) in enumerate(run.batches(), 1):
+        for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            share = slice(rank, None, len(models))  # as the sampler deals examples out
+            mean_loss(model, inputs[share], targets[share]).backward()
+            update(optimizer)
+        if step % EVERY == 0:
+            for params in zip(*(model.parameters() for model in models), strict=True):
+                mean = torch.stack([param.detach() for param in params]).mean(0)
+                for param in params:
+                    param.detach().copy_(mean)
+        yield models[dist.get_rank()]
+
+
 # ------------------------------------------------------------------------------------------------------ the right ways
 
 
@@ -152,6 +171,71 @@ def ddp_by_hand(run: Run) -> Models:
             param.grad = dist.all_reduce(param.grad, "mean")
         update(optimizer)
         yield model
+
+
+def hooked_network(run: Run) -> nn.Module:
+    """Its backward starts an all-reduce for each gradient, as variants/mnist_overlap.py does."""
+    model = run.network()
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(mnist_overlap.start_all_reduce)
+    return model
+
+
+def overlap(run: Run) -> Models:
+    """DDP by hand, with all-reduces during backward; the step waits for them."""
+    model = hooked_network(run)
+    optimizer = sgd(model)
+    for inputs, targets in run.shares():
+        mean_loss(model, inputs, targets).backward()
+        for param in model.parameters():
+            param.work.wait()
+        update(optimizer)
+        yield model
+
+
+def train_slices(run: Run, reduce: Callable[[torch.Tensor, torch.Tensor], Any]) -> Models:
+    """As variants/mnist_zero.py: each rank steps its slice.  reduce(slice's gradient, all gradients): the exchange."""
+    model = run.network()
+    weights = mnist_zero.flatten(model.parameters())
+    nn.utils.vector_to_parameters(weights, model.parameters())
+    mine = weights.chunk(dist.get_world_size())[dist.get_rank()]
+    optimizer = torch.optim.SGD([mine], LR, momentum=0.9)
+    for inputs, targets in run.shares():
+        mean_loss(model, inputs, targets).backward()
+        mine.grad = torch.empty_like(mine)
+        reduce(mine.grad, mnist_zero.flatten(param.grad / dist.get_world_size() for param in model.parameters()))
+        optimizer.step()
+        torch_dist.all_gather_into_tensor(weights, mine)
+        model.zero_grad()
+        yield model
+
+
+def zero(run: Run) -> Models:
+    """ZeRO-1: a reduce-scatter of the gradients, a step of each rank's slice, an all-gather of the weights."""
+    return train_slices(run, torch_dist.reduce_scatter_tensor)
+
+
+def train_locally(run: Run, every: int) -> Models:
+    """As variants/mnist_local_sgd.py: a model on each rank, and the average of their weights every few steps."""
+    model = run.network()
+    optimizer = sgd(model)
+    for step, (inputs, targets) in enumerate(run.shares(), 1):
+        mean_loss(model, inputs, targets).backward()
+        update(optimizer)
+        if step % every == 0:
+            for param in model.parameters():
+                dist.all_reduce(param, "mean")
+        yield model
+
+
+def local_sgd_each_step(run: Run) -> Models:
+    """The average after each step. SGD, with momentum too, is linear: the mean of its steps is the step of the mean."""
+    return train_locally(run, 1)
+
+
+def local_sgd(run: Run) -> Models:
+    """The average every EVERY steps: as one process that trains all models in turns."""
+    return train_locally(run, EVERY)
 
 
 def no_sync(model: nn.Module) -> contextlib.AbstractContextManager:
@@ -316,6 +400,38 @@ def no_sync_backward_only(run: Run) -> Models:
     run.note = f"{len(exchanged)} all-reduces in {run.steps} steps"
 
 
+def overlap_without_wait(run: Run) -> Models:
+    """The step may use a gradient before its all-reduce has ended. The size differs from run to run."""
+    model = hooked_network(run)
+    optimizer = sgd(model)
+    for inputs, targets in run.shares():
+        mean_loss(model, inputs, targets).backward()
+        works = [param.work for param in model.parameters()]
+        update(optimizer)  # wrong: before the wait
+        for work in works:
+            work.wait()
+        yield model
+
+
+def zero_own_gradient(run: Run) -> Models:
+    """Each slice is stepped with one rank's gradient: the ranks' weights are equal, but learn from one share each."""
+
+    def keep_own(gradient: torch.Tensor, gradients: torch.Tensor) -> None:  # wrong: no reduce-scatter
+        gradient.copy_(gradients.chunk(dist.get_world_size())[dist.get_rank()] * dist.get_world_size())
+
+    return train_slices(run, keep_own)
+
+
+def local_sgd_taken_for_ddp(run: Run) -> Models:
+    """No error: another algorithm than one process's. Each rank goes a few steps on its own."""
+    return train_locally(run, EVERY)
+
+
+def local_sgd_never_averaged(run: Run) -> Models:
+    """Each rank trains a model of its own, on its share of the data."""
+    return train_locally(run, run.steps + 1)  # wrong: the average never comes
+
+
 def dropout_seeded_alike(run: Run) -> Models:
     """All ranks draw the same masks: there are fewer different ones to average over."""
     model = run.ddp_network()
@@ -360,6 +476,10 @@ class Way(NamedTuple):
 WAYS = [
     Way("DDP", ddp, True),
     Way("DDP by hand", ddp_by_hand, True),
+    Way("overlap by hand", overlap, True),
+    Way("ZeRO-1", zero, True),
+    Way("local SGD, each step", local_sgd_each_step, True),
+    Way("local SGD, many models", local_sgd, True, one_process_many_models),
     Way("gradient accumulation", accumulation, True),
     Way("FSDP", fsdp_fully_shard, True),
     Way("uneven shares, weighted", weighted_by_examples, True, one_process_uneven),
@@ -373,6 +493,10 @@ WAYS = [
     Way("no set_epoch", no_set_epoch, False),
     Way("no_sync around last forward", no_sync_last_forward, False),
     Way("no_sync around backward only", no_sync_backward_only, False),
+    Way("overlap, no wait", overlap_without_wait, False),
+    Way("ZeRO-1, own gradient", zero_own_gradient, False),
+    Way("local SGD, taken for DDP", local_sgd_taken_for_ddp, False),
+    Way("local SGD, no average", local_sgd_never_averaged, False),
     Way("dropout, one seed for all", dropout_seeded_alike, False, one_process_dropout),
     Way("dropout, a seed per rank", dropout_seeded_by_rank, False, one_process_dropout),
     Way("evaluation, padded", padded_evaluation, False, one_process_accuracy),

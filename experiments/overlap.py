@@ -2,11 +2,14 @@
 
     python -m experiments.overlap    # writes overlap.png and .md to experiments/results/; a minute on two idle cores
 
-Two processes, gloo, on the CPU.  A model is trained with DDP and by hand, as variants/mnist_by_hand.py does it, in
-turns.  The picture shows one step of each, from torch.profiler's events: LAYERS linear layers, 4 MiB of gradients each.
-Of PROFILED steps it is the one of median length.  The table has the times of other steps, without the profiler.
+Two processes, gloo, on the CPU.  A model is trained with DDP, by hand as variants/mnist_by_hand.py does it, and with
+hooks as variants/mnist_overlap.py does it, in turns.  The picture shows one step of each, from torch.profiler's events:
+LAYERS linear layers, 4 MiB of gradients each.  Of PROFILED steps it is the one of median length.  The table has the
+times of other steps, without the profiler.
 """
 
+import copy
+import functools
 import os
 import statistics
 import time
@@ -24,12 +27,14 @@ import data
 import distributed as dist
 import mnist_ddp
 from experiments import measured
+from variants import mnist_overlap
 
 LAYERS, WIDTH, BATCH = 16, 1024, 128
 STEPS = 20  # timed, of each
 PROFILED = 5  # more, of each; an odd number
-HEAD = ["model", "gradients", "step, DDP", "step, by hand", "by hand / DDP"]
-HEAD += ["all-reduce during backward: DDP", "by hand"]
+WAYS = ["DDP", "by hand", "with hooks"]
+HEAD = ["model", "gradients", *(f"step, {way}" for way in WAYS), *(f"{way} / DDP" for way in WAYS[1:])]
+HEAD += [f"all-reduce during backward: {WAYS[0]}", *WAYS[1:]]
 COLOURS = {"forward": "0.75", "backward": "tab:blue", "all-reduce": "tab:orange"}
 
 
@@ -51,6 +56,14 @@ def by_hand_step(model: nn.Module, inputs: torch.Tensor) -> None:
     model.zero_grad()
 
 
+def with_hooks_step(model: nn.Module, inputs: torch.Tensor) -> None:
+    """The model's hooks start the all-reduces."""
+    model(inputs).square().mean().backward()
+    for p in model.parameters():
+        p.work.wait()
+    model.zero_grad()
+
+
 def ddp_step(model: nn.Module, inputs: torch.Tensor) -> None:
     model(inputs).square().mean().backward()
     model.zero_grad()
@@ -66,7 +79,9 @@ def spans(step: Callable[[], None]) -> list[Span]:
     kinds |= {"aten::convolution": "forward", "aten::convolution_backward": "backward"}
     found = []
     for event in events:
-        kind = "all-reduce" if event.name.startswith("gloo:") else kinds.get(event.name)
+        # Not gloo:broadcast: that is DDP's, of BatchNorm's buffers before the forward pass.
+        is_reduce = event.name.startswith(("gloo:all_reduce", "gloo:all_gather"))  # by hand with the check's all-gather
+        kind = "all-reduce" if is_reduce else kinds.get(event.name)
         if kind:
             at = event.time_range
             found.append(Span(kind, (at.start - whole.start) / 1000, (at.end - whole.start) / 1000))
@@ -89,10 +104,13 @@ def reduced_during_backward(found: list[Span]) -> float:
 
 
 def worker(local_rank: int, world_size: int, model: nn.Module, inputs: torch.Tensor) -> dict[str, list[Measured]]:
-    """What was measured: {"DDP": [of each rank], "by hand": [...]}."""
+    """What was measured: {"DDP": [of each rank], "by hand": [...], "with hooks": [...]}."""
     dist.init_process_group()
-    wrapped = dist.prepare_ddp_model(model)
-    ways = {"DDP": lambda: ddp_step(wrapped, inputs), "by hand": lambda: by_hand_step(model, inputs)}
+    wrapped, hooked = dist.prepare_ddp_model(copy.deepcopy(model)), copy.deepcopy(model)
+    for p in hooked.parameters():
+        p.register_post_accumulate_grad_hook(mnist_overlap.start_all_reduce)
+    steps = (ddp_step, wrapped), (by_hand_step, model), (with_hooks_step, hooked)
+    ways = {name: functools.partial(step, *args, inputs) for name, (step, *args) in zip(WAYS, steps, strict=True)}
     times: dict[str, list] = {name: [] for name in ways}
     for number in range(STEPS + 3):  # the first three warm up
         for name, step in ways.items():
@@ -118,11 +136,11 @@ def worker(local_rank: int, world_size: int, model: nn.Module, inputs: torch.Ten
 
 
 def draw(found: dict[str, list[Measured]]) -> bytes:
-    """Two panels, DDP and by hand, with the same scale; for each rank a lane of computing and one of all-reduces."""
+    """A panel for each of WAYS, with the same scale; for each rank a lane of computing and one of all-reduces."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    figure = Figure(figsize=(10, 5), dpi=120, layout="constrained")
+    figure = Figure(figsize=(10, 7), dpi=120, layout="constrained")
     panels = figure.subplots(len(found), 1, sharex=True)
     for axes, (name, ranks) in zip(panels, found.items(), strict=True):
         for rank, (_, of_rank) in enumerate(ranks):
@@ -162,12 +180,12 @@ def main() -> None:
         found = dist.launch(worker, model, inputs, nproc=2)
         if len(rows) == 1:
             measured.write(measured.RESULTS / "overlap.png", draw(found))
-        ddp, by_hand = (ranks[0].times for ranks in found.values())
-        ratio = statistics.median(b / a for a, b in zip(ddp, by_hand, strict=True))
+        ddp, *others = times = [ranks[0].times for ranks in found.values()]
+        ratios = [statistics.median(b / a for a, b in zip(ddp, other, strict=True)) for other in others]
         shares = [statistics.mean(reduced_during_backward(of_rank) for _, of_rank in r) for r in found.values()]
         cells = [name, f"{sum(p.nbytes for p in model.parameters()) / 2**20:.1f} MiB"]
-        cells += [f"{statistics.median(times):.1f} ms" for times in (ddp, by_hand)]
-        rows.append([*cells, f"{ratio:.2f}", *(f"{share:.0%}" for share in shares)])
+        cells += [f"{statistics.median(of_way):.1f} ms" for of_way in times]
+        rows.append([*cells, *(f"{ratio:.2f}" for ratio in ratios), *(f"{share:.0%}" for share in shares)])
     measured.write_table("overlap", rows, [measured.here()], f"Median of {STEPS} steps. ")
     print((measured.RESULTS / "overlap.md").read_text(), end="")
 

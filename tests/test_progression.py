@@ -17,8 +17,12 @@ GOALS = [  # lines added + removed, at most
     ("mnist_ddp.py", "mnist_amp.py", 19),
     ("mnist_ddp.py", "mnist_apex.py", 36),
     ("mnist_ddp.py", "variants/mnist_by_hand.py", 12),
+    ("variants/mnist_by_hand.py", "variants/mnist_overlap.py", 14),
+    ("variants/mnist_by_hand.py", "variants/mnist_zero.py", 25),
     ("mnist_ddp.py", "variants/mnist_accumulate.py", 20),
     ("mnist_ddp.py", "variants/mnist_fsdp.py", 16),
+    ("mnist_ddp.py", "variants/mnist_local_sgd.py", 17),
+    ("mnist_ddp.py", "variants/mnist_compile.py", 6),
     ("mnist_ddp.py", "variants/mnist_horovod.py", 42),
     ("mnist_ddp.py", "variants/mnist_xla.py", 38),
 ]
@@ -27,15 +31,23 @@ CHANGED = {  # functions whose text differs from the others'; main and parse_arg
     "mnist_amp.py": ["train"],
     "mnist_apex.py": ["train"],
     "variants/mnist_by_hand.py": ["train"],
+    "variants/mnist_overlap.py": ["train"],
+    "variants/mnist_zero.py": ["train"],
+    "variants/mnist_local_sgd.py": ["train"],
     "variants/mnist_accumulate.py": ["train"],
     "variants/mnist_xla.py": ["train", "evaluate"],
 }
 ENGINES = {"variants/mnist_horovod.py": "hvd.", "variants/mnist_xla.py": "xs."}  # other words in the place of dist.
-ADDED = {"mnist_apex.py": ["check_apex"]}  # functions
+ADDED = {  # functions
+    "mnist_apex.py": ["check_apex"],
+    "variants/mnist_overlap.py": ["start_all_reduce"],
+    "variants/mnist_zero.py": ["flatten"],
+}
 FLAGS = {  # more than the parent's
     "mnist_apex.py": ["--opt-level"],
     "variants/mnist_accumulate.py": ["--accumulate"],
     "variants/mnist_fsdp.py": ["--param-dtype"],
+    "variants/mnist_local_sgd.py": ["--every"],
 }
 
 
@@ -100,7 +112,7 @@ def test_the_loop_over_epochs_grows_by_the_idea_alone():
             assert [line for line in loop(script) if line in without] == without, script
             assert all(line in without or ENGINES[script] in line for line in loop(script)), script
         elif script.startswith("variants/"):
-            lines = [line.replace(", args.accumulate)", ")") for line in loop(script)]
+            lines = [re.sub(r", (args\.accumulate|args\.every|weights, mine)\)", ")", line) for line in loop(script)]
             lines = [re.sub(r"sharded\.whole\(model, ConvNet\(.*?\)\)", "model", line) for line in lines]
             assert [line for line in lines if line in ddp] == ddp, script
             added = [line for line in lines if line not in ddp]

@@ -3,6 +3,7 @@
 import contextlib
 import re
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -17,9 +18,10 @@ from torch.profiler import ProfilerActivity, profile
 
 import data
 import distributed as dist
-from variants import mnist_accumulate, mnist_by_hand, mnist_fsdp, sharded
+from variants import mnist_accumulate, mnist_by_hand, mnist_fsdp, mnist_local_sgd, mnist_overlap, mnist_zero, sharded
 
 VARIANTS = ["mnist_by_hand", "mnist_accumulate", "mnist_fsdp"]
+MORE = ["mnist_overlap", "mnist_zero", "mnist_local_sgd"]  # started in slow tests only
 SYNTHETIC = ("--dataset", "synthetic")
 NO_BATCHNORM = "from torch import nn; nn.BatchNorm2d = lambda channels: nn.Identity()"
 FEW = """
@@ -58,7 +60,7 @@ def without_memory(result, n):
 
 
 @pytest.mark.parametrize("n", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2)), 3])
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", [*VARIANTS, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)])
 def test_uneven_evaluation(run, name, n):
     """With 3 processes the ranks evaluate 3, 3 and 2 batches: a collective in the forward pass would hang."""
     flags = ("--epochs", 2, "--batch-size", 7, "--nproc", n)
@@ -68,7 +70,7 @@ def test_uneven_evaluation(run, name, n):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["mnist_by_hand", "mnist_fsdp"])
+@pytest.mark.parametrize("name", ["mnist_by_hand", "mnist_overlap", "mnist_zero", "mnist_fsdp"])
 def test_few_epochs_print_what_ddp_prints(run, name):
     """With BatchNorm: each rank evaluates with rank 0's averages, or the counts of right answers would differ."""
     flags = (*SYNTHETIC, "--epochs", 4, "--batch-size", 22)
@@ -77,7 +79,7 @@ def test_few_epochs_print_what_ddp_prints(run, name):
     result = run(name, *flags, before=FEW)
     result = without_memory(result, 2) if name == "mnist_fsdp" else result
     found = epochs(result, banner("mnist_ddp.py", 2, 22), 4)
-    if name == "mnist_by_hand":
+    if name in ("mnist_by_hand", "mnist_overlap"):
         assert found == expected  # halving is exact
     for here, there in zip(found, expected, strict=True):
         assert here.loss == pytest.approx(there.loss, abs=5e-3) and abs(here.correct - there.correct) <= 2
@@ -86,7 +88,7 @@ def test_few_epochs_print_what_ddp_prints(run, name):
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 @WORLDS
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", VARIANTS + MORE[:-1])  # local SGD is another algorithm
 def test_dry_run_prints_what_ddp_prints(run, name, n):
     dry = (*SYNTHETIC, "--dry-run", "--batch-size", BATCH, "--nproc", n, "--seed", 1)  # of the order, too
     expected = epochs(run("mnist_ddp", *dry), banner("mnist_ddp.py", n))[0]
@@ -102,7 +104,7 @@ def test_dry_run_prints_what_ddp_prints(run, name, n):
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", VARIANTS + MORE)
 def test_torchrun(tmp_path, name):
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", f"variants.{name}")
     result = shell(
@@ -171,6 +173,8 @@ torch.Tensor.float = torch.Tensor.double  # the images
     [
         ("mnist_by_hand", (), 2, NO_BATCHNORM, 0),  # halving is exact
         ("mnist_by_hand", (), 2, "", 0),
+        ("mnist_overlap", (), 2, "", 0),
+        ("mnist_overlap", (), 3, "", 0),  # it divides before the sum, as DDP does
         ("mnist_by_hand", (), 3, FLOAT64 + NO_BATCHNORM, 1e-6),
         ("mnist_by_hand", (), 3, FLOAT64, 1e-6),
         ("mnist_accumulate", ("--accumulate", 3), 2, FLOAT64 + NO_BATCHNORM, 1e-6),
@@ -195,11 +199,11 @@ def few_images(count):
     return data.Images(images, torch.arange(count) % 10, (0.5,), (0.5,))
 
 
-def trained(module, model, n, batch_size, *extra):
-    """The module's train over 23 images per process, with SGD; the batch size is one process's."""
+def trained(module, model, n, batch_size, *extra, params=None):
+    """The module's train over 23 images per process, with SGD (of `params`); the batch size is one process's."""
     images = few_images(23 * n)
     loader = data.loader(images, batch_size, dist.data_sampler(images, distributed=True, shuffle=False))
-    optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
+    optimizer = torch.optim.SGD(params or model.parameters(), 0.01, momentum=0.9)
     steps = []
     scheduler = SimpleNamespace(step=lambda: steps.append(optimizer))
     sums = module.train(model, loader, optimizer, scheduler, CPU, *extra)
@@ -241,6 +245,83 @@ def _same_as_one(state, sums, steps, n):
 @WORLDS
 def test_by_hand_is_one_big_batch(n):
     of_processes(_by_hand, n)
+
+
+def _overlap(rank, n):
+    model, started = small_model(), []
+
+    def start_late(p):  # so late that a step without the wait would use this process's gradient alone
+        time.sleep(0.02 * rank)
+        mnist_overlap.start_all_reduce(p)
+
+    first, *others = model.parameters()
+    first.register_post_accumulate_grad_hook(start_late)
+    for p in others:
+        p.register_post_accumulate_grad_hook(mnist_overlap.start_all_reduce)
+    # Before the first layer has its gradient, the all-reduce of the last one's is under way.
+    first.register_hook(lambda gradient: started.append(model[3].weight.work))
+    _, sums, steps = trained(mnist_overlap, model, n, 10)
+    assert len(set(started)) == steps
+    _same_as_one(model.state_dict(), sums, steps, n)
+
+
+@WORLDS
+def test_overlap_is_one_big_batch(n):
+    of_processes(_overlap, n)
+
+
+def _zero(rank, n):
+    model = small_model()
+    weights = mnist_zero.flatten(model.parameters())
+    assert len(weights) == {1: 23154, 2: 23154, 3: 23154, 4: 23156}[n]  # the next multiple of n
+    nn.utils.vector_to_parameters(weights, model.parameters())
+    mine = weights.chunk(n)[rank]
+    optimizer, sums, steps = trained(mnist_zero, model, n, 10, weights, mine, params=[mine])
+    _same_as_one(model.state_dict(), sums, steps, n)
+    (state,) = optimizer.state.values()
+    assert state["momentum_buffer"].nbytes == 4 * len(weights) / n  # not those of all weights
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
+def test_zero_is_one_big_batch(n):
+    of_processes(_zero, n)
+
+
+def many_models(n, every):
+    """Local SGD in one process: n models in turns, on 10, 10 and 3 images each; averaged every few steps."""
+    images, models = few_images(23 * n), [small_model() for _ in range(n)]
+    optimizers = [torch.optim.SGD(model.parameters(), 0.01, momentum=0.9) for model in models]
+    for step, first in enumerate(range(0, 23, 10), 1):
+        for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            pixels, labels = (part[rank::n][first : first + 10] for part in (images.images, images.labels))
+            optimizer.zero_grad()
+            F.cross_entropy(model((pixels.float() - 255 * 0.5) / (255 * 0.5)), labels).backward()
+            optimizer.step()
+        if step % every == 0 or step == 3:
+            states = [model.state_dict() for model in models]
+            mean = {name: sum(state[name] for state in states) / n for name in states[0]}
+            for model in models:
+                model.load_state_dict(mean)
+    return models[0]
+
+
+def _local_sgd(rank, n):
+    for every in 1, 2:
+        model = small_model()
+        _, sums, steps = trained(mnist_local_sgd, model, n, 10, every)
+        assert steps == 3 and sums[1] == 23 * n
+        expected = many_models(n, every).state_dict()
+        assert max((value - expected[name]).abs().max() for name, value in model.state_dict().items()) <= 1e-6
+        # The average after each step is DDP's, because SGD with momentum is linear; a later one is not.
+        one, _ = one_big_batch(n)
+        distance = max((value - expected[name]).abs().max() for name, value in one.state_dict().items())
+        assert (distance > 1e-5) == (n > 1 and every > 1), (distance, every)
+
+
+@WORLDS
+def test_local_sgd_is_the_average_of_many_models(n):
+    of_processes(_local_sgd, n)
 
 
 def _accumulate(rank, n):
@@ -390,6 +471,17 @@ def test_fsdp_is_one_big_batch(n, tmp_path):
 # --------------------------------------------------------------------------------------------------------- bad input
 
 
+def test_no_compiler(run):
+    result = run("mnist_compile", *SYNTHETIC, CXX="no-such-compiler", timeout=10)
+    assert refused(result, "mnist_compile.py", "C++ compiler", "no-such-compiler is not found", "apt-get install g++")
+
+
+def test_no_header_of_python(run):
+    before = "import sysconfig; sysconfig.get_path = lambda name: '/nowhere'"
+    result = run("mnist_compile", *SYNTHETIC, before=before, CXX="sh", timeout=10)
+    assert refused(result, "mnist_compile.py", "Python.h", "apt-get install python3-dev")
+
+
 @pytest.mark.parametrize(
     ("name", "args", "words"),
     [
@@ -398,6 +490,7 @@ def test_fsdp_is_one_big_batch(n, tmp_path):
         ("mnist_accumulate", ["--accumulate", "0"], ["--accumulate 0", "at least 1"]),
         ("mnist_accumulate", ["--accumulate", "-2"], ["--accumulate -2", "at least 1"]),
         ("mnist_accumulate", ["--accumulate", "x"], ["--accumulate", "'x'"]),
+        ("mnist_local_sgd", ["--every", "0"], ["--every 0", "at least 1"]),
         ("mnist_fsdp", ["--param-dtype", "float16"], ["--param-dtype", "'bfloat16'"]),
         ("mnist_fsdp", ["--nproc", "2", "--batch-size", "1"], ["--batch-size 1", "2 processes"]),
     ],

@@ -64,8 +64,12 @@ STEPS = [
     Step("mnist_amp.py", "mnist_ddp.py", "mixed precision with `torch.amp`: 16-bit numbers where that is safe"),
     Step("mnist_apex.py", "mnist_ddp.py", "mixed precision with NVIDIA Apex, as older code has it"),
     Step("variants/mnist_by_hand.py", "mnist_ddp.py", "what DDP does, written out"),
+    Step("variants/mnist_overlap.py", "variants/mnist_by_hand.py", "the all-reduces run while backward goes on"),
+    Step("variants/mnist_zero.py", "variants/mnist_by_hand.py", "ZeRO-1: the optimizer's state in slices"),
     Step("variants/mnist_accumulate.py", "mnist_ddp.py", "gradient accumulation: the batch doesn't fit"),
     Step("variants/mnist_fsdp.py", "mnist_ddp.py", "`fully_shard` (FSDP2): the model doesn't fit"),
+    Step("variants/mnist_local_sgd.py", "mnist_ddp.py", "local SGD: averages the weights, every few steps"),
+    Step("variants/mnist_compile.py", "mnist_ddp.py", "`torch.compile`: fewer and larger operations"),
     Step("variants/mnist_horovod.py", "mnist_ddp.py", "the same under Horovod, to read older code"),
     Step("variants/mnist_xla.py", "mnist_ddp.py", "the same under PyTorch/XLA, for TPUs"),
 ]
