@@ -7,6 +7,7 @@
 
 The same files in, the same pages out.  Only the speeds and times that a program prints differ from run to run, and its
 losses a little from CPU to CPU: an output on a page stays as it is while all else in it is true (`same_output`).
+The pictures of docs/collectives.md and docs/ddp_step.svg are written, too: see collectives.py and ddp_step.py.
 
     kind        what                   what is written
     steps       [FOLDER]               the table of the progression (or of its branches in a folder), from STEPS
@@ -16,6 +17,9 @@ losses a little from CPU to CPU: an output on a page stays as it is while all el
     program     MODULE                 a program of exercises/, and what it prints with two processes
     report      MODULE                 such a program, and what it says when it is asked where its ranks stand
     mistake     NAME                   a mistake of exercises/mistakes.py, wrong and right: its lines, their output
+    collective  NAME                   one of exercises/collectives.py: its picture, its lines, what it prints
+    uses        NAME                   which scripts use this collective, and in which functions
+    function    FILE NAME              a function of the file
     wrong       COMMAND                what doctor.py finds wrong
     snippet     FILE                   the program in the file's docstring
     benchmark   PART                   of experiments/results/benchmark.csv: table, picture, findings or conditions
@@ -40,7 +44,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from experiments import benchmark_results
-from tools import pages, programs
+from tools import collectives, ddp_step, pages, programs
 from tools.programs import ROOT, SHELL, Run
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -174,11 +178,30 @@ def report(module: str) -> str:
     return f"\n```python\n{source_of(module)}```\n\n```console\n{session}```\n"
 
 
-def function_body(file: str, name: str) -> str:
-    """The lines of a function, without its head."""
+def function_lines(file: str, name: str) -> list[str]:
     source = (ROOT / file).read_text(encoding="utf-8")
     node = next(node for node in ast.parse(source).body if getattr(node, "name", None) == name)
-    return textwrap.dedent("\n".join(source.splitlines()[node.lineno : node.end_lineno])) + "\n"
+    return source.splitlines()[node.lineno - 1 : node.end_lineno]
+
+
+def function_body(file: str, name: str) -> str:
+    """The lines of a function, without its head."""
+    return textwrap.dedent("\n".join(function_lines(file, name)[1:])) + "\n"
+
+
+def function(file: str, name: str) -> str:
+    return "\n```python\n" + "\n".join(function_lines(file, name)) + "\n```\n"
+
+
+@functools.cache
+def collective(name: str) -> str:
+    """Its picture, its function, and what it prints, but for the line that says that the processes have met."""
+    done = run("-m", "exercises.collectives", name)
+    assert done.code == 0, done.err
+    printed = done.out.replace("distributed: 3 processes, gloo, cpu\n", "")
+    picture = f"![{name}: three ranks before and after; the output below has its numbers](collectives/{name}.svg)"
+    session = f"```console\n$ python -m exercises.collectives {name}\n{printed}```\n"
+    return f"\n{picture}\n{function(collectives.PROGRAM, name)}\n{session}"
 
 
 @functools.cache
@@ -297,14 +320,15 @@ def measured(file: str) -> str:
 
 # ---------------------------------------------------------------------------------------------------------- the pages
 
-_GENERATORS = [steps, lines, diff, output, program, report, mistake, wrong, snippet, reference, benchmark, measured]
-KINDS: dict[str, Callable[..., str]] = {function.__name__: function for function in _GENERATORS}
+_GENERATORS = [steps, lines, diff, output, program, report, mistake, collective, collectives.uses, function, wrong]
+_GENERATORS += [snippet, reference, benchmark, measured]
+KINDS: dict[str, Callable[..., str]] = {generator.__name__: generator for generator in _GENERATORS}
 BLOCK = re.compile(rf"<!-- ({'|'.join(KINDS)})(?:: (.+?))? -->(.*?)<!-- end -->", re.DOTALL)
 
 
 def generate(kind: str, what: str) -> str:
-    function = KINDS[kind]
-    return function(what) if kind in ("output", "wrong") else function(*what.split())
+    generator = KINDS[kind]
+    return generator(what) if kind in ("output", "wrong") else generator(*what.split())
 
 
 class Block(NamedTuple):
@@ -339,6 +363,25 @@ def rewritten(page: Path, new_figures: bool = False) -> str:
     return BLOCK.sub(replace, page.read_text(encoding="utf-8"))
 
 
+def drawings() -> dict[Path, str]:
+    """The pictures that are drawn from the text of a page, and from recorded events."""
+    return collectives.pictures(collectives.PAGE.read_text(encoding="utf-8")) | {ddp_step.PICTURE: ddp_step.drawn()}
+
+
+def written(path: Path, text: str, check: bool) -> bool:
+    """Write the file if it is out of date (check: only say so); returns whether it was up to date."""
+    if path.exists() and text == path.read_text(encoding="utf-8"):
+        return True
+    name = path.relative_to(ROOT)
+    if check:
+        print(OUT_OF_DATE.format(name))
+        return False
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    print(f"{name} is rewritten")
+    return True
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if a file is out of date")
@@ -346,24 +389,13 @@ def main() -> int:
     parser.add_argument("--pages", action="store_true", help="only the side-by-side pages, docs/*.html")
     args = parser.parse_args()
     code = pages.report_problems(STEPS)
-    for page in [] if args.pages else PAGES:
-        code |= put(page, rewritten(page, args.new_figures), args.check)
-    for page, text in pages.generated(STEPS).items():  # they show the texts, too
-        code |= put(page, text, args.check)
-    return code
-
-
-def put(page: Path, text: str, check: bool) -> int:
-    """Write the page if it is out of date, or only say so; the exit code."""
-    if page.exists() and text == page.read_text(encoding="utf-8"):
-        return 0
-    name = page.relative_to(ROOT)
-    if check:
-        print(OUT_OF_DATE.format(name))
-        return 1
-    page.write_text(text, encoding="utf-8")
-    print(f"{name} is rewritten")
-    return 0
+    up_to_date = []
+    if not args.pages:
+        up_to_date += [written(page, rewritten(page, args.new_figures), args.check) for page in PAGES]
+        up_to_date += [written(picture, text, args.check) for picture, text in drawings().items()]
+    # last, because they show the texts, too
+    up_to_date += [written(page, text, args.check) for page, text in pages.generated(STEPS).items()]
+    return code or int(not all(up_to_date))
 
 
 if __name__ == "__main__":
