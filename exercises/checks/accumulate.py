@@ -1,4 +1,6 @@
-"""Three steps against one process with the whole batch at once; all-reduces are counted, DDP's too."""
+"""Three steps against one process with the whole batch at once; all-reduces and forward passes are counted."""
+
+import itertools
 
 import torch
 import torch._dynamo  # DDP imports it, which takes seconds: here it is done once for all processes
@@ -36,14 +38,25 @@ def update(model):
 
 
 def run(function, folder):
-    model, answer = dist.prepare_ddp_model(network()), {"messages": []}
+    model, answer = dist.prepare_ddp_model(network()), {"messages": [], "passes": []}
+    passes = note_passes(dist.unwrap_model(model))
     for step, parts in enumerate(PARTS):
+        passes.clear()
         with common.Messages() as messages:
             function(model, *share(step, dist.get_rank()), parts)
         answer["messages"].append(messages.count("allreduce", "reduce", "allgather", "allreduce_coalesced"))
+        answer["passes"].append(list(passes))
         note(answer, model, step)
         update(model)
     return answer
+
+
+def note_passes(model):
+    """A list that grows: the number of examples of each forward pass, and 0 for each backward pass."""
+    passes = []
+    model[0].register_forward_pre_hook(lambda layer, inputs: passes.append(len(inputs[0])))
+    model[0].weight.register_hook(lambda gradient: passes.append(0))
+    return passes
 
 
 def train(n, combine):
@@ -86,6 +99,7 @@ def add_up(terms):
 def judge(answers):
     n = len(answers)
     messages = [answer.pop("messages") for answer in answers]
+    passes = [answer.pop("passes") for answer in answers][0]
 
     def weighted(parts):
         return add_up([(count / SHARE, grads) for grads, count in parts])
@@ -112,4 +126,15 @@ def judge(answers):
     if not problem and n > 1 and max(map(max, messages)) > 1:
         parts, count = max(zip(PARTS, messages[0], strict=True), key=lambda pair: pair[1])
         return f"the gradients are right, but by {count} all-reduces for {parts} parts, where 1 is enough"
-    return problem
+    return problem or too_large(passes)
+
+
+def too_large(passes):
+    for parts, made in zip(PARTS, passes, strict=True):
+        largest = -(-SHARE // parts)
+        if max(made) > largest:
+            text = f"the gradients are right, but {max(made)} of {SHARE} examples are in one forward pass"
+            return f"{text}: in {parts} parts at most {largest}"
+        if any(one and two for one, two in itertools.pairwise(made)):
+            return "the gradients are right, but two forward passes come before a backward: call backward for each"
+    return ""

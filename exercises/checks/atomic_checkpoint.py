@@ -19,8 +19,8 @@ LIMIT = 10  # seconds for one process
 MOST_MOMENTS = 24
 
 
-def state_of(step, rank=0):
-    return {"step": step, "rank": rank, "weights": torch.arange(10.0) + step}
+def state_of(step, rank=0, size=10):
+    return {"step": step, "rank": rank, "weights": torch.arange(size) + step}
 
 
 def read(path):
@@ -29,7 +29,8 @@ def read(path):
         return "there is no file"
     try:
         state = torch.load(path, weights_only=True)
-        if torch.equal(state["weights"], state_of(state["step"])["weights"]):
+        weights = state["weights"]
+        if torch.equal(weights, torch.arange(len(weights)) + state["step"]):
             return state["step"], state["rank"]
     except Exception:  # whatever a damaged file leads to
         pass
@@ -40,15 +41,15 @@ def read(path):
 
 
 def run(function, folder):
-    """Each rank once comes late, and each rank reads when its call returns."""
+    """First the file is new, then there is an old one.  One rank comes late; each reads when its call returns."""
     path = Path(folder, "ranks", "last.pt")
     path.parent.mkdir(exist_ok=True)
     rank, seen = dist.get_rank(), []
-    for step in range(dist.get_world_size()):
+    for step, late in enumerate([0, 0, dist.get_world_size() - 1]):
         common.wait_for_the_others(folder, f"step{step}")
-        if rank == step:
-            time.sleep(0.3)
-        function(state_of(step, rank), str(path))
+        if rank == late:
+            time.sleep(0.2)
+        function(state_of(step, rank, size=1_000_000), str(path))
         seen.append(read(path))
         common.wait_for_the_others(folder, f"saved{step}")
         seen.append(read(path))

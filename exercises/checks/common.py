@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import distributed as dist
 
 TOLERANCE = 1e-9  # everything is float64, and of about the size of 1
+FLOAT32 = 1e-6  # its rounding errors are smaller
 Answer = dict[str, Any]  # of one rank: what it is -> a tensor, or whatever the function returned instead
 
 # ------------------------------------------------------------------------------------------------------------ compare
@@ -51,20 +52,22 @@ def compare(answers: list[Answer], right: list[Answer], wrong: dict[str, list[An
     if most <= TOLERANCE:
         return ""
     answer, expected = answers[rank][part], right[rank][part]
-    if not isinstance(answer, torch.Tensor):
+    if expected is None:
+        text = f"rank {rank} has a tensor where None is expected ({part})"
+    elif not isinstance(answer, torch.Tensor):
         text = f"rank {rank} has {answer}, not a tensor ({part})"
     elif answer.shape != expected.shape:
         text = f"shape {list(answer.shape)}, expected {list(expected.shape)} (rank {rank}, {part})"
-    elif answer.numel() == 1:
-        text = f"{answer.item():.6g}, expected {expected.item():.6g} (rank {rank}, {part})"
     elif most == math.inf:
         text = f"not a number (rank {rank}, {part})"
+    elif answer.numel() == 1:
+        text = f"distance {most:.2g} (rank {rank}, {part}: {answer.item():.6g}, expected {expected.item():.6g})"
     else:
         text = f"distance {most:.2g} (rank {rank}, {part})"
     for way, values in wrong.items():
         if farthest(answers, values)[0] <= TOLERANCE:
             return f"{text}. It looks like this: {way}"
-    return text
+    return f"{text}. It looks like this: it is computed in float32" if most < FLOAT32 else text
 
 
 # ----------------------------------------------------------------------------------------------------------- messages

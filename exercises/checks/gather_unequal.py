@@ -11,6 +11,7 @@ COUNTS = {"unequal rows": (2, 4, 3), "a rank without rows": (3, 0, 2), "int64": 
 def rows_of(case, rank):
     generator = torch.Generator().manual_seed(rank + len(case))
     rows = 1 + torch.rand(COUNTS[case][rank], 3, generator=generator, dtype=torch.float64)
+    rows[-1:] = 0  # zeros can be data
     return (rows * 2**60).long() if case == "int64" else rows
 
 

@@ -14,7 +14,11 @@ def numbers_of(case, rank):
 
 
 def run(function, folder):
-    return {case: common.as_answer(function(numbers_of(case, dist.get_rank()))) for case in COUNTS}
+    answer = {case: common.as_answer(function(numbers_of(case, dist.get_rank()))) for case in COUNTS}
+    for case, mean in answer.items():
+        if isinstance(mean, torch.Tensor) and mean.numel() == 1:
+            answer[case] = mean.reshape(())  # shape [1] is right, too
+    return answer
 
 
 def judge(answers):

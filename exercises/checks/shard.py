@@ -1,21 +1,30 @@
 """Each example once, shares of equal size, a new order in each epoch, the same one in each call."""
 
+import itertools
+
 import torch
 
 import distributed as dist
 
 COUNTS = (12, 11, 2)  # the last: with 3 processes a rank has none
-EPOCHS = (0, 1)
+EPOCHS = (0, 1, 2, 5)
 
 
 def run(function, folder):
     calls = {}
     for count in COUNTS:
         for epoch in EPOCHS:
-            first = [int(example) for example in function(count, epoch)]
+            first = as_list(function(count, epoch))
             torch.rand(1 + dist.get_rank())  # the ranks draw different random numbers meanwhile
-            calls[count, epoch] = (first, [int(example) for example in function(count, epoch)])
+            calls[count, epoch] = (first, as_list(function(count, epoch)))
     return calls
+
+
+def as_list(share):
+    try:
+        return [int(example) for example in share]
+    except (TypeError, ValueError):
+        raise TypeError(f"shard returned {share}, not a list of numbers") from None
 
 
 def judge(answers):
@@ -27,15 +36,24 @@ def judge(answers):
                 problem = "the same call, made twice, returns different numbers"
             if problem:
                 return f"{count} examples, epoch {epoch}: {problem}"
-    if all(answer[COUNTS[0], 0][0] == answer[COUNTS[0], 1][0] for answer in answers):
-        return "epochs 0 and 1 have the same order: it must depend on the epoch"
-    if len(answers) > 1 and groups(answers, 0) == groups(answers, 1):
-        return "the ranks have the same examples in epochs 0 and 1: shuffle the data set first, then share it out"
+    return not_shuffled(answers)
+
+
+def not_shuffled(answers):
+    count = COUNTS[0]
+    orders = {epoch: [answer[count, epoch][0] for answer in answers] for epoch in EPOCHS}
+    groups = {epoch: {frozenset(share) for share in orders[epoch]} for epoch in EPOCHS}
+    for one, two in itertools.combinations(EPOCHS, 2):
+        if orders[one] == orders[two]:
+            return f"epochs {one} and {two} have the same order: it must depend on the epoch"
+        if len(answers) > 1 and groups[one] == groups[two]:
+            return f"the ranks have the same examples in epochs {one} and {two}: shuffle first, then share out"
+    for epoch in EPOCHS:
+        first = orders[epoch][0]
+        steps = {(b - a) % count for a, b in itertools.pairwise(first)}
+        if len(steps) == 1:
+            return f"epoch {epoch} is not shuffled: rank 0 has {first}"
     return ""
-
-
-def groups(answers, epoch):
-    return {frozenset(answer[COUNTS[0], epoch][0]) for answer in answers}
 
 
 def uneven(count, shares):
