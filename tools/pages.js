@@ -56,13 +56,13 @@ function turn(pair) { // the notes explain the other direction
   counts.textContent = counts.textContent.replace(/(\d+)(.*?)(\d+)/, "$3$2$1");
 }
 
-function prepare() { // a screen reader reads one of two equal lines
+function prepare() {
   for (const part of all(".pair, .helper main")) {
     number(part, "first");
     number(part, "last");
     link(part, part === page ? shown : part.id);
   }
-  for (const cell of all(".equal > :first-child")) cell.ariaHidden = "true";
+  for (const cell of all(".equal > :first-child")) cell.ariaHidden = "true"; // a screen reader reads one of the two
   for (const anchor of all(".equal > :first-child a")) anchor.tabIndex = -1;
 }
 
@@ -95,7 +95,7 @@ function goTo(line) {
   for (const before of all(".here")) before.classList.remove("here");
   if (!line) return;
   if (line.closest("details")) line.closest("details").open = true;
-  if (playing() && !line.closest(".now")) play();
+  if (playing() && !line.closest(".now")) setPlaying(false);
   const twin = line.closest(".equal")?.lastChild.children[[...line.parentNode.children].indexOf(line)];
   const seen = line.getClientRects().length ? line : twin; // a narrow page shows one of two equal lines
   seen.classList.add("here");
@@ -129,10 +129,14 @@ function playing() {
   return page.classList.contains("playing");
 }
 
-function play() { // one change at a time, or all
-  if (!page) return;
-  page.classList.toggle("playing");
-  one('[data-key="o"]').ariaPressed = playing();
+function setPlaying(on) { // one change at a time, or all
+  page.classList.toggle("playing", on);
+  one('[data-key="o"]').ariaPressed = on;
+}
+
+function play() {
+  if (!page) return; // on a helper's page
+  setPlaying(!playing());
   visit(page.contains(stop) ? stop : one(".note"));
 }
 
@@ -245,6 +249,7 @@ if (page) {
     list.addEventListener("change", () => { location.hash = `${one("#left").value}..${one("#right").value}`; });
   }
   for (const chip of all(".chips a")) chip.href = chip.hash;
+  choose();
   addEventListener("hashchange", () => show(location.hash));
   show(location.hash);
 }
