@@ -6,6 +6,8 @@
     python -m experiments.studies slow_link     # steps over a slowed network, as root: 4 minutes on a quiet machine
     python -m experiments.studies variants      # losses and accuracies of mnist_ddp.py's variants: 5 minutes
     python -m experiments.studies fsdp_bytes    # what each process of FSDP holds: a minute
+    python -m experiments.studies variant_costs # what each variant sends and keeps, as root: 3 minutes
+    python -m experiments.studies slow_variants # DDP and local SGD over a slowed network, as root: 5 minutes
     python -m experiments.studies draw          # only the tables and pictures, from what was measured
 
 Each point is a line of experiments/results/STUDY.csv; STUDY.md and .png are made from these lines.  A point that is
@@ -18,7 +20,7 @@ import os
 import statistics
 import sys
 
-from experiments import batch_size, compare_variants, measured, slow_link
+from experiments import batch_size, compare_variants, measured, slow_link, slow_variants
 from experiments.measured import KEEP_MEMORY, RESULTS, Study, spread, write_table
 
 SECOND_EPOCH = ["--dataset", "synthetic", "--epochs", 2]  # of synthetic digits: its images/s count
@@ -110,6 +112,8 @@ STUDIES = {
     "slow_link": slow_link.STUDY,
     "variants": compare_variants.VARIANTS,
     "fsdp_bytes": compare_variants.BYTES,
+    "variant_costs": slow_variants.COSTS,
+    "slow_variants": slow_variants.SLOW,
 }
 
 
