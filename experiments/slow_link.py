@@ -54,6 +54,13 @@ def enter_new_namespace() -> None:
         raise OSError(ctypes.get_errno(), f"needs root: {os.strerror(ctypes.get_errno())}")
 
 
+def make_bridge() -> None:
+    """In a network of this process's own; the links of the ranks meet there."""
+    enter_new_namespace()
+    shell("ip link add bridge type bridge")
+    shell("ip link set bridge up")
+
+
 def link_to_bridge(rank: int, bridge: int) -> None:
     """bridge: the process in whose namespace the bridge is."""
     enter_new_namespace()
@@ -152,11 +159,9 @@ def main() -> None:
     if tools:
         parser.error(f"{', '.join(tools)} not found: on Debian and Ubuntu, apt-get install iproute2 util-linux")
     try:
-        enter_new_namespace()
+        make_bridge()
     except OSError as problem:
         parser.error(problem.strerror)
-    shell("ip link add bridge type bridge")
-    shell("ip link set bridge up")
     print(json.dumps(dist.launch(worker, os.getpid(), args, nproc=args.ranks)))
 
 

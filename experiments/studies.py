@@ -8,6 +8,8 @@
     python -m experiments.studies slow_link     # steps over a slowed network, as root: 4 minutes on a quiet machine
     python -m experiments.studies variants      # losses and accuracies of mnist_ddp.py's variants: 5 minutes
     python -m experiments.studies fsdp_bytes    # what each process of FSDP holds: a minute
+    python -m experiments.studies variant_costs # what each variant sends and keeps, as root: 3 minutes
+    python -m experiments.studies slow_variants # DDP and local SGD over a slowed network, as root: 5 minutes
     python -m experiments.studies draw          # only the tables and pictures, from what was measured
 
 Each point is a line of experiments/results/STUDY.csv; STUDY.md and .png are made from these lines.  A point that is
@@ -20,7 +22,7 @@ import os
 import statistics
 import sys
 
-from experiments import batch_size, compare_variants, measured, slow_link, timed_runs
+from experiments import batch_size, compare_variants, measured, slow_link, slow_variants, timed_runs
 from experiments.measured import RESULTS, Study, spread, write_table
 
 
@@ -108,6 +110,8 @@ STUDIES = {
     "slow_link": slow_link.STUDY,
     "variants": compare_variants.VARIANTS,
     "fsdp_bytes": compare_variants.BYTES,
+    "variant_costs": slow_variants.COSTS,
+    "slow_variants": slow_variants.SLOW,
 }
 
 

@@ -471,6 +471,31 @@ def test_fsdp_is_one_big_batch(n, tmp_path):
 # --------------------------------------------------------------------------------------------------------- bad input
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("n", [1, 2])
+def test_compiled_it_prints_what_ddp_prints(run, tmp_path, n):
+    """And it is compiled: for training and for evaluation.  103 examples: the last batches are smaller."""
+    flags = (*SYNTHETIC, "--epochs", 2, "--batch-size", 22, "--nproc", n)
+    expected = epochs(run("mnist_ddp", *flags, before=FEW), banner("mnist_ddp.py", n, 22), 2)
+    result = run("mnist_compile", *flags, before=FEW + COUNT_GRAPHS, TORCHINDUCTOR_CACHE_DIR=tmp_path, timeout=380)
+    assert int((tmp_path / "cwd" / "graphs").read_text()) >= 2
+    for here, there in zip(epochs(result._replace(err=""), banner("mnist_ddp.py", n, 22), 2), expected, strict=True):
+        assert here.loss == pytest.approx(there.loss, abs=5e-3) and abs(here.correct - there.correct) <= 2
+
+
+COUNT_GRAPHS = """
+import distributed
+from torch._dynamo.utils import counters
+cleanup = distributed.cleanup
+def counted():
+    if distributed.is_primary():
+        open("graphs", "w").write(str(counters["stats"]["unique_graphs"]))
+    cleanup()
+distributed.cleanup = counted
+"""
+
+
 def test_no_compiler(run):
     result = run("mnist_compile", *SYNTHETIC, CXX="no-such-compiler", timeout=10)
     assert refused(result, "mnist_compile.py", "C++ compiler", "no-such-compiler is not found", "apt-get install g++")

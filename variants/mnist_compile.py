@@ -75,8 +75,8 @@ def main(local_rank, world_size, args):
     model = ConvNet(train_set.channels, train_set.side)
     model = model.to(device, memory_format=torch.channels_last)  # the faster layout for convolutions
     optimizer = torch.optim.SGD(model.parameters(), args.lr, momentum=0.9)
+    model = torch.compile(model)  # before DDP; the first call of each kind compiles
     model = dist.prepare_ddp_model(model)  # averages the gradients of all processes
-    model = torch.compile(model)  # nothing is compiled before the first call
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, total_steps=args.epochs * len(train_loader))
     dist.print_primary(f"{args.dataset} on {device}, global batch {global_batch} = {world_size} x {batch_size}")
 
