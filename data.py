@@ -27,6 +27,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from filelock import FileLock, Timeout
+from torch import distributed as torch_dist
 from torch.utils.data import DataLoader, Dataset, Sampler
 from torchvision import datasets
 from tqdm import tqdm
@@ -166,7 +167,7 @@ def _keep_memory() -> None:
 def batches(loader: DataLoader, device: torch.device) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """The batches on `device`: images float32, normalised (and augmented, if `Augmented`); labels int64.
 
-    On a terminal a progress bar is shown: of rank 0's share, if the sampler says whose share it is.
+    On a terminal a progress bar is shown, of rank 0's share.  The process group says who that is, or else the sampler.
     """
     mean, std = (255 * torch.tensor(x, device=device).view(-1, 1, 1) for x in (loader.dataset.mean, loader.dataset.std))
     for batch in _with_progress_bar(loader):
@@ -177,7 +178,10 @@ def batches(loader: DataLoader, device: torch.device) -> Iterator[tuple[torch.Te
 
 
 def _with_progress_bar(loader: DataLoader) -> Iterable:
-    if getattr(loader.sampler, "rank", 0) > 0:  # DistributedSampler's; other samplers have no rank
+    rank = getattr(loader.sampler, "rank", 0)  # DistributedSampler's; other samplers have no rank
+    if torch_dist.is_available() and torch_dist.is_initialized():
+        rank = torch_dist.get_rank()  # also if every rank has the whole data set
+    if rank > 0:
         return loader
     return tqdm(loader, leave=False, disable=None)  # None: only on a terminal
 

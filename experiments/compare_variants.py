@@ -32,6 +32,8 @@ COMMANDS = [  # two processes each
     "python -m variants.mnist_accumulate --nproc 2 --accumulate 4",
     "python -m variants.mnist_fsdp --nproc 2",
     "python -m variants.mnist_fsdp --nproc 2 --param-dtype bfloat16",
+    "python -m variants.mnist_tensor_parallel --nproc 2",
+    "python -m variants.mnist_pipeline --nproc 2",
     "OMP_NUM_THREADS=1 horovodrun -np 2 --gloo python -m variants.mnist_horovod",
     "PJRT_DEVICE=CPU CPU_NUM_DEVICES=2 python -m variants.mnist_xla",
 ]

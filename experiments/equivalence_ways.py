@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import distributed as torch_dist
 from torch import nn
-from torch.distributed import fsdp
+from torch.distributed import fsdp, pipelining
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.utils.data import BatchSampler
 
@@ -24,6 +24,7 @@ from variants import mnist_overlap, mnist_zero
 EXAMPLES, BATCH = 203, 48  # 203 = 4 * 48 + 11: an epoch's last batch is smaller, and can't be shared out equally
 HIDDEN, LR = 16, 0.05
 EVERY = 4  # steps of local SGD between two averages
+MICRO_BATCHES = 4  # of a pipeline
 Batches = Iterator[tuple[torch.Tensor, torch.Tensor]]  # inputs [N, 8], targets [N] int64
 Models = Iterator[nn.Module]  # the model after each step
 
@@ -57,6 +58,13 @@ class Run:
 
     def ddp_network(self, norm: type[nn.Module] = nn.Identity) -> nn.Module:
         return dist.prepare_ddp_model(self.network(norm))
+
+    def deep_network(self) -> nn.Module:
+        """With a layer before the one whose channels are shared out; its layers can be those of several stages."""
+        torch.manual_seed(0)
+        hidden = [nn.Linear(HIDDEN, HIDDEN), nn.BatchNorm1d(HIDDEN), nn.Tanh()]
+        model = nn.Sequential(nn.Linear(8, HIDDEN), nn.Tanh(), *hidden, nn.Linear(HIDDEN, 4))
+        return model.to(self.device, self.dtype)
 
     def batches(self, uneven: bool = False) -> Batches:
         """The global batches, for one process: a new order in each epoch.  uneven: with the last, smaller batch."""
@@ -121,6 +129,21 @@ def one_process_uneven(run: Run) -> Models:
 
 def one_process_batchnorm(run: Run) -> Models:
     return train(run.network(nn.BatchNorm1d), run.batches())
+
+
+def one_process_deep(run: Run) -> Models:
+    return train(run.deep_network(), run.batches())
+
+
+def one_process_micro_batches(run: Run) -> Models:
+    """BatchNorm sees a micro-batch, as in a pipeline."""
+    model = run.deep_network()
+    optimizer = sgd(model)
+    for inputs, targets in run.batches():
+        for part in zip(inputs.chunk(MICRO_BATCHES), targets.chunk(MICRO_BATCHES), strict=True):
+            (mean_loss(model, *part) / MICRO_BATCHES).backward()
+        update(optimizer)
+        yield model
 
 
 def one_process_dropout(run: Run) -> Models:
@@ -273,6 +296,78 @@ def weighted_by_examples(run: Run) -> Models:
         return share * dist.get_world_size()  # because DDP divides by it
 
     return train(run.ddp_network(), run.shares(uneven=True), loss)
+
+
+class SameInput(torch.autograd.Function):
+    """Megatron-LM's f: all ranks use the same input, so the input's gradient is the sum of theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return dist.all_reduce(gradient.clone())
+
+
+class SumOfParts(torch.autograd.Function):
+    """Megatron-LM's g: each rank has a part of the output; the gradient of their sum is that of each part."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return dist.all_reduce(tensor.clone())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+def train_shares(run: Run, f: Callable) -> Models:
+    """All ranks see the whole batch; each computes with its share of the hidden layer's channels."""
+    whole = run.deep_network()
+    first, _, hidden, norm, _, last = whole
+    mine = torch.arange(HIDDEN, device=run.device).tensor_split(dist.get_world_size())[dist.get_rank()]
+    shared = [hidden.weight, hidden.bias, norm.weight, norm.bias, last.weight.T]  # a row for each channel
+    weight, bias, scale, shift, columns = shares = [nn.Parameter(param.detach()[mine]) for param in shared]
+    optimizer = torch.optim.SGD([*first.parameters(), *shares, last.bias], LR, momentum=0.9)
+    for inputs, targets in run.batches():
+        outputs = F.linear(f(torch.tanh(first(inputs))), weight, bias)
+        outputs = torch.tanh(F.batch_norm(outputs, None, None, scale, shift, training=True))
+        logits = SumOfParts.apply(outputs @ columns) + last.bias  # which is added once
+        F.cross_entropy(logits, targets).backward()
+        update(optimizer)
+        with torch.no_grad():
+            for param, share in zip(shared, shares, strict=True):
+                param.copy_(torch.cat(dist.gather(share)))
+        yield whole
+
+
+def tensor_parallel(run: Run) -> Models:
+    """Each process computes its share of a layer's channels, for the whole batch."""
+    return train_shares(run, SameInput.apply)
+
+
+def pipeline(run: Run, scale_grads: bool = True) -> Models:
+    """Some of the layers on each process; micro-batches go from one to the next."""
+    rank, stages, model = dist.get_rank(), dist.get_world_size(), run.deep_network()
+    if torch.__version__ < (2, 8):
+        raise NotImplementedError("needs torch 2.8")
+    if stages > len(model):
+        raise NotImplementedError(f"has {len(model)} layers")
+    shares = torch.arange(len(model)).tensor_split(stages)
+    parts = [model[share[0] : share[-1] + 1] for share in shares]
+    stage = pipelining.PipelineStage(parts[rank], rank, stages, run.device)
+    schedule = pipelining.ScheduleGPipe(stage, MICRO_BATCHES, F.cross_entropy, scale_grads=scale_grads)
+    optimizer = sgd(model)  # without a gradient it leaves the other stages' weights alone
+    for inputs, targets in run.batches():
+        first_inputs = [inputs] if rank == 0 else []
+        schedule.step(*first_inputs, target=targets)
+        update(optimizer)
+        with torch.no_grad():
+            for number, part in enumerate(parts):
+                for param in part.parameters():
+                    torch_dist.broadcast(param, number)
+        yield model
 
 
 class Total(torch.autograd.Function):
@@ -450,6 +545,16 @@ def dropout_seeded_by_rank(run: Run) -> Models:
     run.note = f"{len(masks)} different masks for {BATCH} examples"
 
 
+def tensor_parallel_without_f(run: Run) -> Models:
+    """The layers before the shared ones get only this rank's part of their gradient."""
+    return train_shares(run, lambda inputs: inputs)  # wrong: no all-reduce in the backward pass
+
+
+def pipeline_losses_summed(run: Run) -> Models:
+    """Each micro-batch's loss is a mean: the sum of four is a learning rate that is four times as large."""
+    return pipeline(run, scale_grads=False)  # wrong: torch's default is True
+
+
 def padded_evaluation(run: Run) -> Iterator[torch.Tensor]:
     """torch's DistributedSampler repeats examples until all shares are equal, and they are counted again."""
     return accuracies(run, pad=True)  # wrong: torch's default
@@ -482,6 +587,8 @@ WAYS = [
     Way("local SGD, many models", local_sgd, True, one_process_many_models),
     Way("gradient accumulation", accumulation, True),
     Way("FSDP", fsdp_fully_shard, True),
+    Way("tensor parallel", tensor_parallel, True, one_process_deep),
+    Way("pipeline", pipeline, True, one_process_micro_batches),
     Way("uneven shares, weighted", weighted_by_examples, True, one_process_uneven),
     Way("BatchNorm, global batch", batchnorm_global, True, one_process_batchnorm),
     Way("dropout by example", dropout_by_example, True, one_process_dropout),
@@ -490,6 +597,8 @@ WAYS = [
     Way("BatchNorm, each its share", batchnorm_of_the_share, False, one_process_batchnorm),
     Way("learning rate x processes", lr_scaled, False),
     Way("loss divided twice", loss_divided_twice, False),
+    Way("tensor parallel without f", tensor_parallel_without_f, False, one_process_deep),
+    Way("pipeline, losses summed", pipeline_losses_summed, False, one_process_micro_batches),
     Way("no set_epoch", no_set_epoch, False),
     Way("no_sync around last forward", no_sync_last_forward, False),
     Way("no_sync around backward only", no_sync_backward_only, False),

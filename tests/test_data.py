@@ -201,6 +201,16 @@ def test_progress_bar_of_rank_0s_share_on_a_terminal(monkeypatch, terminal, rank
     assert ("0/4" in stderr.getvalue()) == terminal
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_progress_bar_of_rank_0_where_all_have_the_same_data(monkeypatch, rank):
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank)
+    dataset = numbered(4)
+    assert len(list(data.batches(data.loader(dataset, 1, SequentialSampler(dataset)), CPU))) == 4
+    assert ("0/4" in sys.stderr.getvalue()) == (rank == 0)
+
+
 @pytest.mark.parametrize("channels", [1, 2])
 def test_images_have_the_layout_of_the_convolutions(channels):
     """Else cuDNN gives the first gradient other strides than DDP's bucket has, and DDP warns on every rank."""

@@ -23,6 +23,8 @@ GOALS = [  # lines added + removed, at most
     ("mnist_ddp.py", "variants/mnist_fsdp.py", 16),
     ("mnist_ddp.py", "variants/mnist_local_sgd.py", 17),
     ("mnist_ddp.py", "variants/mnist_compile.py", 6),
+    ("mnist_ddp.py", "variants/mnist_tensor_parallel.py", 40),
+    ("mnist_ddp.py", "variants/mnist_pipeline.py", 48),
     ("mnist_ddp.py", "variants/mnist_horovod.py", 42),
     ("mnist_ddp.py", "variants/mnist_xla.py", 38),
 ]
@@ -35,13 +37,17 @@ CHANGED = {  # functions whose text differs from the others'; main and parse_arg
     "variants/mnist_zero.py": ["train"],
     "variants/mnist_local_sgd.py": ["train"],
     "variants/mnist_accumulate.py": ["train"],
+    "variants/mnist_pipeline.py": ["train", "evaluate"],
     "variants/mnist_xla.py": ["train", "evaluate"],
 }
 ENGINES = {"variants/mnist_horovod.py": "hvd.", "variants/mnist_xla.py": "xs."}  # other words in the place of dist.
+SAME_BATCH = ["variants/mnist_tensor_parallel.py"]  # on all ranks: each has the sums already
 ADDED = {  # functions
     "mnist_apex.py": ["check_apex"],
     "variants/mnist_overlap.py": ["start_all_reduce"],
     "variants/mnist_zero.py": ["flatten"],
+    "variants/mnist_pipeline.py": ["pipeline"],
+    "variants/mnist_tensor_parallel.py": ["share_channels", "sum_input_gradients", "sum_outputs"],
 }
 FLAGS = {  # more than the parent's
     "mnist_apex.py": ["--opt-level"],
@@ -111,6 +117,8 @@ def test_the_loop_over_epochs_grows_by_the_idea_alone():
             without = [line for line in ddp if "dist." not in line]
             assert [line for line in loop(script) if line in without] == without, script
             assert all(line in without or ENGINES[script] in line for line in loop(script)), script
+        elif script in SAME_BATCH:
+            assert loop(script) == [line for line in ddp if "dist.all_reduce" not in line], script
         elif script.startswith("variants/"):
             lines = [re.sub(r", (args\.accumulate|args\.every|weights, mine)\)", ")", line) for line in loop(script)]
             lines = [re.sub(r"sharded\.whole\(model, ConvNet\(.*?\)\)", "model", line) for line in lines]

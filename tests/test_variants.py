@@ -18,7 +18,18 @@ from torch.profiler import ProfilerActivity, profile
 
 import data
 import distributed as dist
-from variants import mnist_accumulate, mnist_by_hand, mnist_fsdp, mnist_local_sgd, mnist_overlap, mnist_zero, sharded
+import mnist_ddp
+from variants import (
+    mnist_accumulate,
+    mnist_by_hand,
+    mnist_fsdp,
+    mnist_local_sgd,
+    mnist_overlap,
+    mnist_pipeline,
+    mnist_tensor_parallel,
+    mnist_zero,
+    sharded,
+)
 
 VARIANTS = ["mnist_by_hand", "mnist_accumulate", "mnist_fsdp"]
 MORE = ["mnist_overlap", "mnist_zero", "mnist_local_sgd"]  # started in slow tests only
@@ -468,6 +479,165 @@ def test_fsdp_is_one_big_batch(n, tmp_path):
     of_processes(_fsdp, n, tmp_path / "model.pt")
 
 
+# ----------------------------------------------------------------- tensor parallel, pipeline: the same batch on all
+
+
+def whole_batches(model, optimizer, batch_size=10, module=mnist_tensor_parallel):
+    """The module's train and evaluate over 23 images, the same on all ranks: batches of 10, 10 and 3."""
+    images = few_images(23)
+    loader = data.loader(images, batch_size, dist.data_sampler(images, distributed=False, shuffle=False))
+    steps = []
+    sums = module.train(model, loader, optimizer, SimpleNamespace(step=lambda: steps.append(1)), CPU)
+    return torch.stack([sums, module.evaluate(model, loader, CPU)]), len(steps)
+
+
+def convnet_in_one_process():
+    """The weights and sums after training a whole ConvNet, and the model."""
+    torch.manual_seed(0)
+    model = mnist_ddp.ConvNet(1, 28)
+    return *whole_batches(model, torch.optim.SGD(model.parameters(), 0.01, momentum=0.9), module=mnist_ddp), model
+
+
+def _tensor_parallel(rank, n):
+    expected_sums, expected_steps, expected = convnet_in_one_process()
+    torch.manual_seed(0)
+    model = mnist_tensor_parallel.ConvNet(1, 28)
+    mnist_tensor_parallel.share_channels(model, rank, n)
+    sums, steps = whole_batches(model, torch.optim.SGD(model.parameters(), 0.01, momentum=0.9))
+    assert steps == expected_steps == 3
+    assert sums[0, 0].item() == pytest.approx(expected_sums[0, 0].item(), rel=1e-5)
+    assert sums[:, 1].tolist() == [23, 23] and sums[1, 0] == expected_sums[1, 0]
+    state, whole = model.state_dict(), expected.state_dict()
+    assert ("9.bias" in state) == (rank == 0)
+    for name, value in whole.items():
+        layer, kind = name.split(".")
+        if name in ("9.bias", "5.num_batches_tracked"):
+            together = state.get(name, value)
+        elif layer in ("4", "5"):
+            together = torch.cat(dist.gather(state[name]))
+        elif name == "9.weight":
+            together = torch.cat(dist.gather(state[name].T)).T
+        else:  # every rank has it
+            copies = dist.gather(state[name])
+            assert all(torch.equal(copy, copies[0]) for copy in copies), name
+            together = state[name]
+        assert together.shape == value.shape and (together - value).abs().max().item() <= 1e-6, name
+    return [param.numel() for param in model.parameters()]
+
+
+@WORLDS
+def test_shared_channels_compute_what_one_process_computes(n):
+    """All weights, BatchNorm's averages, losses and counts; 11, 11 and 10 channels on three ranks."""
+    channels = -(-32 // n)
+    first, norm = [16 * 25, 16], [16, 16]
+    assert of_processes(_tensor_parallel, n) == [
+        *(*first, *norm),
+        *(channels * 16 * 25, channels, channels, channels),
+        *(10 * channels * 49, 10),
+    ]
+
+
+@pytest.mark.parametrize("n", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3])
+def test_tensor_parallel_prints_what_one_process_prints(run, n):
+    flags = (*SYNTHETIC, "--epochs", 2, "--batch-size", 7)
+    expected = epochs(run("mnist_ddp", *flags, "--nproc", 1, before=FOURTEEN), banner("mnist_ddp.py", 1, 7), 2)
+    used = [banner("mnist_ddp.py", n)[0], "synthetic on cpu, batch size 7, the same on every rank"]
+    found = epochs(run("mnist_tensor_parallel", *flags, "--nproc", n, before=FOURTEEN), used, 2)
+    for here, there in zip(found, expected, strict=True):
+        assert here.loss == pytest.approx(there.loss, abs=2e-3)
+        assert here.count == there.count == 14 and abs(here.correct - there.correct) <= 1
+
+
+PARTS = {12: 4, 10: 2, 7: 1, 3: 1}  # micro-batches of a batch: of the same size, at most 4
+
+
+def micro_batches_in_one_process(loader):
+    """What all stages together must compute: the model, and the sum of the losses."""
+    torch.manual_seed(0)
+    model, total = mnist_ddp.ConvNet(1, 28).train(), 0.0
+    optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
+    for images, labels in data.batches(loader, CPU):
+        parts = PARTS[len(labels)]
+        for x, y in zip(images.chunk(parts), labels.chunk(parts), strict=True):
+            loss = F.cross_entropy(model(x), y)
+            (loss / parts).backward()
+            total += loss.item() * len(y)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, total
+
+
+def _pipeline(rank, n):
+    images = few_images(27)
+    cuts = {1: [0, 10], 2: [0, 4, 10], 3: [0, 4, 8, 10]}[n]
+    for batch_size in 12, 10:  # 12, 12, 3 and 10, 10, 7
+        loader = data.loader(images, batch_size, range(27))
+        expected, total = micro_batches_in_one_process(loader)
+        torch.manual_seed(0)
+        model = mnist_ddp.ConvNet(1, 28)[cuts[rank] : cuts[rank + 1]]
+        optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
+        scheduler = SimpleNamespace(step=lambda: None)
+        sums = dist.all_reduce(mnist_pipeline.train(model, loader, optimizer, scheduler, CPU))
+        assert sums[1] == 27 and sums[0].item() == pytest.approx(total, rel=1e-5)
+        stage = expected[cuts[rank] : cuts[rank + 1]].state_dict()
+        assert all((value - stage[name]).abs().max().item() <= 1e-6 for name, value in model.state_dict().items())
+        tested = dist.all_reduce(mnist_pipeline.evaluate(model, loader, CPU))
+        assert torch.equal(tested, mnist_ddp.evaluate(expected, loader, CPU))
+
+
+@pytest.mark.skipif(torch.__version__ < (2, 8), reason="it hung (pytorch#132644)")
+@WORLDS
+def test_a_pipeline_computes_what_its_micro_batches_compute_in_one_process(n):
+    """Weights, BatchNorm's averages, losses and counts; the last batch of an epoch is smaller."""
+    of_processes(_pipeline, n)
+
+
+@pytest.mark.parametrize("n", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3])
+def test_a_pipeline_counts_every_example_once(run, n):
+    used = [banner("mnist_ddp.py", n)[0], f"synthetic on cpu, batch size 8, {n} stage(s)"]
+    flags = ("--epochs", 2, "--batch-size", 8, "--nproc", n)
+    found = epochs(run("mnist_pipeline", *SYNTHETIC, *flags, before=FOURTEEN), used, 2)
+    assert [epoch.count for epoch in found] == [14, 14]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("name", "end"), [("tensor_parallel", "the same on every rank"), ("pipeline", "2 stage(s)")])
+def test_the_same_batch_under_torchrun(tmp_path, name, end):
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m")
+    flags = (*SYNTHETIC, "--dry-run", "--batch-size", BATCH)
+    result = shell(*torchrun, f"variants.mnist_{name}", *flags, cwd=tmp_path, timeout=110, PYTHONPATH=ROOT)
+    used = [banner("mnist_ddp.py", 2)[0], f"synthetic on cpu, batch size {BATCH}, {end}"]
+    assert epochs(result, used)[0].count == 2 * BATCH
+
+
+def _parallelize_module(rank, n, snippet):
+    def network():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Flatten(), nn.Linear(784, 32), nn.ReLU(), nn.Linear(32, 10))
+
+    images = few_images(23)
+    model, expected = network(), network()
+    exec(snippet, {"model": model, "device": CPU, "world_size": n})
+    assert model[1].weight.to_local().shape == (len(torch.arange(32).tensor_split(n)[rank]), 784)
+    for trained in model, expected:
+        optimizer = torch.optim.SGD(trained.parameters(), 0.1, momentum=0.9)
+        for _ in range(5):
+            F.cross_entropy(trained(images.images / 255), images.labels).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for here, there in zip(model.parameters(), expected.parameters(), strict=True):
+        assert (here.full_tensor() - there).abs().max().item() <= 1e-6
+
+
+@WORLDS
+def test_parallelize_module_computes_what_one_process_computes(n):
+    """As docs/progression.md has it, with two linear layers."""
+    page = (ROOT / "docs" / "progression.md").read_text(encoding="utf-8")
+    snippet = re.search(r"\*\*The same with torch's own.*?```python\n(.*?)```", page, re.DOTALL)[1]
+    of_processes(_parallelize_module, n, snippet)
+
+
 # --------------------------------------------------------------------------------------------------------- bad input
 
 
@@ -518,6 +688,8 @@ def test_no_header_of_python(run):
         ("mnist_local_sgd", ["--every", "0"], ["--every 0", "at least 1"]),
         ("mnist_fsdp", ["--param-dtype", "float16"], ["--param-dtype", "'bfloat16'"]),
         ("mnist_fsdp", ["--nproc", "2", "--batch-size", "1"], ["--batch-size 1", "2 processes"]),
+        ("mnist_tensor_parallel", ["--nproc", "33", "--batch-size", "40"], ["32 channels", "at most 32"]),
+        ("mnist_pipeline", ["--nproc", "4"], ["three stages", "at most 3 processes"]),
     ],
 )
 def test_bad_value(run, name, args, words):
@@ -528,6 +700,8 @@ def test_a_torch_that_is_too_old(run):
     before = "import torch; torch.__version__ = torch.torch_version.TorchVersion('2.8.0+cpu')"
     result = run("mnist_fsdp", *SYNTHETIC, before=before, timeout=10)
     assert refused(result, "mnist_fsdp.py", "torch 2.9", "2.8.0", "upgrade")
+    result = run("mnist_pipeline", *SYNTHETIC, before=before.replace("2.8.0", "2.7.1"), timeout=10)
+    assert refused(result, "mnist_pipeline.py", "torch 2.8", "2.7.1", "upgrade")
 
 
 @pytest.mark.slow

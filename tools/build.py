@@ -74,6 +74,12 @@ STEPS = [
     Step("variants/mnist_fsdp.py", "mnist_ddp.py", "`fully_shard` (FSDP2): the model doesn't fit"),
     Step("variants/mnist_local_sgd.py", "mnist_ddp.py", "local SGD: averages the weights, every few steps"),
     Step("variants/mnist_compile.py", "mnist_ddp.py", "`torch.compile`: fewer and larger operations"),
+    Step(
+        "variants/mnist_tensor_parallel.py",
+        "mnist_ddp.py",
+        "tensor parallelism: a layer's channels are shared out, all processes see the same batch",
+    ),
+    Step("variants/mnist_pipeline.py", "mnist_ddp.py", "a pipeline: each process has some of the layers"),
     Step("variants/mnist_horovod.py", "mnist_ddp.py", "the same under Horovod, to read older code"),
     Step("variants/mnist_xla.py", "mnist_ddp.py", "the same under PyTorch/XLA, for TPUs"),
 ]
