@@ -1,1 +1,1 @@
-"""Programs to learn from by trying.  From the repository's root: python -m exercises.mistakes set_epoch wrong"""
+"""Exercises that check themselves, and programs to try out: see README.md.  python -m exercises.check shard"""

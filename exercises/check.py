@@ -55,7 +55,8 @@ def check(name: str, path: Path, limit: float = LIMIT) -> bool:
             print(f"  {BLANK}: write {name}() in {short(path)}; a hint stands at the end of that file")
             break
         processes = "1 process  " if nproc == 1 else f"{nproc} processes"
-        print(f"  {processes}  {outcome.verdict}  {outcome.text}".rstrip(), flush=True)
+        space = "" if outcome.text.startswith("\n") else "  "
+        print(f"  {processes}  {outcome.verdict}{space}{outcome.text}".rstrip(), flush=True)
         if outcome.verdict in (ERROR, HANGS):
             break  # more processes would show the same
     return verdicts == [EQUAL] * len(WORLD_SIZES)

@@ -14,6 +14,7 @@ from forked import ROOT, forker
 
 from exercises import check
 from exercises.checks import NAMES
+from exercises.mistakes import MISTAKES
 
 SOLUTIONS = ROOT / "exercises" / "solutions"
 SHORT = 4  # seconds until a hang is one, in these tests
@@ -75,6 +76,15 @@ def test_at_least_half_of_the_wrong_solutions_are_named():
         words = [case.values[1] for case in OTHERS if case.values[0] == name and case.values[1] != "equal"]
         named = [text for text in words if not text.strip().endswith(unnamed)]
         assert len(words) >= 6 and len(named) >= len(words) / 2, name
+
+
+def test_the_readme_lists_all_in_their_order():
+    text = (ROOT / "exercises" / "README.md").read_text(encoding="utf-8")
+    assert re.findall(r"^\| \[(\w+)\]\((?:\w+)\.py\)", text, re.MULTILINE) == NAMES
+    for name in NAMES:
+        assert (ROOT / "exercises" / f"{name}.py").read_text(encoding="utf-8").count("raise NotImplementedError") == 1
+    for name in re.findall(r"exercises\.predict (\w+)", text):
+        assert name in MISTAKES
 
 
 # ------------------------------------------------------------------------------------------------------- the program
