@@ -5,6 +5,7 @@ exercises/collectives.py has printed.  tools/build.py calls all of this.
 """
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -55,6 +56,17 @@ def _named(node: ast.AST, inside: str) -> Iterator[tuple[str, str]]:
         yield from _named(child, f"{inside}.{child.name}".lstrip(".") if is_scope else inside)
 
 
+@functools.cache
+def _meant(path: Path) -> list[tuple[str, str]]:
+    """(full name, the function around it): `dist.reduce` is distributed.reduce."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    modules, found = _modules(tree), []
+    for name, function in _named(tree, ""):
+        first, _, rest = name.partition(".")
+        found.append((f"{modules.get(first, first)}.{rest}", function))
+    return found
+
+
 def users(collective: str, ours: bool, root: Path = ROOT) -> dict[str, list[str]]:
     """{file: [functions]} of the scripts, helpers and variants: those that use torch's function, or ours."""
     torchs_names, our_names = NAMES[collective]
@@ -63,11 +75,8 @@ def users(collective: str, ours: bool, root: Path = ROOT) -> dict[str, list[str]
         wanted = {f"torch.distributed.{name}" for name in torchs_names}
     found: dict[str, list[str]] = {}
     for path in [*sorted(root.glob("*.py")), *sorted(root.glob("variants/*.py"))]:
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        modules = _modules(tree)
-        for name, function in _named(tree, ""):
-            first, _, rest = name.partition(".")
-            if f"{modules.get(first, first)}.{rest}" in wanted:
+        for name, function in _meant(path):
+            if name in wanted:
                 functions = found.setdefault(str(path.relative_to(root)), [])
                 functions += [function] * (function not in functions)
     return found

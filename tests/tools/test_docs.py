@@ -48,7 +48,7 @@ def text():
 
 def blocks(*kinds):
     def marks(block):
-        slow = block.what in SLOW or block.what.startswith("-m ") or block.kind in ("mistake", "report")
+        slow = block.what in SLOW or block.what.startswith("-m ") or block.kind in ("mistake", "report", "collective")
         return [pytest.mark.slow] if slow else []
 
     found = build.blocks(*kinds)
@@ -72,6 +72,9 @@ TAKEN = (
     "program",
     "report",
     "mistake",
+    "collective",
+    "uses",
+    "function",
     "snippet",
     "wrong",
     "benchmark",
@@ -134,7 +137,7 @@ def test_every_step_and_every_script_is_shown():
         assert ("diff", f"{step.parent} {step.script}") in shown
         assert step.script in NEEDS_A_GPU or ("lines", f"{step.parent} {step.script}") in shown
     outputs = {script_of(what.split()) for kind, what in shown if kind == "output"}
-    laboratory = {name for name in outputs if name.startswith("experiments/")}
+    laboratory = {name for name in outputs if name.startswith(("experiments/", "exercises/"))}
     assert sorted(outputs - laboratory) == [name for name in SCRIPTS if name not in NEEDS_A_GPU + ENGINES]
     assert ("steps", "") in shown
     pages = "".join(page.read_text(encoding="utf-8") for page in build.PAGES)
