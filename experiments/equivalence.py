@@ -6,8 +6,8 @@
 Trains a small network on the same global batches with 1, 2, 3 and 4 processes, in all the right and wrong ways of
 equivalence_ways.py.  After each step the weights are compared with those of a plain loop in one process.  The distance
 is max |dw|: the largest difference of any weight, on any rank.  A right way differs by rounding only: if one is further
-away than LIMITS after the last step, the exit code is 1.  Started by a launcher, it measures with the launcher's
-processes, so it also checks a cluster.
+away than LIMITS (times the way's own limit) after the last step, the exit code is 1.  Started by a launcher, it
+measures with the launcher's processes, so it also checks a cluster.
 
 The results are printed, and written to OUTPUT/equivalence.md (tables), .png (a picture) and .json (all distances).
 """
@@ -114,7 +114,7 @@ def too_far(results: Results) -> list[str]:
             row = results[dtype][nproc].get(way.name)
             if row is None or not row.distances:
                 continue
-            distance, limit = row.distances[-1], limit_after(len(row.distances), dtype)
+            distance, limit = row.distances[-1], way.limit * limit_after(len(row.distances), dtype)
             if not distance <= limit:  # not: so that NaN is too far
                 size = f"{short(distance)}, but the limit is {short(limit)}"
                 lines.append(f"not equal: {way.name}, {dtype}, {nproc} processes: {size}")
