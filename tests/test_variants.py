@@ -574,13 +574,13 @@ def _pipeline(rank, n):
         loader = data.loader(images, batch_size, range(27))
         expected, total = micro_batches_in_one_process(loader)
         torch.manual_seed(0)
-        model = mnist_ddp.ConvNet(1, 28)[cuts[rank] : cuts[rank + 1]]
+        model = nn.Sequential(*mnist_ddp.ConvNet(1, 28))[cuts[rank] : cuts[rank + 1]]
         optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
         scheduler = SimpleNamespace(step=lambda: None)
         sums = dist.all_reduce(mnist_pipeline.train(model, loader, optimizer, scheduler, CPU))
         assert sums[1] == 27 and sums[0].item() == pytest.approx(total, rel=1e-5)
-        stage = expected[cuts[rank] : cuts[rank + 1]].state_dict()
-        assert all((value - stage[name]).abs().max().item() <= 1e-6 for name, value in model.state_dict().items())
+        whole = expected.state_dict()
+        assert all((value - whole[name]).abs().max().item() <= 1e-6 for name, value in model.state_dict().items())
         tested = dist.all_reduce(mnist_pipeline.evaluate(model, loader, CPU))
         assert torch.equal(tested, mnist_ddp.evaluate(expected, loader, CPU))
 

@@ -40,7 +40,8 @@ def train(model, loader, optimizer, scheduler, device):
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     for images, labels in data.batches(loader, device):
         losses = []  # of the micro-batches, on the last rank
-        inputs = (images,) if dist.is_primary() else ()  # of the first stage; the others' come from the rank before
+        # The first stage's input; the others' come from the rank before.
+        inputs = (images.clone(memory_format=torch.contiguous_format),) if dist.is_primary() else ()
         pipeline(model, len(images), F.cross_entropy).step(*inputs, target=labels, losses=losses)
         optimizer.step()
         optimizer.zero_grad()
@@ -57,7 +58,7 @@ def evaluate(model, loader, device):
     model.eval()
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     for images, labels in data.batches(loader, device):
-        inputs = (images,) if dist.is_primary() else ()
+        inputs = (images.clone(memory_format=torch.contiguous_format),) if dist.is_primary() else ()
         logits = pipeline(model, len(images)).step(*inputs)
         if logits is not None:  # on the last rank
             sums[0] += (logits.argmax(1) == labels).sum()
@@ -79,8 +80,8 @@ def main(local_rank, world_size, args):
 
     model = ConvNet(train_set.channels, train_set.side)
     cuts = {1: [0, 10], 2: [0, 4, 10], 3: [0, 4, 8, 10]}[world_size]
-    model = model[cuts[dist.get_rank()] : cuts[dist.get_rank() + 1]]  # this rank's stage of the pipeline
-    model = model.to(device, memory_format=torch.channels_last)  # the faster layout for convolutions
+    model = nn.Sequential(*model)[cuts[dist.get_rank()] : cuts[dist.get_rank() + 1]]  # this rank's stage
+    model = model.to(device)  # gloo doesn't send the faster layout, channels_last
     optimizer = torch.optim.SGD(model.parameters(), args.lr, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, total_steps=args.epochs * len(train_loader))
     dist.print_primary(f"{args.dataset} on {device}, batch size {batch_size}, {world_size} stage(s)")
