@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tests.tools.test_pages import Reader, chromium, start_browser  # noqa: F401
+from tests.tools.test_pages import Reader, start_browser
 from tools import build, collectives, ddp_step
 
 PICTURES = [ddp_step.PICTURE, *(collectives.PICTURES / f"{name}.svg" for name in collectives.NAMES)]
@@ -138,9 +138,11 @@ LOOKS = {
 }
 
 
-@pytest.fixture
-def reader(chromium):  # noqa: F811
-    return Reader(chromium)
+@pytest.fixture(scope="module")
+def reader():
+    browser = start_browser()
+    yield Reader(browser)
+    browser.quit()
 
 
 @pytest.mark.slow
