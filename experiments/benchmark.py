@@ -132,7 +132,7 @@ def plan(args: argparse.Namespace, machine: Machine) -> list[Row]:
 
 
 def repeats(row: Row, args: argparse.Namespace) -> int:
-    """All for what README.md quotes; at most three of the others."""
+    """All for what `findings` quotes; at most three of the others."""
     quoted = row.program in (BASE, LIMIT, PLAIN) or (row.program == DDP and row.processes == max(args.nproc))
     return args.repeats if quoted else min(args.repeats, 3)
 
@@ -245,7 +245,12 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=3, help="(default: %(default)s)")
     parser.add_argument("--dataset", default="synthetic", choices=DATASETS, help="(default: %(default)s)")
     parser.add_argument("--data-dir", default="data", help="data sets are kept here (default: %(default)s)")
-    parser.add_argument("--repeats", type=int, default=5, help="of the rows that README.md quotes (default: 5)")
+    parser.add_argument(
+        "--repeats",
+        type=int,
+        default=5,
+        help="of the rows that the summary names (default: %(default)s); at most 3 of the others",
+    )
     parser.add_argument("--limit", action="store_true", help="add training without loader and communication")
     parser.add_argument("--baseline", action="store_true", help="add plain DDP, Ignite, Accelerate and Fabric")
     parser.add_argument("--resume", action="store_true", help="keep what --output has, and measure what is missing")

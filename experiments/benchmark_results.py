@@ -174,7 +174,7 @@ def _cells(runs: list[Run], row: Row) -> list[str]:
     failed = [run.error for run in counted(runs, row) if run.error]
     if not good:
         words = failed[0] if failed[0].startswith(NOT_INSTALLED) else f"failed: {failed[0]}"
-        return [words, *[NONE] * 6]
+        return [words, *[NONE] * 5]
     speed = measured.spread(speeds(runs, row), "{:,.0f}") + " *" * is_wide(runs, row)
     if failed:
         speed += f"; {len(failed)} of {len(failed) + len(good)} runs failed: {failed[0]}"
