@@ -712,7 +712,8 @@ def test_a_narrow_page(reader, width):
     )
     assert "From" in texts and not re.search(r"\b(left|right)\b", texts, re.IGNORECASE)
     reader.open(f"{INDEX}#mnist_ddp..mnist_amp:left-L20", width=width, height=800)  # shown once, for both scripts
-    assert reader.one(".here").is_displayed() and reader.one(".here").text == source("mnist_ddp.py").lines[19].strip()
+    here = reader.one(".here")
+    assert here.is_displayed() and here.text.strip() == source("mnist_ddp.py").lines[19].strip()
 
 
 @pytest.mark.slow
