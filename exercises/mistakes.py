@@ -4,14 +4,19 @@ python -m exercises.mistakes set_epoch wrong
 """
 
 import argparse
+import functools
+import itertools
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from datetime import timedelta
 
 import torch
+import torch.nn.functional as F
+from torch import distributed as torch_dist
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, get_worker_info
 
 import distributed as dist
 
@@ -32,6 +37,52 @@ class TwoHeads(nn.Module):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         return self.used(inputs)
+
+
+def train_step(model: nn.Module) -> torch.Tensor:
+    """Forward, backward and an SGD step on this rank's own batch; returns this rank's loss."""
+    inputs = torch.full((1, 2), 0.5 + dist.get_rank())
+    loss = (model(inputs) - 1).square().mean()
+    loss.backward()
+    with torch.no_grad():
+        for param in model.parameters():
+            param -= 0.1 * param.grad
+            param.grad = None
+    return loss.detach()
+
+
+def zero_model() -> nn.Module:
+    """A model whose weights are 0 at the start, so that its losses are the same everywhere."""
+    model = nn.Linear(2, 1)
+    nn.init.zeros_(model.weight)
+    nn.init.zeros_(model.bias)
+    return model
+
+
+def print_length(model: nn.Module) -> None:
+    length = nn.utils.parameters_to_vector(model.parameters()).norm()  # the weights were 0
+    dist.print_primary(f"the step has length {length:.6f}")
+
+
+def print_difference(model: nn.Module) -> None:
+    weights = dist.gather(nn.utils.parameters_to_vector(model.parameters()))
+    dist.print_primary(f"largest difference between the ranks' weights: {(weights[0] - weights[1]).abs().max():.2f}")
+
+
+class Stream(IterableDataset):
+    """A data set that can only be read from its beginning: as `read` does it."""
+
+    def __init__(self, read: Callable[[], Iterator[int]]) -> None:
+        self.read = read
+
+    def __iter__(self) -> Iterator[int]:
+        return self.read()
+
+
+def print_stream(read: Callable[[], Iterator[int]]) -> None:
+    """What all ranks together get, if each has two loader workers."""
+    mine = torch.tensor(list(DataLoader(Stream(read), batch_size=None, num_workers=2)))
+    dist.print_primary(f"examples of an epoch: {torch.cat(dist.gather(mine)).sort().values.tolist()}")
 
 
 def set_epoch_wrong() -> None:
@@ -135,6 +186,96 @@ def state_dict_right() -> None:
     nn.Linear(2, 1).load_state_dict(weights)
 
 
+def around_ddp_wrong() -> None:
+    model = dist.prepare_ddp_model(zero_model())
+    for _ in range(3):
+        train_step(model.module)  # trains each rank's copy alone: DDP averages nothing
+    print_difference(model)
+
+
+def around_ddp_right() -> None:
+    model = dist.prepare_ddp_model(zero_model())
+    for _ in range(3):
+        train_step(model)
+    print_difference(model)
+
+
+def early_stop_wrong() -> None:
+    model = dist.prepare_ddp_model(zero_model())
+    for step in range(20):
+        if train_step(model) < 0.1:  # this rank's own loss
+            dist.print_primary(f"all ranks stop at step {step}")
+            break
+    dist.barrier()  # the other rank is still training
+
+
+def early_stop_right() -> None:
+    model = dist.prepare_ddp_model(zero_model())
+    for step in range(20):
+        if dist.reduce(train_step(model)) < 0.1:  # the mean over all ranks, the same number on each
+            dist.print_primary(f"all ranks stop at step {step}")
+            break
+    dist.barrier()
+
+
+def iterable_wrong() -> Iterator[int]:
+    return iter(numbers)
+
+
+def iterable_right() -> Iterator[int]:
+    worker = get_worker_info()  # this process is one of its rank's loader workers
+    first = dist.get_rank() * worker.num_workers + worker.id
+    return itertools.islice(numbers, first, None, dist.get_world_size() * worker.num_workers)
+
+
+def rank_0_works_wrong() -> None:
+    if dist.is_primary():
+        time.sleep(2)  # downloads, say, or evaluates
+    dist.barrier()  # the others wait here, and a collective waits for DIST_TIMEOUT at most
+    dist.print_primary("all go on")
+
+
+def rank_0_works_right() -> None:
+    patient = torch_dist.new_group(backend="gloo", timeout=timedelta(hours=1))  # on all ranks, once
+    if dist.is_primary():
+        time.sleep(2)
+    torch_dist.barrier(patient)
+    dist.print_primary("all go on")
+
+
+def clip_wrong() -> None:
+    model, scaler = dist.prepare_ddp_model(zero_model()), torch.amp.GradScaler("cpu")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1)
+    scaler.scale(5 * model(torch.ones(1, 2)).mean()).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), max_norm=1)  # of gradients that are 65536 times too large
+    scaler.step(optimizer)  # divides them by 65536
+    print_length(model)
+
+
+def clip_right() -> None:
+    model, scaler = dist.prepare_ddp_model(zero_model()), torch.amp.GradScaler("cpu")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1)
+    scaler.scale(5 * model(torch.ones(1, 2)).mean()).backward()
+    scaler.unscale_(optimizer)
+    nn.utils.clip_grad_norm_(model.parameters(), max_norm=1)
+    scaler.step(optimizer)  # knows that they are divided already
+    print_length(model)
+
+
+def dropout_seed_wrong() -> None:
+    torch.manual_seed(0)
+    mask = F.dropout(torch.ones(16))  # what a dropout layer multiplies by
+    different = torch.stack(dist.gather(mask)).unique(dim=0)
+    dist.print_primary(f"{len(different)} different mask(s) on {dist.get_world_size()} ranks")
+
+
+def dropout_seed_right() -> None:
+    torch.manual_seed(dist.get_rank())
+    mask = F.dropout(torch.ones(16))
+    different = torch.stack(dist.gather(mask)).unique(dim=0)
+    dist.print_primary(f"{len(different)} different mask(s) on {dist.get_world_size()} ranks")
+
+
 MISTAKES = {
     "set_epoch": (set_epoch_wrong, set_epoch_right),
     "every_rank": (every_rank_wrong, every_rank_right),
@@ -144,6 +285,12 @@ MISTAKES = {
     "batch_size": (batch_size_wrong, batch_size_right),
     "unused": (unused_wrong, unused_right),
     "state_dict": (state_dict_wrong, state_dict_right),
+    "around_ddp": (around_ddp_wrong, around_ddp_right),
+    "early_stop": (early_stop_wrong, early_stop_right),
+    "iterable": (functools.partial(print_stream, iterable_wrong), functools.partial(print_stream, iterable_right)),
+    "rank_0_works": (rank_0_works_wrong, rank_0_works_right),
+    "clip": (clip_wrong, clip_right),
+    "dropout_seed": (dropout_seed_wrong, dropout_seed_right),
 }
 
 

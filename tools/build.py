@@ -210,11 +210,14 @@ def collective(name: str) -> str:
     return f"\n{picture}\n{function(collectives.PROGRAM, name)}\n{session}"
 
 
+HANG = ("collective", "early_stop", "rank_0_works")  # mistakes after which a rank waits: for a second, on the page
+
+
 @functools.cache
 def mistake(name: str) -> str:
     """Both ways, each with what it prints, but for the line that says that the processes have met."""
     shown = ""
-    hangs = {"DIST_TIMEOUT": "1"} if name == "collective" else {}
+    hangs = {"DIST_TIMEOUT": "1"} if name in HANG else {}
     for way in "wrong", "right":
         done = run("-m", "exercises.mistakes", name, way, limit=100, **hangs)
         assert way == "wrong" or done.code == 0, done.err
