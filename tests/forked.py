@@ -77,9 +77,9 @@ os._exit(code)  # tidying up all of torch's modules would take over a second
 class Forker:
     """Starts programs, one after the other."""
 
-    def __init__(self):
+    def __init__(self, **environment):
         command, pipe = [sys.executable, "-c", PROGRAM], subprocess.PIPE
-        self.process = subprocess.Popen(command, env=ENVIRONMENT, stdin=pipe, stdout=pipe, text=True)
+        self.process = subprocess.Popen(command, env=ENVIRONMENT | environment, stdin=pipe, stdout=pipe, text=True)
         self.folder, self.job = tempfile.TemporaryDirectory(), None
 
     def start(self, script, *args, cwd=None, before="", path=(), timeout=LIMIT, **environment):

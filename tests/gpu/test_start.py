@@ -1,0 +1,196 @@
+"""Which GPU each process gets, how processes start, and what is refused.  On real GPUs, or simulated ones."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from forked import ROOT, Run  # noqa: E402
+
+WHO = """
+import json
+import sys
+import time
+
+import torch
+
+import distributed as dist
+
+
+def who(local_rank, world_size, backend=None):
+    dist.init_process_group(backend=backend)
+    device = dist.get_device()
+    name = f"{torch.cuda.get_device_properties(device).uuid}" if device.type == "cuda" else "cpu"
+    total = dist.all_reduce(torch.ones(2, device=device)).tolist()
+    return dist.get_rank(), str(device), name, total
+
+
+def first_three_steps(local_rank, world_size):
+    from torch import nn
+    dist.init_process_group()
+    device = dist.get_device()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4 * 36, 10))
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(model) if device.type == "cuda" else model
+    model = dist.prepare_ddp_model(model.to(device))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    images, labels = torch.randn(12, 1, 8, 8), torch.arange(12) % 10
+    mine = slice(dist.get_rank(), None, world_size)
+    losses = []
+    for _ in range(3):
+        loss = nn.functional.cross_entropy(model(images[mine].to(device)), labels[mine].to(device))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(dist.reduce(loss.detach()).item())
+    return losses
+
+
+if __name__ == "__main__":
+    what, *args = sys.argv[1:]
+    if what == "start_cuda_first":
+        torch.zeros(1, device="cuda")
+        what = "who"
+    started = time.perf_counter()
+    result = dist.launch(globals()[what], *args)
+    print(json.dumps([result, time.perf_counter() - started]))
+"""
+
+
+@pytest.fixture
+def program(tmp_path):
+    (tmp_path / "program.py").write_text(WHO)
+    return tmp_path / "program.py"
+
+
+def answer(run):
+    assert run.code == 0, run.err[-3000:]
+    return json.loads(run.out.splitlines()[-1])
+
+
+def start(machine, program, *args, **options):
+    return machine.run(program, *args, path=[ROOT], **options)
+
+
+@pytest.fixture
+def uuids(machine, program):
+    """Of the first two GPUs."""
+    found = [answer(start(machine, program, "who", gpus=("8.0",) * 2, CUDA_VISIBLE_DEVICES=i))[0][2] for i in "01"]
+    assert found[0] != found[1]
+    return found
+
+
+def test_every_form_of_cuda_visible_devices(machine, program, uuids):
+    first, second = uuids
+    forms = {"0,1": (first, 2), "1,0": (second, 2), "1": (second, 1), f"GPU-{second}": (second, 1)}
+    forms |= {f"GPU-{second},GPU-{first}": (second, 2), "0,5": (first, 1)}
+    for form, (name, count) in forms.items():
+        (rank, device, found, total), _ = answer(
+            start(machine, program, "who", gpus=("8.0",) * 2, CUDA_VISIBLE_DEVICES=form)
+        )
+        assert (rank, device, found, total) == (0, "cuda:0", name, [count, count]), form
+    for form in "", "-1":
+        (_, device, _, total), _ = answer(start(machine, program, "who", gpus=("8.0",) * 2, CUDA_VISIBLE_DEVICES=form))
+        assert (device, total) == ("cpu", [1, 1])
+
+
+def test_two_processes_are_forked_in_half_a_second(machine, program):
+    """The driver's library is loaded on every machine with GPUs.  Only CUDA that was started forbids a fork."""
+    times = [answer(start(machine, program, "who", gpus=("8.0",) * 2))[1] for _ in range(3)]
+    assert min(times) < (0.5 if machine.base else 5), times
+
+
+def test_after_cuda_was_started_the_processes_are_spawned(machine, program):
+    (rank, device, _, total), _ = answer(start(machine, program, "start_cuda_first", gpus=("8.0",) * 2))
+    assert (rank, device, total) == (0, "cuda:0", [2, 2])
+
+
+def test_more_processes_than_gpus(machine):
+    command = ["mnist_ddp.py", "--dataset", "synthetic", "--dry-run", "--nproc", "3"]
+    run = machine.run(*command, gpus=("8.0",) * 2)
+    assert run.code == 2 and "3 processes, but 2 visible GPU(s)" in run.err and "Traceback" not in run.err, run.err
+    run = machine.run(*command, "--backend", "gloo", gpus=("8.0",) * 2)  # two of them on one card
+    assert run.code == 0 and "3 processes, gloo, cuda" in run.out, run.err
+
+
+def tasks(machine, program, *visible):
+    """One task per entry, with srun's variables; each sees these GPUs only."""
+    started = []
+    for rank, seen in enumerate(visible):
+        names = (
+            "PROCID",
+            "STEP_NUM_TASKS",
+            "LOCALID",
+            "STEP_TASKS_PER_NODE",
+            "NODEID",
+            "STEP_NODELIST",
+            "STEP_ID",
+            "JOB_ID",
+        )
+        values = rank, len(visible), rank, len(visible), 0, "localhost", 0, program.parent.name
+        slurm = {f"SLURM_{name}": str(value) for name, value in zip(names, values, strict=True)}
+        slurm |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29571"}
+        started.append(machine.start(program, "who", gpus=("8.0",) * 2, CUDA_VISIBLE_DEVICES=seen, **slurm))
+    return [Run(process.wait(100), *process.communicate()) for process in started]
+
+
+def test_one_gpu_per_task_as_under_srun(machine, program, uuids):
+    for rank, run in enumerate(tasks(machine, program, "0", "1")):
+        assert answer(run)[0] == [rank, "cuda:0", uuids[rank], [2, 2]]
+
+
+def test_two_tasks_on_one_card_are_named(machine, program):
+    for run in tasks(machine, program, "1", "1"):
+        assert run.code != 0 and "use the same GPU" in run.err, run.err
+
+
+def test_sync_batchnorm_is_one_process(machine, program):
+    """SyncBatchNorm on two GPUs: the losses are those of one CPU process with the whole batch."""
+    (losses, _), (exact, _) = (
+        answer(start(machine, program, "first_three_steps", gpus=("8.0",) * 2)),
+        answer(start(machine, program, "first_three_steps", gpus=(), CUDA_VISIBLE_DEVICES="")),
+    )
+    assert losses == pytest.approx(exact, abs=1e-5)
+
+
+def test_the_doctor_finds_two_gpus(machine):
+    run = machine.run("doctor.py", gpus=("8.0", "7.5"))
+    assert run.code == 0, run.out + run.err
+    assert "Simulated GPU 8.0" in run.out or machine.base is None
+    assert "nccl" in run.out, run.out
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_the_cells_of_the_notebook(machine, tmp_path, n):
+    """All cells in one program, one after the other, as a kernel runs them; the one that fails on purpose is caught."""
+    notebook = json.loads((ROOT / "mnist_notebook.ipynb").read_text(encoding="utf-8"))
+    cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    lines = ["import os", f"os.chdir({str(ROOT)!r})"]
+    for cell in cells:
+        cell = cell.replace("epochs=3", "epochs=1").replace("dry_run=False", "dry_run=True")
+        fails = "a mistake on rank 1" in cell
+        text = cell.replace("dist.launch(fails", "try:\n    dist.launch(fails") if fails else cell
+        lines += [text, "except SystemExit as end:\n    print(end)" if fails else ""]
+    (tmp_path / "cells.py").write_text("\n".join(lines) + "\nprint('the end')\n")
+    run = start(machine, tmp_path / "cells.py", gpus=("8.0",) * n)
+    assert run.code == 0 and run.out.endswith("the end\n"), run.err[-3000:]
+    assert "on cuda:0, global batch" in run.out and "a mistake on rank 1" in run.out
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+def test_apex(machine, level):
+    if importlib.util.find_spec("apex") is None:
+        pytest.skip("apex is not installed: docs/troubleshooting.md says how")
+    run = machine.run("mnist_apex.py", "--dataset", "synthetic", "--dry-run", "--opt-level", level, gpus=("8.0",) * 2)
+    assert run.code == 0, run.err[-3000:]
+
+
+def test_the_doctor_says_that_the_driver_is_too_old(machine):
+    if machine.base is None:
+        pytest.skip("only a simulated driver can be too old")
+    run = machine.run("doctor.py", gpus=("8.0",), SIM_OLD_DRIVER=1)
+    assert run.code == 1 and "driver" in run.out, run.out + run.err
