@@ -114,7 +114,8 @@ def where_they_stand(pid: int, folder: str, name: str) -> str:
 
 def run_all(name: str, path: str, nproc: int, folder: str) -> None:
     """Start the ranks, and judge their answers; the outcome goes into a file."""
-    os.dup2(os.open(f"{folder}/stderr", os.O_WRONLY | os.O_CREAT), 2)
+    sys.stderr = open(f"{folder}/stderr", "w", buffering=1)  # noqa: SIM115
+    os.dup2(sys.stderr.fileno(), 2)  # of what is not Python, too
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the exercises are about processes: the CPU is enough
     torch.set_num_threads(1)
     if nproc == 1:  # launch starts none then, and has no table
