@@ -85,7 +85,9 @@ def examine(name: str, path: Path, nproc: int, limit: float = LIMIT) -> Outcome:
             return Outcome(HANGS, f"after {limit} s each rank stands here:\n{table}")
         outcome = Path(folder, "outcome")
         if not outcome.exists():
-            return Outcome(ERROR, f"the process ended, exit code {process.exitcode}\n{read_errors(folder)}")
+            code = process.exitcode
+            end = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+            return Outcome(ERROR, f"the process {end}\n{read_errors(folder)}")
         return Outcome(*pickle.loads(outcome.read_bytes()))
 
 

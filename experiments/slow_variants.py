@@ -37,6 +37,8 @@ SCRIPTS = [
     "variants.mnist_local_sgd --every 8",
     "variants.mnist_fsdp",
     "variants.mnist_compile",
+    "variants.mnist_tensor_parallel",
+    "variants.mnist_pipeline",
 ]
 SLOWED = {  # Mbit/s, 0 is no limit: scripts
     0: ["mnist_ddp"],

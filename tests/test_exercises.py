@@ -63,6 +63,7 @@ def test_a_wrong_solution_is_refused_and_a_right_one_is_not(verdict, name, words
 def test_at_least_half_of_the_wrong_solutions_are_named():
     unnamed = (
         "WRONG",
+        "HANGS",
         "process",
         "processes",
         "distance",
@@ -137,9 +138,9 @@ def test_a_hang_is_an_answer_with_the_place_of_each_rank(verdict, tmp_path, n):
     passed, text = verdict("global_mean", ("total, count", f"{wait}total, count"))
     assert not passed and time.monotonic() - started < 20
     assert f"HANGS  after {SHORT} s each rank stands here:\n" in text
-    table = [line.strip() for line in text.splitlines() if line.startswith("    rank ")]
-    expected = [f"rank {r}: {tmp_path}/global_mean.py:13, global_mean, in all_reduce" for r in range(n - 1)]
-    assert table == [*expected, f"rank {n - 1}: {tmp_path}/global_mean.py:12, global_mean"]
+    table = [re.sub(r":\d+,", "", line.strip()) for line in text.splitlines() if line.startswith("    rank ")]
+    expected = [f"rank {r}: {tmp_path}/global_mean.py global_mean, in all_reduce" for r in range(n - 1)]
+    assert table == [*expected, f"rank {n - 1}: {tmp_path}/global_mean.py global_mean"]
 
 
 @pytest.mark.slow
@@ -147,7 +148,8 @@ def test_an_error_is_a_few_lines(verdict, tmp_path):
     broken = "if dist.get_rank() == 1:\n        {}['shards']\n    "
     _, text = verdict("global_mean", ("total, count", f"{broken}total, count"))
     assert "1 process    equal\n  2 processes  ERROR  rank 1 of 2 failed first:" in text
-    assert f"\n    {tmp_path}/global_mean.py:11, in global_mean:  {{}}['shards']\n    KeyError: 'shards'\n" in text
+    lines = re.sub(r"\.py:\d+,", ".py,", text)
+    assert f"\n    {tmp_path}/global_mean.py, in global_mean:  {{}}['shards']\n    KeyError: 'shards'\n" in lines
     assert len(text.splitlines()) <= 6
     _, text = verdict("global_mean", ("return", "return ("))
     assert "SyntaxError: '(' was never closed" in text and len(text.splitlines()) <= 8
