@@ -206,6 +206,7 @@ def test_progress_bar_of_rank_0_where_all_have_the_same_data(monkeypatch, rank):
     monkeypatch.setattr(sys, "stderr", Terminal())
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)  # DataLoader asks, too
     dataset = numbered(4)
     assert len(list(data.batches(data.loader(dataset, 1, SequentialSampler(dataset)), CPU))) == 4
     assert ("0/4" in sys.stderr.getvalue()) == (rank == 0)

@@ -18,9 +18,7 @@ CODE = re.compile(r"```.*?```|`[^`\n]*`|\]\([^)\n]*\)", re.DOTALL)  # fences, in
 
 EXCEPTIONS = {  # page: {the words around a figure: its source}
     "README.md": {},
-    "results.md": {
-        "counts 1.2 times as much": "6/5: the shares of a batch of 11, experiments/equivalence_ways.py",
-    },
+    "results.md": {},
 }
 
 
