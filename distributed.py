@@ -154,6 +154,7 @@ def all_reduce(tensor: torch.Tensor, op: str | torch_dist.ReduceOp = "sum") -> t
     the tensor (bool; a mean of integers) or the backends can't compute it (int16, float8): use `reduce`.
     """
     op = _op_name(op)
+    _check_tensors("all_reduce", [tensor])
     _check_same_call(f"all_reduce {op} of {tensor.dtype} {list(tensor.shape)}")
     if tensor.layout != torch.strided:
         raise TypeError("all_reduce can't work on a sparse tensor in place: pass tensor.to_dense()")
@@ -170,6 +171,7 @@ def reduce(tensor: torch.Tensor, op: str | torch_dist.ReduceOp = "mean") -> torc
     shape and device, and a floating-point input's dtype.  Of integers and bools means are float64, the others int64.
     """
     op = _op_name(op)
+    _check_tensors("reduce", [tensor])
     _check_same_call(f"reduce {op} of {tensor.dtype} {list(tensor.shape)}")
     is_float = tensor.is_floating_point() or tensor.is_complex()
     wide = torch.float64 if is_float or op == "mean" else torch.int64
@@ -185,6 +187,7 @@ def gather(tensor: torch.Tensor) -> list[torch.Tensor]:
     Every rank must call it.  Shapes may differ, even to zero rows; if dtypes or numbers of dimensions do, RuntimeError
     on all ranks.  Any dtype and device; the results are new, on the input's device.
     """
+    _check_tensors("gather", [tensor])
     _check_same_call(f"gather of {tensor.dtype} with {tensor.dim()} dimension(s)")
     return _gather(tensor)
 
@@ -194,7 +197,8 @@ def sync_params(params: Iterable[torch.Tensor]) -> None:
 
     Every rank must pass as many, of the same shapes and dtypes; otherwise RuntimeError on all ranks.
     """
-    params = [param.detach() for param in params]
+    params = list(params) if isinstance(params, Iterable) else [params]
+    _check_tensors("sync_params", params)
     _check_same_call(f"sync_params of {[(param.dtype, *param.shape) for param in params]}")
     device = _comm_device()
     if device is None:
@@ -202,7 +206,7 @@ def sync_params(params: Iterable[torch.Tensor]) -> None:
     for param in params:
         values = _copy(param, device)
         torch_dist.broadcast(values.flatten().view(torch.uint8), 0)  # gloo of torch 2.4 knows no complex numbers
-        param.copy_(values)
+        param.detach().copy_(values)
 
 
 def barrier() -> None:
@@ -227,6 +231,17 @@ def _comm_device() -> torch.device | None:
     if get_world_size() == 1:
         return None
     return get_device() if torch_dist.get_backend() == "nccl" else torch.device("cpu")
+
+
+def _check_tensors(function: str, values: list) -> None:
+    """TypeError if one is no tensor; RuntimeError on all ranks if only some ranks pass that."""
+    for value in values:
+        if not isinstance(value, torch.Tensor):
+            kind = type(value).__name__
+            _check_same_call(f"{function} of {kind}")
+            number = value if isinstance(value, (int, float)) else "..."
+            example = "model.parameters()" if function == "sync_params" else f"torch.tensor({number})"
+            raise TypeError(f"{function} takes tensors, not {kind}: type {example}")
 
 
 def _check_same_call(call: str) -> None:

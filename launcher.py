@@ -266,7 +266,6 @@ class _Group:
         self.nproc = nproc
         self.ranks: list[multiprocessing.Process] = []
         self.reports: dict[int, _Report] = {}
-        self.joined: set[int] = set()
         self.stop_signal = 0  # the first signal that told the run to stop
         self.stop_time = 0.0
         self.told_again = self.asked_for_stacks = False
@@ -319,9 +318,6 @@ class _Group:
                 process = multiprocessing.get_context(method).Process(target=_be_rank, args=arguments)
                 process.start()
                 self.ranks.append(process)
-                with contextlib.suppress(OSError):  # a spawned process joins by itself, when it has imported torch
-                    os.setpgid(process.pid, self.guard)
-                    self.joined.add(rank)
 
     # ------------------------------------------------------------------------------------------------ watch, explain
 
@@ -377,10 +373,10 @@ class _Group:
         ended = [_has_ended(process) for process in self.ranks]  # first: then their reports are complete
         for rank, process in enumerate(self.ranks):
             self.read_report(rank)
-            report, code, has_joined = self.reports.get(rank), process.exitcode, self.has_joined(rank)
+            report, code = self.reports.get(rank), process.exitcode
             # A rank that reports an error waits to be killed.  So a rank that died lost no other, and failed first.
             if ended[rank] and not report:
-                self.reports[rank] = _Report(0.0, _how_it_ended(code, has_joined))
+                self.reports[rank] = _Report(0.0, _how_it_ended_early(code, self.has_joined(rank)))
             elif ended[rank] and not report.error and code:
                 self.reports[rank] = _Report(0.0, f"{_how_it_ended(code)} after its work")
         return all(ended)
@@ -397,9 +393,8 @@ class _Group:
             self.reports[rank] = _Report(time.monotonic(), f"its result can't be read: {error}")
 
     def has_joined(self, rank: int) -> bool:
-        if os.path.exists(f"{self.folder}/stack{rank}"):
-            self.joined.add(rank)
-        return rank in self.joined
+        """Whether it has imported all, is in the group, and handles signals as a rank does."""
+        return os.path.exists(f"{self.folder}/stack{rank}")
 
     def failed(self) -> list[int]:
         """The ranks with an error, the first one first; ranks that only lost the connection to another come last."""
@@ -412,7 +407,10 @@ class _Group:
         error = self.reports[rank].error.rstrip()
         text = f"rank {rank} of {self.nproc} failed first: {error}"
         done = ", ".join(f"rank {r}" for r, report in sorted(self.reports.items()) if not report.error)
-        if done and not error.endswith("after its work"):
+        if done and CONNECTION_LOST.search(error):
+            text = f"rank {rank} of {self.nproc} failed first: it lost its connection after {done} had finished. "
+            text += f"All ranks must call the same collectives.\n{error.splitlines()[-1]}"
+        elif done and not error.endswith("after its work"):
             text += f"\n({done} had finished)"
         if CONNECTION_LOST.search(error) or TIMED_OUT.search(error) or _CRASHED.search(error):
             text += f"\n{self.stack_table()}"
@@ -433,7 +431,7 @@ class _Group:
             if _has_ended(process):
                 state = "gone"
             elif not self.has_joined(rank):
-                state = "still imports"
+                state = "still starts"
             lines.append(f"  rank {rank}: {_innermost(frames) or state}")
         return "\n".join(lines)
 
@@ -456,7 +454,7 @@ class _Group:
         finally:
             self.send(signal.SIGKILL)
             for process in self.ranks:
-                process.kill()  # a spawned process that has not joined yet
+                process.kill()  # one that has not joined yet
             for process in self.ranks:
                 process.join()
             with contextlib.suppress(ChildProcessError):  # the caller's own handler of SIGCHLD has waited for it
@@ -523,11 +521,18 @@ def _has_ended(process: multiprocessing.Process) -> bool:
         return True
 
 
-def _how_it_ended(code: int | None, has_joined: bool = True) -> str:
+def _how_it_ended_early(code: int | None, has_joined: bool) -> str:
+    """Of a process that has left no report."""
+    if code is not None and code >= 0 and not has_joined:
+        return "ended before its work began (its own error is above)"
+    if code == 1:
+        return "ended by os._exit(1), or by the error above, which it could not report (is the disk full?)"
+    return _how_it_ended(code)
+
+
+def _how_it_ended(code: int | None) -> str:
     if code is None:
         return "ended and nobody knows how"
-    if code >= 0 and not has_joined:
-        return "ended while it was importing (its own error is above)"
     if code >= 0:
         return f"ended by os._exit({code})"
     if -code not in list(signal.Signals):
@@ -568,6 +573,9 @@ def _print_error(text: str) -> None:
 
 def _be_rank(guard: int, lifeline: int | None, environment: dict, threads: int | None, job: Any) -> None:
     """Join the group, do the job, and report."""
+    # Forked inside an except block, this process would go on handling its caller's exception: cleanup would do nothing,
+    # and tracebacks would begin with it.
+    ctypes.pythonapi.PyErr_SetExcInfo(None, None, None)
     try:
         os.setpgid(0, guard)  # so that Ctrl-C reaches the launching process alone, and this one ends with the group
     except OSError:  # the launching process was killed, and the guard has ended the group

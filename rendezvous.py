@@ -149,9 +149,8 @@ def _read_world(launcher: str, names: tuple[str, ...], given: dict[str, str]) ->
 def _refuse_several_worlds(world: World) -> None:
     """ValueError if several launchers run side by side, each with a world of its own."""
     tasks = _number("SLURM_STEP_NUM_TASKS", 1)
-    if world.launcher in (OPEN_MPI, MPICH) and tasks > _number(
-        "SLURM_STEP_NUM_NODES", 1
-    ):  # mpirun starts one task on each node
+    nodes = _number("SLURM_STEP_NUM_NODES", 1)
+    if world.launcher in (OPEN_MPI, MPICH) and tasks > nodes:  # mpirun starts one task on each node
         raise ValueError(f"SLURM_STEP_NUM_TASKS is {tasks}: that many mpiruns run side by side; leave srun out")
     if world.launcher != TORCHRUN or "GROUP_WORLD_SIZE" not in os.environ:
         return

@@ -15,9 +15,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tools.programs import ENVIRONMENT, LIMIT, ROOT, SHELL, Run, shell
+from tools.programs import ENVIRONMENT, LIMIT, ROOT, SHELL, Result, shell
 
-__all__ = ["ENVIRONMENT", "ROOT", "SHELL", "Forker", "Run", "forker", "shell"]
+__all__ = ["ENVIRONMENT", "ROOT", "SHELL", "Forker", "Result", "forker", "shell"]
 
 # For each line of stdin, a job: its process's id and its exit code, each on a line of stdout.
 PROGRAM = """
@@ -135,7 +135,7 @@ class Job:
 
     def wait(self):
         code, self.over = self.answer(), True
-        return Run(code, *(file.read_text() for file in self.files))
+        return Result(code, *(file.read_text() for file in self.files))
 
     def end(self):
         """If nobody has waited for it."""

@@ -254,6 +254,28 @@ def test_the_check_of_a_call_pickles_nothing(n):
     run(_without_pickling, n)
 
 
+def _no_tensors(rank, n):
+    model = nn.Linear(1, 1)
+    for call, value, says in [
+        (dist.reduce, 0.5, r"reduce takes tensors, not float: type torch\.tensor\(0\.5\)$"),
+        (dist.all_reduce, 3, r"all_reduce takes tensors, not int: type torch\.tensor\(3\)$"),
+        (dist.gather, [1.0], r"gather takes tensors, not list: type torch\.tensor\(\.\.\.\)$"),
+        (dist.sync_params, model, r"sync_params takes tensors, not Linear: type model\.parameters\(\)$"),
+        (dist.sync_params, model.state_dict(), "sync_params takes tensors, not str: "),
+    ]:
+        with pytest.raises(TypeError, match=says):
+            call(value)
+    if n > 1:
+        table = rf"\n  rank 0: reduce mean of torch.float32 \[\](?s:.*)\n  rank {n - 1}: reduce of float$"
+        with pytest.raises(RuntimeError, match=table):
+            dist.reduce(0.5 if rank == n - 1 else torch.tensor(0.5))
+
+
+@WORLDS
+def test_what_is_no_tensor_is_refused_on_all_ranks(n):
+    run(_no_tensors, n)
+
+
 def _uneven(rank, n):
     mine = torch.full((rank + 1, 2), rank)
     rows = torch.cat(dist.gather(mine))
@@ -957,6 +979,7 @@ def test_processes_started_by_hand_have_a_gpu_each():
         answers.append(receive.recv())
     assert answers == [[0, 0, 3, 0], [1, 1, 3, 1], [2, 2, 3, 0]]  # two GPUs: the third shares the first
     # Still itself after `cleanup`: rank 0 alone is the primary one, which saves.
+    assert all(receive.poll(20) for receive, _ in pipes)
     assert [receive.recv() for receive, _ in pipes] == [[0, 0, 3], [1, 1, 3], [2, 2, 3]]
 
 

@@ -114,7 +114,7 @@ COMMANDS = {
 }
 
 
-class Run:
+class HurtRun:
     """A case's processes and files."""
 
     terminals = []  # the test's ends of the open terminals
@@ -129,7 +129,7 @@ class Run:
         if case.start == "bash":
             self.terminal, shell = os.openpty()
             os.set_blocking(self.terminal, False)
-            Run.terminals.append(self.terminal)
+            HurtRun.terminals.append(self.terminal)
         self.init = os.fork()
         if self.init == 0:
             be_init(self, shell)
@@ -162,7 +162,7 @@ class Run:
 
     def close_terminal(self):
         if self.terminal:
-            Run.terminals.remove(self.terminal)
+            HurtRun.terminals.remove(self.terminal)
             os.close(self.terminal)
             self.terminal = None
 
@@ -179,7 +179,7 @@ class Run:
 def be_init(run, shell):
     """The ancestor of all processes of the run, for ever: as a machine's init it adopts orphans, and reaps all."""
     try:
-        for terminal in Run.terminals:
+        for terminal in HurtRun.terminals:
             os.close(terminal)  # or a terminal that the test closes would stay open here
         pr_set_child_subreaper = 36
         assert ctypes.CDLL(None).prctl(pr_set_child_subreaper, 1, 0, 0, 0) == 0
@@ -591,7 +591,7 @@ def test_no_process_outlives_a_run(cases, tmp_path_factory):
             while waiting and len(running) < 8:
                 case = waiting.pop(0)
                 (folder / str(order[case])).mkdir()
-                run = Run(case, folder / str(order[case]))
+                run = HurtRun(case, folder / str(order[case]))
                 running[run] = story(run)(run)
             for run, doing in list(running.items()):
                 problem = None

@@ -135,16 +135,21 @@ def _fork(function, *args):
     return process, ours
 
 
+def _answer(pipe):
+    assert pipe.poll(30), "no answer within 30 s"
+    return pipe.recv()
+
+
 def test_an_attempt_that_ended_before_all_had_met_does_not_spoil_the_next():
     server, pipe = _fork(_serve)  # torchrun's own store serves all attempts
-    port, said = pipe.recv(), []
+    port, said = _answer(pipe), []
     for attempt, ranks in (0, [0]), (1, [0, 1]), (2, [0, 1]):
         started = [_fork(_attempt, rank, port, attempt) for rank in ranks]
-        said.append([end.recv() for _, end in started])
+        said.append([_answer(end) for _, end in started])
         for process, _ in started:
-            process.join()
+            process.join(30)
     pipe.send("the end")
-    server.join()
+    server.join(30)
     assert said == [["init_process_group: rank 1 of 2 did not come within 1 s"], [3, 3], [3, 3]]
 
 
@@ -317,6 +322,25 @@ def test_a_checked_run_says_what_each_rank_called(n, case, says):
 def test_a_rank_that_has_finished_early_is_named(n):
     with pytest.raises(SystemExit, match=rf"rank \d of {n} failed first(?s:.*)\(rank {n - 1} had finished\)$"):
         dist.launch(_disagrees, "one call more", nproc=n)
+
+
+def _leaves_early(rank, n):
+    dist.init_process_group(rank, n)
+    if rank == n - 1:
+        sys.exit(0)
+    dist.all_reduce(torch.ones(1))
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_a_connection_that_is_lost_to_a_rank_that_has_finished_is_explained(n):
+    with pytest.raises(SystemExit) as failure:
+        dist.launch(_leaves_early, nproc=n)
+    first, error, *table = str(failure.value).splitlines()
+    says = f"it lost its connection after rank {n - 1} had finished. All ranks must call the same collectives."
+    assert re.fullmatch(rf"rank \d of {n} failed first: {says}", first)
+    assert re.match(r"RuntimeError: .*[Cc]onnection (closed|reset)", error)
+    stand = [rf"  rank {rank}: .*, _leaves_early, in all_reduce" for rank in range(n - 1)] + [f"  rank {n - 1}: gone"]
+    assert re.fullmatch(";".join(["where each rank stands:", *stand]), ";".join(table))
 
 
 def _checked_training(rank, n):

@@ -45,7 +45,7 @@ from typing import NamedTuple
 
 from experiments import benchmark_results
 from tools import collectives, ddp_step, pages, programs
-from tools.programs import ROOT, SHELL, Run
+from tools.programs import ROOT, SHELL, Result
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 OUT_OF_DATE = "{} is out of date: run  python -m tools.build"
@@ -136,7 +136,7 @@ def benchmark(part: str, path: str = "") -> str:
 run_program = programs.shell  # the tests put a faster one in its place, with the same arguments
 
 
-def run(script: str | Path, *args: str, limit: float = 280, **environment: object) -> Run:
+def run(script: str | Path, *args: str, limit: float = 280, **environment: object) -> Result:
     """`python script args` (or -m MODULE) in an empty folder, with the root's files to be imported."""
     with tempfile.TemporaryDirectory() as folder:  # cifar10_ddp.py leaves a folder behind
         cwd = Path(folder, "cwd")

@@ -24,7 +24,7 @@ ENVIRONMENT |= {"OMP_WAIT_POLICY": "PASSIVE"}  # or OpenMP's threads spin: ten t
 SHELL = {"OMP_NUM_THREADS": None, "TMPDIR": None}  # what a user's shell has not set
 
 
-class Run(NamedTuple):
+class Result(NamedTuple):
     code: int
     out: str
     err: str
@@ -45,7 +45,7 @@ def start(*command: object, cwd: Path = ROOT, path: Iterable[Path] = (), **envir
     )
 
 
-def shell(*command: object, timeout: float = LIMIT, **options: object) -> Run:
+def shell(*command: object, timeout: float = LIMIT, **options: object) -> Result:
     """What `start` has started, when it has ended; after `timeout` seconds its group is killed."""
     process = start(*command, **options)
     try:
@@ -53,4 +53,4 @@ def shell(*command: object, timeout: float = LIMIT, **options: object) -> Run:
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-    return Run(process.returncode, out, err)
+    return Result(process.returncode, out, err)
