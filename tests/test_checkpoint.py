@@ -277,6 +277,7 @@ def _diverges(rank, n, folder):
         assert names(folder, "best-*") == best[: step // 5][-2:]
 
 
+@pytest.mark.slow
 @WORLDS
 def test_a_diverged_run_is_saved_and_is_never_among_the_best(tmp_path, n):
     run(_diverges, n, tmp_path)
@@ -480,6 +481,7 @@ def _killed_at(point, folder, links):
     keeper.save(3, score=0.3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("links", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_killed_at_any_point_of_a_save(tmp_path, links):
     steps, code, point, missing = [], -signal.SIGKILL, 0, 0

@@ -206,12 +206,14 @@ def test_folder(reference, n):
     assert shows_its_metrics(folder)
 
 
+@pytest.mark.slow
 def test_each_process_draws_for_itself(reference):
     """Dropout must not be the same in all of them."""
     first, second = checkpoint.read(reference(2)[1] / "last.pt")["random"]
     assert not torch.equal(first["cpu"], second["cpu"])
 
 
+@pytest.mark.slow
 def test_curves(reference):
     with Image.open(reference(1)[1] / "curves.png") as picture:
         assert picture.format == "PNG" and picture.size == (1200, 700)
@@ -221,6 +223,7 @@ def test_curves(reference):
         assert colours[drawn] > 200
 
 
+@pytest.mark.slow
 def test_last_has_the_accuracy_that_was_printed(reference):
     # Evaluated here, by other code.
     _, folder = reference(1)
@@ -352,6 +355,7 @@ def test_progress(tmp_path, n):
     of_processes(_progress, n, tmp_path)
 
 
+@pytest.mark.slow
 def test_dry_run(run, tmp_path):
     result = run("--dataset", "synthetic", "--width", 2, "--batch-size", 7, "--dry-run")
     assert result.code == 0 and result.err == "", result.err
@@ -373,6 +377,7 @@ data.batches = noted
 """
 
 
+@pytest.mark.slow
 def test_validate_every(run, tmp_path):
     flags = ("--dataset", "synthetic", "--width", 2, "--batch-size", 24, "--epochs", 3, "--seed", 5)
     result = run(*flags, "--validate-every", 2, "--nproc", 1, TRAIN=48, TEST=20, before=NOTE_AUGMENTATION)
@@ -397,6 +402,7 @@ def test_validate_every(run, tmp_path):
 # ------------------------------------------------------------------------------- stopped and resumed: the same result
 
 
+@pytest.mark.slow
 def test_resume_of_a_finished_run(run, reference, finished, tmp_path):
     result = run(*FLAGS, "--nproc", 1, "--resume", finished)
     assert result.code == 0 and result.err == "", result.err
@@ -829,6 +835,7 @@ checkpoint.write = full
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [1, 2])
 def test_full_disk(run, tmp_path, n):
     result = run(*FLAGS, "--nproc", n, "--checkpoint-every", 1, before=FULL_DISK, DIST_GRACE=0.2)

@@ -339,6 +339,7 @@ def test_corrupt_file(tmp_path, monkeypatch, bad):
     assert left(tmp_path) == {f"MNIST/raw/{file}" for file in data.MNIST_MD5}  # nothing deleted, nothing new
 
 
+@pytest.mark.slow
 def test_lock_held_by_another_process(tmp_path, monkeypatch, server):
     monkeypatch.setattr(data, "LOCK_TIMEOUT", 0.3)
     raw = tmp_path / "MNIST" / "raw"
@@ -468,6 +469,7 @@ def test_download(tmp_path, server, capfd):
     assert server.gets == [] and not (folder / "MNIST" / "raw" / ".lock").exists()
 
 
+@pytest.mark.slow
 def test_download_of_what_is_missing(tmp_path, server):
     data.prepare("mnist", str(tmp_path))
     raw = tmp_path / "MNIST" / "raw"
@@ -508,6 +510,7 @@ def test_refused(tmp_path, server, refused):
 MORE = [pytest.param(fault, marks=pytest.mark.slow) for fault in ("unavailable", "silent", "no HTTP")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["truncated", "wrong", "stalled", *MORE])
 def test_failing_server(tmp_path, server, monkeypatch, fault, capfd):
     monkeypatch.setattr(data, "DOWNLOAD_TIMEOUT", 0.3)

@@ -655,6 +655,7 @@ OTHER_WAYS = [_eval_of_the_inner_model, _eval_of_the_compiled_model]
 INTO_EVALUATION = [_eval, *(pytest.param(way, marks=pytest.mark.slow) for way in OTHER_WAYS)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("into_evaluation", INTO_EVALUATION)
 @pytest.mark.parametrize("make", [_batchnorm, _Centred])
 def test_evaluation_with_unequal_numbers_of_batches_is_exact_and_ends(make, into_evaluation):
@@ -678,6 +679,7 @@ def _evaluate_a_data_set(rank, n):
     return dist.all_reduce(sums).tolist()
 
 
+@pytest.mark.slow
 def test_evaluation_is_exact_in_any_world_size():
     correct, count = run(_evaluate_a_data_set, 1)
     assert count == 10_000 and 0 < correct < count
@@ -1029,6 +1031,7 @@ def _slow_to_join(rank, n):
     assert time.monotonic() - started >= 0.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [2, 3])
 def test_nobody_goes_on_before_all_have_joined(n):
     dist.launch(_slow_to_join, nproc=n)
@@ -1346,6 +1349,7 @@ def test_the_readmes_program_runs(tmp_path, n, way):
     assert len(losses) == 10 and losses[-1] < losses[0]
 
 
+@pytest.mark.slow
 @WORLDS
 def test_the_whole_loop_of_the_page_runs(tmp_path, n):
     lines = _run_program(tmp_path, _in_markdown("docs/api.md", "A whole loop: seeds, training, evaluation"), n)

@@ -95,6 +95,7 @@ PLANTED = [  # environment, the line that is wrong, what it says
 ]
 
 
+@pytest.mark.slow
 @whole_table
 @pytest.mark.parametrize(("environment", "what", "says"), PLANTED, ids=[next(iter(case[0])) for case in PLANTED])
 def test_a_wrong_environment_is_one_wrong_line(environment, what, says):
@@ -171,6 +172,7 @@ def planted(fault, tmp_path, **environment):
     return path, wrong
 
 
+@pytest.mark.slow
 @whole_table
 @pytest.mark.parametrize(
     ("fault", "what", "says"),

@@ -140,6 +140,7 @@ def _answer(pipe):
     return pipe.recv()
 
 
+@pytest.mark.slow
 def test_an_attempt_that_ended_before_all_had_met_does_not_spoil_the_next():
     server, pipe = _fork(_serve)  # torchrun's own store serves all attempts
     port, said = _answer(pipe), []

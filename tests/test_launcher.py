@@ -287,6 +287,7 @@ dist.launch(worker, nproc=2)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("die", "name"), [("os.abort()", "SIGABRT"), ("import ctypes; ctypes.string_at(0)", "SIGSEGV")]
 )
@@ -305,6 +306,7 @@ STDOUT = {  # as the shell makes it, before Python starts
 }
 
 
+@pytest.mark.slow
 @on_linux
 @pytest.mark.parametrize("how", STDOUT)
 def test_a_full_or_closed_stdout_hides_no_error(tmp_path, how):
@@ -448,6 +450,7 @@ ODD_ENDS = {
 }
 
 
+@pytest.mark.slow
 @on_linux
 @pytest.mark.parametrize("end", ODD_ENDS)
 def test_odd_ends_are_explained(tmp_path, end):

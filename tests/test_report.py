@@ -45,6 +45,7 @@ def _reports(rank, n, folder):
     return folders[0]
 
 
+@pytest.mark.slow
 @WORLDS
 def test_metrics_of_ones_own(tmp_path, n, capfd):
     folder = run(_reports, n, tmp_path)

@@ -118,7 +118,7 @@ def test_one_process(dry_run, script):
     assert epoch.count == 2 * BATCH  # two batches
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2, 3])
 @pytest.mark.parametrize("script", DDP_SCRIPTS)
 def test_ddp(dry_run, script, world_size):
     result, weights = dry_run(script, world_size)
@@ -135,6 +135,7 @@ data._digits = lambda count, seed: digits(14, seed)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("script", DDP_SCRIPTS)
 def test_every_test_example_once(run, script, world_size):
@@ -151,6 +152,7 @@ def test_one_process_is_the_same_in_single_and_dataparallel(dry_run):
     assert dry_run(MNIST_SCRIPTS[0], 1)[1] == dry_run(MNIST_SCRIPTS[1], 1)[1]  # the weights after each step, bit by bit
 
 
+@pytest.mark.slow
 def test_seed(run, dry_run):
     results = dry_run("mnist_ddp.py", 2)[0], *(run("mnist_ddp.py", *dry("mnist_ddp.py"), "--seed", n) for n in (0, 1))
     first, again, other = (epochs(result, banner("mnist_ddp.py", 2)) for result in results)
@@ -160,6 +162,7 @@ def test_seed(run, dry_run):
 SAME_WEIGHTS = "import torch; seeded = torch.manual_seed; torch.manual_seed = lambda seed: seeded(0)"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", DDP_SCRIPTS)
 def test_seed_chooses_the_order_too(run, script):
     results = [run(script, *dry(script), "--seed", seed, before=SAME_WEIGHTS) for seed in (0, 1)]
@@ -258,6 +261,7 @@ torch.autocast = noted
 """
 
 
+@pytest.mark.slow
 def test_one_precision_for_different_cards(run, tmp_path):
     """Else the gradients of the rank without loss scaling are added to scaled ones: the loss is nan."""
     result = run("mnist_amp.py", *dry("mnist_amp.py"), before=MIXED_CARDS)

@@ -70,6 +70,7 @@ def without_memory(result, n):
 # --------------------------------------------------------------------------------------------------------- good runs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2)), 3])
 @pytest.mark.parametrize("name", [*VARIANTS, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)])
 def test_uneven_evaluation(run, name, n):
@@ -159,6 +160,7 @@ def largest_difference(run, folder, n, name, *args, before="", whose=0):
     return max((a - b).abs().max().item() for a, b in zip(*weights, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("name", "flags"), [("mnist_by_hand", ()), ("mnist_accumulate", ("--accumulate", 3))])
 def test_few_steps_give_the_weights_of_ddp(run, tmp_path, name, flags, n):
@@ -342,6 +344,7 @@ def _accumulate(rank, n):
         _same_as_one(dist.unwrap_model(model).state_dict(), sums, steps, n)
 
 
+@pytest.mark.slow
 @WORLDS
 def test_accumulation_is_one_big_batch(n):
     of_processes(_accumulate, n)
@@ -463,6 +466,7 @@ def _load(rank, n, file):
     assert sums[1] == 4  # training goes on
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_two_ranks_is_loaded_by_one_and_by_three(tmp_path):
     file = tmp_path / "model.pt"
     of_processes(_fsdp, 2, file)
@@ -585,6 +589,7 @@ def _pipeline(rank, n):
         assert torch.equal(tested, mnist_ddp.evaluate(expected, loader, CPU))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.__version__ < (2, 8), reason="it hung (pytorch#132644)")
 @WORLDS
 def test_a_pipeline_computes_what_its_micro_batches_compute_in_one_process(n):
@@ -630,6 +635,7 @@ def _parallelize_module(rank, n, snippet):
         assert (here.full_tensor() - there).abs().max().item() <= 1e-6
 
 
+@pytest.mark.slow
 @WORLDS
 def test_parallelize_module_computes_what_one_process_computes(n):
     """As docs/progression.md has it, with two linear layers."""

@@ -91,6 +91,7 @@ def test_a_broken_way_is_found(tmp_path, mistake, size):
 TORCHRUNS = dict.fromkeys(("RANK", "LOCAL_RANK"), "0") | {"WORLD_SIZE": "5", "LOCAL_WORLD_SIZE": "5"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("args", "environment", "message"),
     [

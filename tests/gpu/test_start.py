@@ -9,7 +9,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from forked import ROOT, Run  # noqa: E402
+from forked import ROOT, Result  # noqa: E402
 
 WHO = """
 import json
@@ -135,7 +135,7 @@ def tasks(machine, program, *visible):
         slurm = {f"SLURM_{name}": str(value) for name, value in zip(names, values, strict=True)}
         slurm |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29571"}
         started.append(machine.start(program, "who", gpus=("8.0",) * 2, CUDA_VISIBLE_DEVICES=seen, **slurm))
-    return [Run(process.wait(100), *process.communicate()) for process in started]
+    return [Result(process.wait(100), *process.communicate()) for process in started]
 
 
 def test_one_gpu_per_task_as_under_srun(machine, program, uuids):
