@@ -240,8 +240,10 @@ def _check_tensors(function: str, values: list) -> None:
             kind = type(value).__name__
             _check_same_call(f"{function} of {kind}")
             number = value if isinstance(value, (int, float)) else "..."
-            example = "model.parameters()" if function == "sync_params" else f"torch.tensor({number})"
-            raise TypeError(f"{function} takes tensors, not {kind}: type {example}")
+            advice = "type model.parameters()" if function == "sync_params" else f"type torch.tensor({number})"
+            if value is None:
+                advice = "is it the .grad of a parameter that has none? Skip it on all ranks"
+            raise TypeError(f"{function} takes tensors, not {kind}: {advice}")
 
 
 def _check_same_call(call: str) -> None:
@@ -335,7 +337,8 @@ class _Sampler(DistributedSampler):
     def __iter__(self) -> Iterator[int]:
         self.passes += 1
         if self.shuffle and self.passes == 2:
-            text = "call sampler.set_epoch(epoch) (to evaluate: shuffle=False): this epoch repeats the last one's order"
+            text = "call sampler.set_epoch(epoch) before each epoch: this one repeats the last one's order"
+            text += " (to evaluate, make it with shuffle=False)"
             warnings.warn(text, stacklevel=2)
         return iter(list(super().__iter__())[self.skip :])
 

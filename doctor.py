@@ -3,6 +3,7 @@
     python doctor.py                           # what there is, and a self-test: paste all of it into a bug report
     python doctor.py run SCRIPT [ARGS ...]     # the script, with every collective of every rank compared before it runs
     torchrun ... doctor.py run SCRIPT [...]    # the same under a launcher
+    python doctor.py --report                  # all tests on this machine's GPUs, in one file to send in; ten minutes
     kill -USR1 PID                             # where each rank of a run stands; PID is that of the process you started
 
 Each line is ok, or WRONG and what to do.  Exit code 1 if anything is wrong.
@@ -254,6 +255,16 @@ def warn_of_one_process(arguments: list[str]) -> None:
             print(f"doctor: one process: this script calls no launch; {advice}", file=sys.stderr, flush=True)
 
 
+def send_report(arguments: list[str]) -> None:
+    """Become the program that writes the report; it needs the whole project, not only this file."""
+    project = os.path.dirname(os.path.abspath(__file__))
+    if not os.path.isfile(os.path.join(project, "experiments", "gpu_report.py")):
+        sys.exit("doctor.py --report needs the whole project: clone it, and type the same in its folder")
+    path = os.pathsep.join([project, *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [sys.executable, "-m", "experiments.gpu_report", *arguments]
+    os.execve(sys.executable, command, os.environ | {"PYTHONPATH": path})
+
+
 # -------------------------------------------------------------------------------------------------------- self-test
 
 
@@ -462,6 +473,8 @@ if __name__ == "__main__":
         warn_of_one_process(sys.argv[2:])
         # torch reads this when it is imported, so in a fresh Python; exec keeps the process, its signals and exit code
         os.execve(sys.executable, [sys.executable, *sys.argv[2:]], os.environ | {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})
+    if sys.argv[1:2] == ["--report"]:
+        send_report(sys.argv[2:])
     if sys.argv[1:] in (["-h"], ["--help"]):
         sys.exit(print(__doc__))
     if sys.argv[1:]:

@@ -2,7 +2,7 @@
 
 Each rank has the same model, has trained on its own share of the batch (shares of the same size), and has called
 backward.  Change each parameter's p.grad, so that all ranks take the step of one process with the whole batch.
-A frozen parameter has no gradient: its p.grad is None on all ranks, and stays so.
+A frozen parameter (requires_grad=False) has no gradient: its p.grad is None on all ranks.  Skip it.
 dist.all_reduce(tensor, "mean") works in place; leave it out, or "sum" in its place, and see what the check says.
 """
 

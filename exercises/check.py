@@ -1,6 +1,7 @@
 """Checks an exercise: runs your function with 1, 2 and 3 processes.  python -m exercises.check shard
 
 python -m exercises.check all                 # all ten, in their order
+python -m exercises.check 5                   # the fifth
 python -m exercises.check shard --solution    # the stored solution instead of your function
 
 The exit code is 0 if all is right, and 1 if not.  What your function is compared with stands in exercises/checks/.
@@ -189,7 +190,8 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, usage=argparse.SUPPRESS, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("name", choices=[*NAMES, "all"])
+    numbers = [str(number) for number in range(1, len(NAMES) + 1)]
+    parser.add_argument("name", choices=[*NAMES, *numbers, "all"], metavar="NAME")
     parser.add_argument("--solution", action="store_true", help="check the stored solution")
     args = parser.parse_args()
     try:
@@ -197,6 +199,8 @@ def parse_args() -> argparse.Namespace:
             raise ValueError("it starts its processes itself: type python -m exercises.check")
     except ValueError as problem:
         parser.error(str(problem))
+    if args.name in numbers:
+        args.name = NAMES[int(args.name) - 1]
     return args
 
 
@@ -209,6 +213,9 @@ def main() -> int:
     right = sum(check(name, folder / f"{name}.py") for name in names)
     if args.name == "all":
         print(f"{right} of {len(names)} are right")
+    elif right:
+        later = NAMES[NAMES.index(args.name) + 1 :]
+        print(f"passed; next: {later[0]}" if later else "passed: that was the last one")
     return 0 if right == len(names) else 1
 
 

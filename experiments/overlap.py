@@ -52,7 +52,7 @@ class Measured(NamedTuple):
 def by_hand_step(model: nn.Module, inputs: torch.Tensor) -> None:
     model(inputs).square().mean().backward()
     for p in model.parameters():
-        p.grad = dist.all_reduce(p.grad, "mean")
+        dist.all_reduce(p.grad, "mean")
     model.zero_grad()
 
 

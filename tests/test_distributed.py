@@ -259,6 +259,7 @@ def _no_tensors(rank, n):
     for call, value, says in [
         (dist.reduce, 0.5, r"reduce takes tensors, not float: type torch\.tensor\(0\.5\)$"),
         (dist.all_reduce, 3, r"all_reduce takes tensors, not int: type torch\.tensor\(3\)$"),
+        (dist.all_reduce, None, "all_reduce takes tensors, not NoneType: is it the .grad of a parameter that has none"),
         (dist.gather, [1.0], r"gather takes tensors, not list: type torch\.tensor\(\.\.\.\)$"),
         (dist.sync_params, model, r"sync_params takes tensors, not Linear: type model\.parameters\(\)$"),
         (dist.sync_params, model.state_dict(), "sync_params takes tensors, not str: "),
@@ -484,7 +485,10 @@ def _epochs(rank, n):
             sampler.set_epoch(epoch)
             orders.append(list(sampler))
     assert orders[0] != orders[1] and orders[0] == orders[2]
-    with pytest.warns(UserWarning, match=r"sampler.set_epoch\(epoch\) \(to evaluate: shuffle=False\)"):
+    with pytest.warns(
+        UserWarning,
+        match=r"sampler.set_epoch\(epoch\) before each epoch: .* \(to evaluate, make it with shuffle=False\)",
+    ):
         list(sampler)
     unshuffled = dist.data_sampler(range(12), True, shuffle=False)
     unshuffled.set_epoch(0, skip=2)

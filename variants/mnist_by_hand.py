@@ -40,7 +40,7 @@ def train(model, loader, optimizer, scheduler, device):
         loss = F.cross_entropy(model(images), labels)
         loss.backward()
         for p in model.parameters():
-            p.grad = dist.all_reduce(p.grad, "mean")  # the average over all processes
+            dist.all_reduce(p.grad, "mean")  # the average over all processes
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()

@@ -55,14 +55,19 @@ def run(function, folder, messages=None):
     return answer
 
 
-def train(n, combine):
-    """What the ranks would have if `combine` made each rank's gradients, of all ranks' [rank][parameter]."""
+def train(n, combine, average_weights=False):
+    """What the ranks would have if `combine` made each rank's gradients, of all ranks' [rank][parameter].
+
+    average_weights: the weights before each update are averaged, too.
+    """
     models, answers = [network() for _ in range(n)], [{} for _ in range(n)]
     for step in range(STEPS):
         for rank, model in enumerate(models):
             backward(model, step, rank, n)
         own = [[p.grad for p in model.parameters() if p.requires_grad] for model in models]
         combined = combine(own)
+        if average_weights:
+            set_to_mean(models)
         for model, answer, gradients in zip(models, answers, combined, strict=True):
             for p, gradient in zip([p for p in model.parameters() if p.requires_grad], gradients, strict=True):
                 p.grad = gradient
@@ -71,6 +76,14 @@ def train(n, combine):
     for model, answer in zip(models, answers, strict=True):
         answer |= {f"{name} after {STEPS} steps": common.as_answer(p) for name, p in model.named_parameters()}
     return answers
+
+
+def set_to_mean(models):
+    with torch.no_grad():
+        for same in zip(*(model.parameters() for model in models), strict=True):
+            mean = sum(same) / len(same)
+            for p in same:
+                p.copy_(mean)
 
 
 def summed(own, factor=1.0):
@@ -84,6 +97,7 @@ def judge(answers):
         "each rank kept its own gradient": lambda own: own,
         "a sum where a mean was meant": lambda own: [summed(own)] * n,
         "divided by the number of ranks twice": lambda own: [summed(own, 1 / n**2)] * n,
+        "divided by the number of ranks, but never added up": lambda own: [[g / n for g in grads] for grads in own],
         "rank 0 alone has the mean, the others kept their own gradient": lambda own: [summed(own, 1 / n), *own[1:]],
         "all ranks have rank 0's gradient": lambda own: [own[0]] * n,
         "only the first parameter's gradient was averaged": lambda own: [
@@ -96,4 +110,6 @@ def judge(answers):
             [*gradients[:-1], *summed(own, 1 / n)[-1:]] for gradients in own
         ],
     }
-    return common.compare(answers, right, {way: train(n, combine) for way, combine in ways.items()})
+    wrong = {way: train(n, combine) for way, combine in ways.items()}
+    wrong["the weights were averaged, not the gradients"] = train(n, lambda own: own, average_weights=True)
+    return common.compare(answers, right, wrong)

@@ -46,11 +46,21 @@ def farthest(answers: list[Answer], right: list[Answer]) -> tuple[float, int, st
     return max(found, key=lambda entry: entry[0])
 
 
+def first_wrong(answers: list[Answer], right: list[Answer]) -> tuple[float, int, str]:
+    """As `farthest`, for the first part that is wrong on any rank: what comes later may follow from it."""
+    for part in right[0]:
+        only = [[{part: answer[part]} for answer in each] for each in (answers, right)]
+        if farthest(*only)[0] > TOLERANCE:
+            return farthest(*only)
+    return farthest(answers, right)
+
+
 def compare(answers: list[Answer], right: list[Answer], wrong: dict[str, list[Answer]]) -> str:
     """ "" if all ranks have the right answer; else where it is not, and which of the wrong ways gives the same."""
-    most, rank, part = farthest(answers, right)
+    most = farthest(answers, right)[0]
     if most <= TOLERANCE:
         return ""
+    first, rank, part = first_wrong(answers, right)
     answer, expected = answers[rank][part], right[rank][part]
     if expected is None:
         text = f"rank {rank} has a tensor where None is expected ({part})"
@@ -58,12 +68,12 @@ def compare(answers: list[Answer], right: list[Answer], wrong: dict[str, list[An
         text = f"rank {rank} has {answer}, not a tensor ({part})"
     elif answer.shape != expected.shape:
         text = f"shape {list(answer.shape)}, expected {list(expected.shape)} (rank {rank}, {part})"
-    elif most == math.inf:
+    elif first == math.inf:
         text = f"not a number (rank {rank}, {part})"
     elif answer.numel() == 1:
-        text = f"distance {most:.2g} (rank {rank}, {part}: {answer.item():.6g}, expected {expected.item():.6g})"
+        text = f"distance {first:.2g} (rank {rank}, {part}: {answer.item():.6g}, expected {expected.item():.6g})"
     else:
-        text = f"distance {most:.2g} (rank {rank}, {part})"
+        text = f"distance {first:.2g} (rank {rank}, {part})"
     for way, values in wrong.items():
         if farthest(answers, values)[0] <= TOLERANCE:
             return f"{text}. It looks like this: {way}"

@@ -1,0 +1,38 @@
+"""doctor.py --report: the file, of fewer programs than it has (this test is one of them)."""
+
+import getpass
+import os
+import socket
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from forked import ROOT  # noqa: E402
+
+SHORT = """
+from experiments import gpu_report
+full = gpu_report.parts
+def parts(folder):
+    doctor, tests, equivalence, benchmark = full(folder)
+    equivalence.command.extend(["--ways", "ddp"])
+    tests.command.extend(["--collect-only"])
+    benchmark.command.extend(["--scripts", "mnist_ddp.py", "--nproc", "2", "--epochs", "1"])
+    return [doctor, tests, equivalence, benchmark]
+gpu_report.parts = parts
+"""
+
+
+def test_the_report_of_two_gpus(machine, tmp_path):
+    path = tmp_path / "report.txt"
+    run = machine.run("-m", "experiments.gpu_report", path, gpus=("8.0", "8.0"), before=SHORT)
+    assert run.code == 0, run.out + run.err + (path.read_text() if path.exists() else "")
+    text = path.read_text()
+    (row,) = [line for line in text.splitlines() if line.startswith("| 2")]
+    assert "2 x " in row and row.count("all is well") == 2
+    for title in "doctor", "tests", "equivalence", "benchmark":
+        assert f"== {title}: all is well" in text
+    assert not [
+        name for name in (str(ROOT), str(tmp_path), socket.gethostname(), os.path.expanduser("~")) if name in text
+    ]
+    assert getpass.getuser() not in text.split()
