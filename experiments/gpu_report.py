@@ -31,7 +31,7 @@ from experiments import benchmark_results
 from experiments.measured import ROOT
 
 SIMULATED = "Simulated GPU"  # how tests/simulated_gpus names its cards
-LAST_LINES = 60  # of a program that went wrong
+ALL = 600  # seconds for all parts; the tests, which come last, have what the others leave
 
 
 class Part(NamedTuple):
@@ -39,7 +39,7 @@ class Part(NamedTuple):
 
     title: str
     command: list[str]  # after `python`
-    limit: float  # seconds; together ten minutes
+    limit: float  # seconds
 
 
 class Outcome(NamedTuple):
@@ -49,13 +49,18 @@ class Outcome(NamedTuple):
 
 
 def parts(folder: str) -> list[Part]:
-    """What is run; the programs that store results store them in this folder."""
+    """What is run before the tests; the programs that store results store them in this folder."""
     return [
         Part("doctor", ["doctor.py"], 60),
-        Part("tests", ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", "tests/gpu"], 240),
         Part("equivalence", ["-m", "experiments.equivalence", "--steps", "20", "--output", folder], 120),
-        Part("benchmark", ["-m", "experiments.benchmark", "--repeats", "1", "--epochs", "2", "--output", folder], 170),
+        Part("benchmark", ["-m", "experiments.benchmark", "--repeats", "1", "--epochs", "2", "--output", folder], 150),
     ]
+
+
+def tests(limit: float) -> Part:
+    """The tests in tests/gpu.  They end by themselves after the first that is ready when a minute is left."""
+    command = ["-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider", "-m", "gpu", "tests/gpu"]
+    return Part("tests", [*command, f"--session-timeout={limit - 60:.0f}"], limit)
 
 
 def run(part: Part) -> Outcome:
@@ -173,11 +178,14 @@ def main(argv: list[str]) -> int:
     except OSError as problem:
         print(f"doctor.py --report: can't write {path} ({problem.strerror})", file=sys.stderr)
         return 2
-    outcomes = {}
+    outcomes, started = {}, time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         for part in parts(folder):
             print(f"{part.title}: at most {part.limit:.0f} s", flush=True)
             outcomes[part.title] = run(part)
+        part = tests(ALL - (time.monotonic() - started))
+        print(f"{part.title}: at most {part.limit:.0f} s", flush=True)
+        outcomes[part.title] = run(part)
         path.write_text(report(outcomes, folder), encoding="utf-8")
     print(f"{path} is written. Read it; then open an issue, and attach it. Thank you!")
     return int(any(outcome.code != 0 for outcome in outcomes.values()))

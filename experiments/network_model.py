@@ -19,6 +19,7 @@ FIRST_BUCKET, BUCKET = 1 * MIB, 25 * MIB  # DDP's defaults: a small one first, s
 BACKWARD = 2 / 3  # of a step: backward computes two gradients (inputs, weights) for each product of the forward pass
 # Of the bytes on an Ethernet with TCP: 1448 of a frame's 1514, and for two frames an acknowledgement the other way.
 PAYLOAD = 1448 / (1514 + 66 / 2)
+HOST = 1.5e-3  # seconds: an assumption, see docs/scaling.md; the host starts the operations of a step one by one
 PEAK = 312.0  # TFLOP/s: bfloat16 on the tensor cores of an A100 (NVIDIA's data sheet)
 
 
@@ -34,8 +35,8 @@ class Model(NamedTuple):
 
 
 MODELS = {
-    # 2.84 million multiply-adds forward, counted by hand; kernels so small take longer to start than to run
-    "convnet": Model("the MNIST ConvNet", 29_034, 200, "images", 6 * 2.84e6, 0.02),
+    # 2.84 million multiply-adds forward, counted by hand; kernels so small take longer to start (HOST) than to run
+    "convnet": Model("the MNIST ConvNet", 29_034, 200, "images", 6 * 2.84e6, 0.2),
     # 4.09 billion multiply-adds forward (torchvision's table of weights)
     "resnet50": Model("ResNet-50", 25_557_032, 64, "images", 6 * 4.09e9, 0.2),
     # 6 FLOP per parameter and token (Kaplan et al. 2020)
@@ -65,8 +66,16 @@ NETWORKS = [
 
 
 def compute_time(flop: float, peak: float, utilisation: float) -> float:
-    """Seconds for so many FLOP on a GPU of `peak` TFLOP/s, of which the share `utilisation` is reached."""
-    return flop / (peak * 1e12 * utilisation)
+    """Seconds for so many FLOP, if the share `utilisation` of a GPU's `peak` TFLOP/s is reached; at least HOST."""
+    return max(flop / (peak * 1e12 * utilisation), HOST)
+
+
+def compute_of_each(compute: float, gpus: int, strong: bool) -> float:
+    """Seconds of computing per step on each of N GPUs, from those of one GPU.
+
+    strong: they share one batch, but a smaller share takes no less than HOST, in which the host starts the operations.
+    """
+    return max(compute / gpus, min(compute, HOST)) if strong else compute
 
 
 def buckets(gradient: float, size: float = BUCKET) -> list[float]:
@@ -109,10 +118,10 @@ def is_limit(compute: float, sizes: list[float], gpus: int, network: Network) ->
 def limit_from(compute: float, sizes: list[float], network: Network, most: int, strong: bool = False) -> int:
     """The smallest number of GPUs, up to `most`, for which the network is the limit; 0 if there is none.
 
-    strong: `compute` is the time of one GPU, of which each of N GPUs needs the Nth part.
+    `compute` is the time of one GPU; strong: see compute_of_each.
     """
     for gpus in range(2, most + 1):
-        if is_limit(compute / gpus if strong else compute, sizes, gpus, network):
+        if is_limit(compute_of_each(compute, gpus, strong), sizes, gpus, network):
             return gpus
     return 0
 
@@ -134,9 +143,10 @@ def table(compute: float, gradient: float, networks: list[Network], args: argpar
     for network in networks:
         cells = ""
         for gpus in args.gpus:
-            share = compute / gpus if args.strong else compute
-            star = "*" if is_limit(share, sizes, gpus, network) else " "
-            cells += f"{share / step_time(share, sizes, gpus, network):>7.0%}{star}"
+            each = compute_of_each(compute, gpus, args.strong)
+            perfect = compute / gpus if args.strong else compute
+            star = "*" if is_limit(each, sizes, gpus, network) else " "
+            cells += f"{perfect / step_time(each, sizes, gpus, network):>7.0%}{star}"
         first = limit_from(compute, sizes, network, max(args.gpus), args.strong)
         lines.append(f"  {network.name:<24}{cells}   {f'from {first} GPUs' if first else 'never'}")
     return "\n".join(lines)
@@ -190,6 +200,8 @@ def main(argv: list[str] | None = None) -> None:
     for model in [MODELS[args.model]] if args.model else MODELS.values():
         compute = compute_time(model.flop * model.batch, PEAK, model.utilisation)
         source = f"assumed: {model.utilisation:.0%} of {PEAK:g} TFLOP/s"
+        if compute == HOST:
+            source = "assumed: the host starts its operations in that time"
         if args.compute:
             compute, source = args.compute / 1e3, "given"
         print(f"\n{model.name}: {model.batch} {model.example} per GPU in {1e3 * compute:.3g} ms ({source})")

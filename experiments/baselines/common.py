@@ -3,7 +3,7 @@
 The model, the flags and their defaults are those of mnist_ddp.py.  So is the recipe (SGD with momentum, OneCycleLR):
 the programs differ in how they load data and talk to each other, not in what they learn.
 
-The data come image by image, as in the libraries' own tutorials: torchvision's data set, and a transform per image.
+The data come image by image, as in pytorch/examples (mnist/main.py): torchvision's data set, and a transform per image.
 With --whole-batches they come as in data.py, and the model has the layout that mnist_ddp.py gives it: then only the
 library makes a difference to mnist_ddp.py.
 """
