@@ -24,7 +24,7 @@ def check(rows, nproc, steps):
         notes = {name: row[1] for name, row in rows[dtype].items()}
         assert {len(row) for row in distances.values()} == {steps}
         for way in RIGHT:
-            assert max(distances[way.name]) <= limit, (way.name, dtype)
+            assert max(distances[way.name]) <= way.limit * limit, (way.name, dtype)
         for name in MISTAKES:
             assert max(distances[name]) > 1e-3, (name, dtype)
         assert max(distances["no_sync around backward only"]) <= limit

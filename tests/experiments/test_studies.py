@@ -104,17 +104,6 @@ def test_the_time_to_the_target_is_on_the_line_between_two_epochs():
     assert timed_runs.reached(seconds, [98.0, 98.8, 98.9]) is None
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(200)
-def test_without_kept_memory_a_run_asks_for_more_pages():
-    """The variable that turns it off reaches data.py in the program's processes; the results stay the same."""
-    point = {"program": "mnist_ddp.py", "repeat": 0}
-    args = SimpleNamespace(data_dir="data")
-    found = {way: timed_runs.measure_memory(point | {"memory": way}, args) for way in timed_runs.MEMORY_WAYS}
-    assert found["kept"]["peak_mib"] > found["given back"]["peak_mib"]
-    assert min(way["images_per_second"] for way in found.values()) > 0
-
-
 def test_what_can_not_be_measured_here_is_left_as_it_is(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(studies, "RESULTS", tmp_path)
     monkeypatch.delenv("XLA_ENVIRONMENT", raising=False)
