@@ -64,9 +64,8 @@ def get_world_size() -> int:
 
 def get_device() -> torch.device:
     """This process's device: the GPU with its local rank's number, or the CPU.  A process that sees one GPU uses it."""
-    # device_count asks the driver's NVML; is_available would load CUDA, and no process could be forked any more.
-    count = torch.cuda.device_count()
-    return torch.device("cuda", get_local_rank() % count) if count else torch.device("cpu")
+    kind, count = launcher.devices()
+    return torch.device(kind, get_local_rank() % count) if count else torch.device("cpu")
 
 
 def is_primary() -> bool:
@@ -90,7 +89,7 @@ def init_process_group(
     """Join the process group.  Every rank must call it; it returns when all have come.
 
     rank, world_size: only for a process that neither `launch` nor a launcher has started (mp.spawn, say).
-    backend: "nccl" or "gloo"; None takes nccl for CUDA (if torch has it), else gloo.  Sets the CUDA device.
+    backend: None takes nccl for CUDA and xccl for XPU (if torch has it), else gloo.  Sets the CUDA or XPU device.
     timeout: seconds for all to come (120).  After 10 s rank 0 says who is missing; at the end TimeoutError.
     checked: torch compares every collective but DDP's own before it runs, and an error lists what each rank has
         called: slower, for trials.
@@ -99,13 +98,13 @@ def init_process_group(
         raise TypeError(f"init_process_group: the first argument is the rank: type backend={rank!r}")
     world = rendezvous.join(rank, world_size)
     device = get_device()
-    backend = backend or ("nccl" if device.type == "cuda" and torch_dist.is_nccl_available() else "gloo")
+    backend = backend or launcher.default_backend()
     launcher.check_backend(backend)
     options: dict = {"rank": world.rank, "world_size": world.world_size}
     options["timeout"] = timedelta(seconds=rendezvous.seconds("DIST_TIMEOUT"))  # of each collective
     gpu = ""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    if device.type != "cpu":
+        getattr(torch, device.type).set_device(device)
     if backend == "nccl":  # one process per card; torch 2.4 doesn't tell which card it is
         gpu = str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
         if torch.__version__ >= (2, 7, 1):  # 2.6 and 2.7.0 hang with it (pytorch#153960)
@@ -230,7 +229,7 @@ def _comm_device() -> torch.device | None:
     """The device that the backend moves tensors on; None in a world of one.  Without a process group ValueError."""
     if get_world_size() == 1:
         return None
-    return get_device() if torch_dist.get_backend() == "nccl" else torch.device("cpu")
+    return get_device() if torch_dist.get_backend() in launcher.BACKENDS.values() else torch.device("cpu")
 
 
 def _check_tensors(function: str, values: list) -> None:
@@ -378,7 +377,7 @@ def prepare_ddp_model(model: nn.Module, device_ids: Any = None, sync_bn: bool = 
         if level == torch_dist.DebugLevel.DETAIL:  # DDP on a checked group crashes torch 2.15: a plain one
             limit = timedelta(seconds=rendezvous.seconds("DIST_TIMEOUT"))
             kwargs.setdefault("process_group", torch_dist.new_group(timeout=limit))
-        return nn.parallel.DistributedDataParallel(model, [device] if device.type == "cuda" else None, **kwargs)
+        return nn.parallel.DistributedDataParallel(model, [device] if device.type != "cpu" else None, **kwargs)
     finally:
         torch_dist.set_debug_level(level)
 
@@ -407,7 +406,7 @@ def parse_args(parser: argparse.ArgumentParser) -> argparse.Namespace:
     Pass args.nproc on: `launch(worker_fn, args, nproc=args.nproc)`.
     """
     parser.add_argument("--nproc", type=int, help="processes on this machine (default: one per GPU; without a GPU, 2)")
-    parser.add_argument("--backend", choices=["nccl", "gloo"], help="(default: nccl for GPUs, else gloo)")
+    parser.add_argument("--backend", choices=["nccl", "xccl", "gloo"], help="(default: nccl or xccl for GPUs, or gloo)")
     args = parser.parse_args()
     try:
         rendezvous.check_limits()

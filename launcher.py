@@ -53,12 +53,34 @@ _FRAME = re.compile(r'File "(.+)", line (\d+),? in (.+)')  # of a traceback, or 
 # --------------------------------------------------------------------------------------------------------------- plan
 
 
+BACKENDS = {"cuda": "nccl", "xpu": "xccl"}  # between accelerators of each kind; gloo connects all others
+
+
+def devices() -> tuple[str, int]:
+    """The kind of this machine's accelerators, and how many this process sees: ("cuda", 2), or ("cpu", 0).
+
+    Counting starts no driver.  is_available would start CUDA, and no process could be forked any more.
+    """
+    kind = "cuda"
+    if not torch.cuda.device_count() and torch.__version__ >= (2, 7):  # torch 2.6 may start a driver here
+        kind = str(torch.accelerator.current_accelerator())  # what torch was built for: "cuda" without a GPU, too
+    count = getattr(torch, kind).device_count() if kind in BACKENDS else 0
+    return (kind, count) if count else ("cpu", 0)
+
+
+def default_backend() -> str:
+    backend = BACKENDS.get(devices()[0], "gloo")
+    return backend if torch.distributed.is_backend_available(backend) else "gloo"
+
+
 def check_backend(backend: str | None) -> None:
     """ValueError, in one line, if no process can use this backend here."""
-    if backend == "nccl" and not torch.cuda.device_count():
+    if backend == "nccl" and devices()[0] != "cuda":
         raise ValueError("backend nccl needs a CUDA GPU, and none is visible: use gloo")
-    if backend == "nccl" and not torch.distributed.is_nccl_available():
-        raise ValueError("this torch was built without nccl: use gloo")
+    if backend == "xccl" and devices()[0] != "xpu":
+        raise ValueError("backend xccl needs an Intel GPU (XPU), and none is visible: use gloo")
+    if backend in BACKENDS.values() and not torch.distributed.is_backend_available(backend):
+        raise ValueError(f"this torch was built without {backend}: use gloo")
 
 
 def plan(nproc: int | None = None, backend: str | None = None, on_cpu: int = 1) -> int:
@@ -67,13 +89,12 @@ def plan(nproc: int | None = None, backend: str | None = None, on_cpu: int = 1) 
     By default one per visible GPU, or `on_cpu` without a GPU; the environment's NPROC overrides the default.
     """
     check_backend(backend)
-    gpus = torch.cuda.device_count()
+    gpus = devices()[1]
     if nproc is None:
         nproc = os.environ.get("NPROC") or gpus or on_cpu
     if not str(nproc).isdecimal() or int(nproc) < 1:
         raise ValueError(f"nproc (or NPROC) is {nproc}: start at least 1 process")
-    by_nccl = backend == "nccl" or (backend is None and torch.distributed.is_nccl_available())
-    if gpus and int(nproc) > gpus and by_nccl:
+    if gpus and int(nproc) > gpus and (backend or default_backend()) != "gloo":
         raise ValueError(f"{nproc} processes, but {gpus} visible GPU(s): start {gpus}, or share them with backend gloo")
     return int(nproc)
 
@@ -192,6 +213,8 @@ def fork_is_safe() -> bool:
     after a fork (bugs.python.org/issue33725).
     """
     if sys.platform != "linux" or torch.version.hip or _cuda_was_started() or threading.active_count() > 1:
+        return False
+    if devices()[0] not in ("cpu", "cuda"):  # nobody has tried it
         return False
     if len(os.listdir("/proc/self/task")) > 1:
         # OpenBLAS, which numpy brings, ends its threads before every fork and starts them again when it needs them.

@@ -805,6 +805,33 @@ def test_gpus_without_nccl_take_gloo():
     dist.launch(_without_nccl, nproc=2)
 
 
+def _on_xpus(rank, n):
+    """On simulated ones.  Nobody has run this on a real one."""
+    chosen, has_xccl = [], False
+    torch.cuda.device_count, torch.xpu.device_count, torch.xpu.set_device = lambda: 0, lambda: n, chosen.append
+    torch.accelerator.current_accelerator = lambda check_available=False: torch.device("xpu")
+    torch.distributed.is_xccl_available = lambda: has_xccl
+    assert dist.get_device() == torch.device("xpu", rank)
+    dist.init_process_group()
+    assert torch.distributed.get_backend() == "gloo" and chosen == [torch.device("xpu", rank)]
+    assert dist.all_reduce(torch.tensor(1)) == n
+    with pytest.raises(ValueError, match="this torch was built without xccl: use gloo"):
+        launcher.check_backend("xccl")
+    has_xccl = True
+    launcher.check_backend("xccl")
+    assert launcher.default_backend() == "xccl" and launcher.plan() == n
+    with pytest.raises(ValueError, match=f"{n + 1} processes, but {n} visible"):
+        launcher.plan(n + 1)
+    with pytest.raises(ValueError, match="nccl needs a CUDA GPU"):
+        launcher.check_backend("nccl")
+    assert not launcher.fork_is_safe() and not torch.cuda.is_initialized()
+
+
+@pytest.mark.skipif(torch.__version__ < (2, 7), reason="torch.accelerator starts drivers")
+def test_other_accelerators_through_torch_accelerator():
+    dist.launch(_on_xpus, nproc=2)
+
+
 def _moved_inputs(rank, n):
     """DDP moves inputs to the model's GPU; to float64 stands in for that."""
 
