@@ -69,6 +69,7 @@ def devices() -> tuple[str, int]:
 
 
 def default_backend() -> str:
+    """nccl for CUDA and xccl for XPU, if torch has it; else gloo."""
     backend = BACKENDS.get(devices()[0], "gloo")
     return backend if torch.distributed.is_backend_available(backend) else "gloo"
 
