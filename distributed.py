@@ -336,8 +336,10 @@ class _Sampler(DistributedSampler):
     def __iter__(self) -> Iterator[int]:
         self.passes += 1
         if self.shuffle and self.passes == 2:
-            text = "call sampler.set_epoch(epoch) before each epoch: this one repeats the last one's order"
-            text += " (to evaluate, make it with shuffle=False)"
+            text = (
+                "call sampler.set_epoch(epoch) before each epoch: this one repeats the last one's order "
+                "(to evaluate, make it with shuffle=False)"
+            )
             warnings.warn(text, stacklevel=2)
         return iter(list(super().__iter__())[self.skip :])
 

@@ -1,4 +1,4 @@
-"""The report that a visitor with GPUs sends in.  Its run on (simulated) GPUs is in tests/gpu/test_report.py."""
+"""The report that a visitor with GPUs sends in.  Its run on (simulated) GPUs is in tests/gpu/test_send_report.py."""
 
 import getpass
 import socket
