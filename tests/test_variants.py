@@ -188,9 +188,7 @@ torch.Tensor.float = torch.Tensor.double  # the images
         ("mnist_by_hand", (), 2, "", 0),
         ("mnist_overlap", (), 2, "", 0),  # it divides before the sum, as DDP does
         ("mnist_overlap", (), 3, FLOAT64, 1e-6),  # three addends: their order depends on the buckets
-        ("mnist_by_hand", (), 3, FLOAT64 + NO_BATCHNORM, 1e-6),
         ("mnist_by_hand", (), 3, FLOAT64, 1e-6),
-        ("mnist_accumulate", ("--accumulate", 3), 2, FLOAT64 + NO_BATCHNORM, 1e-6),
         ("mnist_accumulate", ("--accumulate", 4), 3, FLOAT64 + NO_BATCHNORM, 1e-6),
     ],
 )

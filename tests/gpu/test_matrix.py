@@ -93,7 +93,7 @@ def test_the_smallest_program(machine):
 
 
 def test_a_checkpoint_moves_between_cards_and_to_the_cpu(machine, tmp_path):
-    command = ["cifar10_ddp.py", *SHORT, "--amp", "--batch-size", "8", "--output-dir", tmp_path]
+    command = ["cifar10_ddp.py", *SHORT, "--amp", "--batch-size", "8", "--width", "24", "--output-dir", tmp_path]
     assert machine.run(*command, gpus=("8.0", "8.0")).code == 0
     (folder,) = tmp_path.iterdir()
     for gpus in ("7.5", "7.5"), ():
