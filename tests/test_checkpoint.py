@@ -430,7 +430,6 @@ def _waits(rank, n, folder):
     assert checkpoint.read(folder / "last.pt")["step"] == 3
 
 
-@pytest.mark.slow
 @WORLDS
 def test_save_ends_on_all_ranks_when_rank_0_has_written(tmp_path, n):
     # A rank that were ahead could end, and whoever started them would end rank 0 in the middle of it.

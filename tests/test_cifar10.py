@@ -310,6 +310,7 @@ def test_loss_scaling(n):
     of_processes(in_float16, n, _train)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3])
 def test_every_example_is_evaluated_once(run, tmp_path, n):
     # Neither 200 nor 500 divides by 3, and no batch divides anything.

@@ -292,6 +292,18 @@ def _uneven(rank, n):
     assert [part.tolist() for part in dist.gather(torch.empty(0))] == [[]] * n
 
 
+def test_results_are_new_in_a_world_of_one_too():
+    mine = torch.ones(2)
+    for result in dist.gather(mine)[0], dist.reduce(mine):
+        assert torch.equal(result, mine) and result.data_ptr() != mine.data_ptr()
+    assert dist.all_reduce(mine) is mine  # in place
+
+
+def test_unwrap_model_knows_both_wrappers():
+    model = nn.Linear(1, 1)
+    assert dist.unwrap_model(nn.DataParallel(model)) is dist.unwrap_model(model) is model
+
+
 @WORLDS
 def test_gather_of_uneven_shapes_in_rank_order_on_every_rank(n):
     run(_uneven, n)
@@ -1104,6 +1116,9 @@ def test_plan_refuses_what_cannot_run(monkeypatch):
         launcher.plan(1, "nccl")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert launcher.plan() == 2
+    monkeypatch.setenv("NPROC", "1")
+    assert launcher.plan() == 1  # what the user says goes before the number of GPUs
+    monkeypatch.delenv("NPROC")
     assert launcher.plan(4, "gloo") == 4  # several processes may share a GPU
     with pytest.raises(ValueError, match="3 processes, but 2 visible"):
         launcher.plan(3)
@@ -1232,6 +1247,15 @@ def test_under_torchrun_launch_calls_the_worker_here(monkeypatch):
         monkeypatch.setenv("RANK", str(rank))
         monkeypatch.setenv("LOCAL_RANK", str(local_rank))
         assert dist.launch(lambda *args: "done") == result
+        assert dist.is_primary() == (rank == 0)
+
+
+def test_the_gpu_is_that_of_the_local_rank(monkeypatch):
+    """On the second machine, of three processes each."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for name, value in {"RANK": "4", "WORLD_SIZE": "6", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "3"}.items():
+        monkeypatch.setenv(name, value)
+    assert dist.get_device() == torch.device("cuda", 1)
 
 
 @pytest.mark.parametrize("missing", TORCHRUN)

@@ -443,6 +443,38 @@ def test_an_error_is_shown_if_launch_was_called_in_a_thread(tmp_path):
     assert "failed first" in result.err and "ValueError: the cause" in result.err
 
 
+def test_what_a_failed_process_has_printed_is_not_lost(tmp_path):
+    """It waits to be killed, with text in its buffers: standard output is no terminal here."""
+    code = (
+        "def worker(rank, n):\n"
+        "    print('before the error', end='')\n"
+        "    if rank == 1: raise KeyError('the cause')\n"
+        "    time.sleep(20)\n"
+        "dist.launch(worker, nproc=2)\n"
+    )
+    result = run(tmp_path, code)
+    assert (result.code, result.out) == (1, "before the error") and "KeyError: 'the cause'" in result.err
+
+
+@pytest.mark.slow
+def test_after_a_failure_the_others_have_three_seconds(tmp_path):
+    """Not the thirty of a run that was told to stop: nobody has asked for a checkpoint."""
+    code = (
+        "def slow(*_): time.sleep(60)\n"
+        "def worker(rank, n):\n"
+        "    signal.signal(signal.SIGTERM, slow)\n"
+        "    if rank == 1:\n"
+        "        time.sleep(0.5)\n"
+        "        raise KeyError('the cause')\n"
+        "    time.sleep(60)\n"
+        "dist.launch(worker, nproc=2)\n"
+    )
+    before = time.monotonic()
+    result = run(tmp_path, code)
+    assert result.code == 1 and "KeyError: 'the cause'" in result.err
+    assert time.monotonic() - before < 20
+
+
 ODD_ENDS = {
     "os.kill(os.getpid(), signal.SIGRTMIN + 1)": "ended by signal 35",
     "return Bad(1)": r"its result can't be read: .*missing 1 required positional argument",

@@ -53,6 +53,21 @@ def under(env, function=rendezvous.get_world, *args):
         return function(*args)
 
 
+@pytest.mark.parametrize(
+    "variables", [{}, {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "GROUP_WORLD_SIZE": "2"}]
+)
+def test_rank_0_alone_serves_the_store_and_without_it_the_wait_ends(variables, monkeypatch):
+    """The first rank of the second machine serves none either.  The limit is that of meeting, not of a collective."""
+    monkeypatch.setattr(rendezvous, "_store", None)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    env = TORCHRUN | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "DIST_TIMEOUT": "60"} | variables
+    before = time.monotonic()
+    with pytest.raises(RuntimeError):
+        under(env, lambda: rendezvous._open_store(rendezvous.get_world(), 1.0))
+    assert time.monotonic() - before < 20
+
+
 RECOGNISED = {
     "torchrun": (TORCHRUN, ("torchrun", 1, 2, 1, 2)),
     "torchrun, two nodes": (

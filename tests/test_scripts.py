@@ -135,6 +135,17 @@ data._digits = lambda count, seed: digits(14, seed)
 """
 
 
+@pytest.mark.parametrize("script", MNIST_SCRIPTS)
+def test_an_evaluation_is_in_evaluation_mode(script):
+    module, modes = importlib.import_module(script.removesuffix(".py")), []
+    test_set = data.load("synthetic", "", 10)[1]
+    model = module.ConvNet(test_set.channels, test_set.side)
+    model.register_forward_pre_hook(lambda model, inputs: modes.append(model.training))
+    loader = data.loader(test_set, 5, torch.utils.data.SequentialSampler(test_set))
+    module.evaluate(model, loader, torch.device("cpu"))
+    assert modes == [False] * math.ceil(len(test_set) / 5)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("script", DDP_SCRIPTS)

@@ -53,6 +53,7 @@ def key(pair):
 # ---------------------------------------------------------------------------------------------------------- the files
 
 
+@pytest.mark.slow
 def test_pages_are_up_to_date():
     made = generated()
     for page, text in made.items():
