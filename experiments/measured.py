@@ -200,6 +200,9 @@ def write_table(name: str, rows: list[list[str]], points: list[dict[str, str]], 
     """results/NAME.md: the table; below it, `after` and where the points were measured, as far as that is known."""
     places = sorted({f"{row['machine']}, torch {row['torch']}, {row['date']}" for row in points if row["machine"]})
     after += f"Measured on: {'; '.join(places)}." if places else ""
+    unknown = sum(not row["machine"] for row in points)
+    if places and unknown:
+        after += f" Of {unknown} older points the machine is not known."
     write(RESULTS / f"{name}.md", (table(rows) + (f"\n{after}\n" if after else "")).encode())
 
 
