@@ -264,7 +264,8 @@ def picture(runs: list[Run]) -> bytes:
     axes.set_xlabel("images per second (median, least, greatest)", fontsize=PHONE)
     figure.suptitle("How fast each program trains", fontsize=PHONE + 2)
     notes = (
-        "2 x 1: two processes with one thread each.\nBlack line: the same training without loader and communication."
+        "1 x 2: one process with two threads.  2 x 1: two processes with one thread each.\n"
+        "Black line: the median of the same training without loader and communication."
     )
     figure.supxlabel(f"{notes}\n{runs[0].machine}", fontsize=PHONE - 2, color="0.25")
     return measured.png(figure)
