@@ -408,7 +408,9 @@ def parse_args(parser: argparse.ArgumentParser) -> argparse.Namespace:
     Pass args.nproc on: `launch(worker_fn, args, nproc=args.nproc)`.
     """
     parser.add_argument("--nproc", type=int, help="processes on this machine (default: one per GPU; without a GPU, 2)")
-    parser.add_argument("--backend", choices=["nccl", "xccl", "gloo"], help="(default: nccl or xccl for GPUs, or gloo)")
+    parser.add_argument(
+        "--backend", choices=[*launcher.BACKENDS.values(), "gloo"], help="(default: nccl or xccl for GPUs, or gloo)"
+    )
     args = parser.parse_args()
     try:
         rendezvous.check_limits()

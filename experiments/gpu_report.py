@@ -8,6 +8,7 @@ when its time is over, and what it has said until then is kept.  The file has no
 (see `without_names`): read it before you send it.  Exit code 0 if all of it went well, 1 if not, 2 if there is no GPU.
 """
 
+import argparse
 import contextlib
 import datetime
 import getpass
@@ -21,7 +22,6 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -64,7 +64,8 @@ def tests(limit: float) -> Part:
 
 
 def run(part: Part) -> Outcome:
-    """Run it in a process group of its own, which ends with it, with its time, or with Ctrl-C."""
+    """Run it in a process group of its own, which ends with it, with its time, or with Ctrl-C; say so before."""
+    print(f"{part.title}: at most {part.limit:.0f} s", flush=True)
     started = time.monotonic()
     with tempfile.TemporaryFile("w+", errors="replace") as output:
         process = subprocess.Popen(
@@ -90,14 +91,14 @@ def run(part: Part) -> Outcome:
 # -------------------------------------------------------------------------------------------- what must not be sent in
 
 
-def known_names() -> Iterator[tuple[str, str]]:
+def known_names() -> list[tuple[str, str]]:
     """(a name of this machine or its user, what stands for it), the longest first."""
     names = {str(ROOT): ".", sysconfig.get_path("stdlib"): "python"}
     names |= {folder: "site-packages" for folder in [*site.getsitepackages(), sysconfig.get_path("purelib")]}
     names |= {name: "HOST" for name in (socket.gethostname(), socket.getfqdn())}
     with contextlib.suppress(Exception):  # a user without a name
         names[getpass.getuser()] = "USER"
-    return iter(sorted(((name, word) for name, word in names.items() if name), key=lambda pair: -len(pair[0])))
+    return sorted(((name, word) for name, word in names.items() if name), key=lambda pair: -len(pair[0]))
 
 
 def without_names(text: str) -> str:
@@ -166,26 +167,23 @@ def report(outcomes: dict[str, Outcome], folder: str) -> str:
 
 
 def main(argv: list[str]) -> int:
-    if argv in (["-h"], ["--help"]) or len(argv) > 1 or argv[:1] and argv[0].startswith("-"):
-        print(__doc__, file=sys.stdout if argv in (["-h"], ["--help"]) else sys.stderr)
-        return 0 if argv in (["-h"], ["--help"]) else 2
+    parser = argparse.ArgumentParser(
+        prog="doctor.py --report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("path", nargs="?", type=Path, default="gpu_report.txt", help="(default: %(default)s)")
+    path = parser.parse_args(argv).path
     if not torch.cuda.device_count():
         print("doctor.py --report is for machines with GPUs, and torch sees none: python doctor.py", file=sys.stderr)
         return 2
-    path = Path(argv[0] if argv else "gpu_report.txt")
     try:
         path.open("a").close()  # now, not after ten minutes
     except OSError as problem:
         print(f"doctor.py --report: can't write {path} ({problem.strerror})", file=sys.stderr)
         return 2
-    outcomes, started = {}, time.monotonic()
+    started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        for part in parts(folder):
-            print(f"{part.title}: at most {part.limit:.0f} s", flush=True)
-            outcomes[part.title] = run(part)
-        part = tests(ALL - (time.monotonic() - started))
-        print(f"{part.title}: at most {part.limit:.0f} s", flush=True)
-        outcomes[part.title] = run(part)
+        outcomes = {part.title: run(part) for part in parts(folder)}
+        outcomes["tests"] = run(tests(ALL - (time.monotonic() - started)))
         path.write_text(report(outcomes, folder), encoding="utf-8")
     print(f"{path} is written. Read it; then open an issue, and attach it. Thank you!")
     return int(any(outcome.code != 0 for outcome in outcomes.values()))

@@ -5,13 +5,13 @@ yet is pale, but there: browsers print an <img> as it is at that moment, and don
 tell, and for readers who have asked their system for less motion, the picture is still.  tools/build.py calls this.
 """
 
-import csv
 from typing import NamedTuple
 
+from experiments import measured
 from tools import svg
 from tools.programs import ROOT
 
-EVENTS = ROOT / "experiments" / "results" / "ddp_step.csv"
+EVENTS = measured.RESULTS / "ddp_step.csv"
 PICTURE = ROOT / "docs" / "ddp_step.svg"
 
 WIDTH, HEIGHT = 520, 448
@@ -33,11 +33,9 @@ class Event(NamedTuple):
 
 
 def recorded() -> list[Event]:
-    with open(EVENTS, encoding="utf-8", newline="") as file:
-        rows = list(csv.DictReader(file))
     return [
         Event(int(row["rank"]), row["kind"], row["layers"].split(), float(row["start_ms"]), float(row["end_ms"]))
-        for row in rows
+        for row in measured.read(EVENTS)
     ]
 
 

@@ -36,23 +36,14 @@ def distance(answer: Any, right: Any) -> float:
     return difference.max().item() if difference.numel() else 0.0
 
 
-def farthest(answers: list[Answer], right: list[Answer]) -> tuple[float, int, str]:
-    """The largest distance of all ranks and parts, the rank, and the part."""
+def farthest(answers: list[Answer], right: list[Answer], only: str = "") -> tuple[float, int, str]:
+    """The largest distance of all ranks and parts (or of one part only), the rank, and the part."""
     found = [
         (distance(answer[part], right[rank][part]), rank, part)
         for rank, answer in enumerate(answers)
-        for part in right[rank]
+        for part in ([only] if only else right[rank])
     ]
     return max(found, key=lambda entry: entry[0])
-
-
-def first_wrong(answers: list[Answer], right: list[Answer]) -> tuple[float, int, str]:
-    """As `farthest`, for the first part that is wrong on any rank: what comes later may follow from it."""
-    for part in right[0]:
-        only = [[{part: answer[part]} for answer in each] for each in (answers, right)]
-        if farthest(*only)[0] > TOLERANCE:
-            return farthest(*only)
-    return farthest(answers, right)
 
 
 def compare(answers: list[Answer], right: list[Answer], wrong: dict[str, list[Answer]]) -> str:
@@ -60,7 +51,9 @@ def compare(answers: list[Answer], right: list[Answer], wrong: dict[str, list[An
     most = farthest(answers, right)[0]
     if most <= TOLERANCE:
         return ""
-    first, rank, part = first_wrong(answers, right)
+    # The first part that is wrong: what comes later may follow from it.
+    of_parts = (farthest(answers, right, part) for part in right[0])
+    first, rank, part = next(found for found in of_parts if found[0] > TOLERANCE)
     answer, expected = answers[rank][part], right[rank][part]
     if expected is None:
         text = f"rank {rank} has a tensor where None is expected ({part})"

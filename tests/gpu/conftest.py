@@ -1,18 +1,13 @@
 """What the tests of this folder run on: the machine's GPUs, or, if it has none, simulated ones (../simulated_gpus)."""
 
 import os
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from forked import ROOT, Forker, forker
+from simulated_gpus import build
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from forked import ROOT, Forker, forker  # noqa: E402
-from simulated_gpus import build  # noqa: E402
-
-from tools import programs  # noqa: E402
+from tools import programs
 
 REAL = torch.cuda.device_count()  # NVML's number: nothing is started
 

@@ -5,13 +5,8 @@ device, which process, which message.  Speed, memory, rounding and the true NCCL
 """
 
 import re
-import sys
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 
 SHORT = ("--dataset", "synthetic", "--dry-run")
 

@@ -3,14 +3,9 @@
 import getpass
 import os
 import socket
-import sys
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from forked import ROOT  # noqa: E402
+from forked import ROOT
 
 SHORT = """
 import sys

@@ -2,14 +2,10 @@
 
 import importlib.util
 import json
-import sys
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from forked import ROOT, Result  # noqa: E402
+from forked import ROOT, Result
+from test_rendezvous import srun
 
 WHO = """
 import json
@@ -123,18 +119,7 @@ def tasks(machine, program, *visible):
     """One task per entry, with srun's variables; each sees these GPUs only."""
     started = []
     for rank, seen in enumerate(visible):
-        names = (
-            "PROCID",
-            "STEP_NUM_TASKS",
-            "LOCALID",
-            "STEP_TASKS_PER_NODE",
-            "NODEID",
-            "STEP_NODELIST",
-            "STEP_ID",
-            "JOB_ID",
-        )
-        values = rank, len(visible), rank, len(visible), 0, "localhost", 0, program.parent.name
-        slurm = {f"SLURM_{name}": str(value) for name, value in zip(names, values, strict=True)}
+        slurm = srun(rank, len(visible), rank, len(visible), 0, "localhost") | {"SLURM_JOB_ID": program.parent.name}
         slurm |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29571"}
         started.append(machine.start(program, "who", gpus=("8.0",) * 2, CUDA_VISIBLE_DEVICES=seen, **slurm))
     return [Result(process.wait(100), *process.communicate()) for process in started]
