@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import re
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -264,9 +265,11 @@ def _asked_again(rank, n, then):
         time.sleep(0.3)
         os.kill(os.getppid(), signal.SIGUSR1)
         time.sleep(1)
-        os.kill(pids[1], then)
-        if then == signal.SIGKILL:
+        if then == signal.SIGKILL:  # rank 0 is the first that fails: rank 1 can't notice, and dies a moment later
+            os.kill(pids[1], signal.SIGSTOP)
+            subprocess.Popen(["sh", "-c", f"sleep 0.05; kill -KILL {pids[1]}"])
             os.abort()  # the end of the run says where each stands
+        os.kill(pids[1], then)
         os.kill(os.getppid(), signal.SIGUSR1)
         time.sleep(1)
         os.kill(pids[1], signal.SIGCONT)
