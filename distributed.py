@@ -92,7 +92,7 @@ def init_process_group(
     backend: None takes nccl for CUDA and xccl for XPU (if torch has it), else gloo.  Sets the CUDA or XPU device.
     timeout: seconds for all to come (120).  After 10 s rank 0 says who is missing; at the end TimeoutError.
     checked: torch compares every collective but DDP's own before it runs, and an error lists what each rank has
-        called: slower, for trials.
+        called: slower, for trials.  Not with send and recv: torch takes them for calls of all ranks.
     """
     if isinstance(rank, str):
         raise TypeError(f"init_process_group: the first argument is the rank: type backend={rank!r}")

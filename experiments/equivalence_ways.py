@@ -19,7 +19,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.utils.data import BatchSampler
 
 import distributed as dist
-from variants import mnist_overlap, mnist_zero
+from variants import mnist_overlap, mnist_tensor_parallel, mnist_zero
 
 EXAMPLES, BATCH = 203, 48  # 203 = 4 * 48 + 11: an epoch's last batch is smaller, and can't be shared out equally
 HIDDEN, LR = 16, 0.05
@@ -298,53 +298,43 @@ def weighted_by_examples(run: Run) -> Models:
     return train(run.ddp_network(), run.shares(uneven=True), loss)
 
 
-class SameInput(torch.autograd.Function):
-    """Megatron-LM's f: all ranks use the same input, so the input's gradient is the sum of theirs."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return dist.all_reduce(gradient.clone())
-
-
-class SumOfParts(torch.autograd.Function):
-    """Megatron-LM's g: each rank has a part of the output; the gradient of their sum is that of each part."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
-        return dist.all_reduce(tensor.clone())
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient
+def share_channels(model: nn.Sequential) -> None:
+    """As variants/mnist_tensor_parallel.py: keep this rank's share of the hidden layer's channels."""
+    hidden, last = model[2], model[5]
+    mine = torch.arange(HIDDEN).tensor_split(dist.get_world_size())[dist.get_rank()]
+    hidden.weight, hidden.bias = nn.Parameter(hidden.weight[mine]), nn.Parameter(hidden.bias[mine])
+    model[3] = nn.BatchNorm1d(len(mine)).to(hidden.weight)
+    last.weight = nn.Parameter(last.weight[:, mine])
+    last.bias = last.bias if dist.get_rank() == 0 else None  # added once
+    last.register_forward_hook(mnist_tensor_parallel.sum_outputs)
 
 
-def train_shares(run: Run, f: Callable) -> Models:
+@torch.no_grad()
+def put_together(model: nn.Sequential, whole: nn.Sequential) -> None:
+    """Copy the weights of all shares to `whole`, and those that are not shared out from this rank."""
+    whole[0].load_state_dict(model[0].state_dict())
+    for name in ("2.weight", "2.bias", "3.weight", "3.bias"):  # a row for each channel
+        whole.get_parameter(name).copy_(torch.cat(dist.gather(model.get_parameter(name))))
+    whole[5].weight.copy_(torch.cat(dist.gather(model[5].weight.T)).T)  # a column for each
+    if dist.get_rank() == 0:
+        whole[5].bias.copy_(model[5].bias)
+    dist.sync_params([whole[5].bias])
+
+
+def train_shares(run: Run, f: Callable | None) -> Models:
     """All ranks see the whole batch; each computes with its share of the hidden layer's channels."""
-    whole = run.deep_network()
-    first, _, hidden, norm, _, last = whole
-    mine = torch.arange(HIDDEN, device=run.device).tensor_split(dist.get_world_size())[dist.get_rank()]
-    shared = [hidden.weight, hidden.bias, norm.weight, norm.bias, last.weight.T]  # a row for each channel
-    weight, bias, scale, shift, columns = shares = [nn.Parameter(param.detach()[mine]) for param in shared]
-    optimizer = torch.optim.SGD([*first.parameters(), *shares, last.bias], LR, momentum=0.9)
-    for inputs, targets in run.batches():
-        outputs = F.linear(f(torch.tanh(first(inputs))), weight, bias)
-        outputs = torch.tanh(F.batch_norm(outputs, None, None, scale, shift, training=True))
-        logits = SumOfParts.apply(outputs @ columns) + last.bias  # which is added once
-        F.cross_entropy(logits, targets).backward()
-        update(optimizer)
-        with torch.no_grad():
-            for param, share in zip(shared, shares, strict=True):
-                param.copy_(torch.cat(dist.gather(share)))
+    model, whole = run.deep_network(), run.deep_network()
+    share_channels(model)
+    if f:
+        model[2].register_full_backward_hook(f)
+    for _ in train(model, run.batches()):
+        put_together(model, whole)
         yield whole
 
 
 def tensor_parallel(run: Run) -> Models:
     """Each process computes its share of a layer's channels, for the whole batch."""
-    return train_shares(run, SameInput.apply)
+    return train_shares(run, mnist_tensor_parallel.sum_input_gradients)
 
 
 def pipeline(run: Run, scale_grads: bool = True) -> Models:
@@ -547,7 +537,7 @@ def dropout_seeded_by_rank(run: Run) -> Models:
 
 def tensor_parallel_without_f(run: Run) -> Models:
     """The layers before the shared ones get only this rank's part of their gradient."""
-    return train_shares(run, lambda inputs: inputs)  # wrong: no all-reduce in the backward pass
+    return train_shares(run, None)  # wrong: no all-reduce in the backward pass
 
 
 def pipeline_losses_summed(run: Run) -> Models:

@@ -806,6 +806,21 @@ def test_a_checked_group_does_not_make_the_next_one_checked():
     dist.launch(_debug_levels, nproc=2)
 
 
+def _message_from_0_to_1(rank, n):
+    dist.init_process_group(checked=True)
+    if rank < 2:
+        torch.distributed.send(torch.ones(1), 1) if rank == 0 else torch.distributed.recv(torch.ones(1), 0)
+    torch.distributed.all_reduce(torch.ones(1))
+
+
+@pytest.mark.slow
+def test_torch_counts_a_message_between_two_ranks_as_a_call_of_all():
+    """docs/troubleshooting.md says so.  If this fails, torch has been mended: then mnist_pipeline.py can be checked."""
+    dist.launch(_message_from_0_to_1, nproc=2)
+    with pytest.raises(SystemExit, match="Detected mismatch between collectives on ranks.*Sequence number: "):
+        dist.launch(_message_from_0_to_1, nproc=3)
+
+
 def _without_nccl(rank, n):
     torch.cuda.device_count, torch.cuda.set_device = lambda: n, lambda device: None
     torch.distributed.is_nccl_available = lambda: False

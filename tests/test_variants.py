@@ -605,12 +605,13 @@ def test_a_pipeline_counts_every_example_once(run, n):
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize(("name", "end"), [("tensor_parallel", "the same on every rank"), ("pipeline", "2 stage(s)")])
-def test_the_same_batch_under_torchrun(tmp_path, name, end):
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m")
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize(("name", "end"), [("tensor_parallel", "the same on every rank"), ("pipeline", "{} stage(s)")])
+def test_the_same_batch_under_torchrun(tmp_path, name, end, n):
+    torchrun = ("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n}", "-m")
     flags = (*SYNTHETIC, "--dry-run", "--batch-size", BATCH)
     result = shell(*torchrun, f"variants.mnist_{name}", *flags, cwd=tmp_path, timeout=110, PYTHONPATH=ROOT)
-    used = [banner("mnist_ddp.py", 2)[0], f"synthetic on cpu, batch size {BATCH}, {end}"]
+    used = [banner("mnist_ddp.py", n)[0], f"synthetic on cpu, batch size {BATCH}, {end.format(n)}"]
     assert epochs(result, used)[0].count == 2 * BATCH
 
 

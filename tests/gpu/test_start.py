@@ -1,6 +1,5 @@
 """Which GPU each process gets, how processes start, and what is refused.  On real GPUs, or simulated ones."""
 
-import importlib.util
 import json
 
 import pytest
@@ -166,14 +165,6 @@ def test_the_cells_of_the_notebook(machine, tmp_path, n):
     run = start(machine, tmp_path / "cells.py", gpus=("8.0",) * n)
     assert run.code == 0 and run.out.endswith("the end\n"), run.err[-3000:]
     assert "on cuda:0, global batch" in run.out and "a mistake on rank 1" in run.out
-
-
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
-def test_apex(machine, level):
-    if importlib.util.find_spec("apex") is None:
-        pytest.skip("apex is not installed: docs/troubleshooting.md says how")
-    run = machine.run("mnist_apex.py", "--dataset", "synthetic", "--dry-run", "--opt-level", level, gpus=("8.0",) * 2)
-    assert run.code == 0, run.err[-3000:]
 
 
 def test_the_doctor_says_that_the_driver_is_too_old(machine):
