@@ -60,7 +60,7 @@ def train(point: dict, args: argparse.Namespace) -> dict:
 
 def draw_variants(points: list[dict[str, str]]) -> None:
     rows = [["command", "data", "loss in epochs 1, 2, 3", "test accuracy after epochs 1, 2, 3"]]
-    for row in points:
+    for row in sorted(points, key=lambda row: (row["dataset"] == "mnist", COMMANDS.index(row["command"]))):
         rows.append([f"`{row['command']}`", row["dataset"], row["losses"], f"{row['accuracies']} %"])
     write_table("variants", rows, points)
 

@@ -126,7 +126,7 @@ def summary(outcomes: dict[str, Outcome], folder: str) -> str:
     described = re.findall(r"^ +\d+: (.+?), (\d+\.\d+), ", outcomes["doctor"].text, re.MULTILINE)
     cards = [f"{name} ({capability})" for name, capability in described]
     gpus = ", ".join(f"{cards.count(card)} x {card}" for card in dict.fromkeys(cards))
-    tests = re.findall(r"^(?=.*\bpassed|.*\bfailed)(\d+ .+?) in [\d.]+s", outcomes["tests"].text, re.MULTILINE)
+    tests = re.findall(r"(\d+ (?:passed|failed|skipped).*?) in [\d.]+s", outcomes["tests"].text)  # pytest's last line
     speeds = [
         f"{run.row.title} {run.processes}: {run.speed:.0f}"
         for run in benchmark_results.from_csv(Path(folder, "benchmark.csv"))

@@ -4,12 +4,13 @@ import os
 
 import pytest
 import torch
-from forked import ROOT, Forker, forker
+from forked import ROOT, Forker
 from simulated_gpus import build
 
 from tools import programs
 
 REAL = torch.cuda.device_count()  # NVML's number: nothing is started
+PYTHONPATH = os.environ.get("PYTHONPATH", "")  # of this machine: it can be where torch is found
 
 
 def pytest_collection_modifyitems(items):
@@ -41,15 +42,16 @@ class Gpus:
         """The same in a process that a shell starts, beside others."""
         simulated = {"SIM_GPUS": ",".join(gpus), "CUDA_VISIBLE_DEVICES": None}
         given = {} if self.base is None else {**self.base, **simulated}
-        path = [] if self.base is None else self.base["PYTHONPATH"].split(os.pathsep)
-        given.pop("PYTHONPATH", None)
-        return programs.start(*command, path=[*path, ROOT], **{**given, **environment})
+        path = given.pop("PYTHONPATH", PYTHONPATH).split(os.pathsep)
+        return programs.start(*command, path=[*filter(None, path), ROOT], **{**given, **environment})
 
 
 @pytest.fixture(scope="session")
 def machine(tmp_path_factory):
     if REAL:
-        yield Gpus(forker(), None)
+        real = Forker(PYTHONPATH=PYTHONPATH)
+        yield Gpus(real, None)
+        real.end()
         return
     folder = tmp_path_factory.mktemp("simulated_gpus")
     try:
