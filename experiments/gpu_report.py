@@ -5,21 +5,17 @@
 
 Runs the doctor, the tests in tests/gpu, the equivalence proof and the benchmark, one after the other; each is stopped
 when its time is over, and what it has said until then is kept.  The file has no name, address or path of the machine
-(see `without_names`): read it before you send it.  Exit code 0 if all of it went well, 1 if not, 2 if there is no GPU.
+(redact.py takes them out): read it before you send it.  Exit code 0 if all went well, 1 if not, 2 if there is no GPU.
 """
 
 import argparse
 import contextlib
 import datetime
-import getpass
 import os
 import re
 import signal
-import site
-import socket
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import time
 from pathlib import Path
@@ -29,6 +25,7 @@ import torch
 
 from experiments import benchmark_results
 from experiments.measured import ROOT
+from experiments.redact import without_names
 
 SIMULATED = "Simulated GPU"  # how tests/simulated_gpus names its cards
 ALL = 600  # seconds for all parts; the tests, which come last, have what the others leave
@@ -86,36 +83,6 @@ def run(part: Part) -> Outcome:
             process.wait()
         output.seek(0)
         return Outcome(code, output.read(), time.monotonic() - started)
-
-
-# -------------------------------------------------------------------------------------------- what must not be sent in
-
-
-def known_names() -> list[tuple[str, str]]:
-    """(a name of this machine or its user, what stands for it), the longest first."""
-    names = {str(ROOT): ".", sysconfig.get_path("stdlib"): "python"}
-    names |= {folder: "site-packages" for folder in [*site.getsitepackages(), sysconfig.get_path("purelib")]}
-    names |= {name: "HOST" for name in (socket.gethostname(), socket.getfqdn())}
-    with contextlib.suppress(Exception):  # a user without a name
-        names[getpass.getuser()] = "USER"
-    return sorted(((name, word) for name, word in names.items() if name), key=lambda pair: -len(pair[0]))
-
-
-def without_names(text: str) -> str:
-    """The text without what tells who or where: names, addresses, serial numbers, paths outside of this project."""
-    for name, word in known_names():
-        text = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", word, text, flags=re.IGNORECASE)
-    text = re.sub(r"\b(?:GPU-|MIG-)?[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\b", "UUID", text, flags=re.IGNORECASE)
-    text = re.sub(r"\b(?:[0-9a-f]{2}:){5,}[0-9a-f]{2}\b", "ADDRESS", text, flags=re.IGNORECASE)  # of a network card
-    text = re.sub(r"(?<![\w:.])(?:[0-9a-f]{0,4}:){2,7}[0-9a-f]{0,4}(?![\w:])", _address, text, flags=re.IGNORECASE)
-    text = re.sub(r"\b\d{1,3}(?:\.\d{1,3}){3}\b", lambda m: m[0] if m[0] == "127.0.0.1" else "ADDRESS", text)
-    return re.sub(r"(?<![\w.%~-])(?<!https:/)~?(?:/[\w.+@%~-]+)+/?", "PATH", text)
-
-
-def _address(m: re.Match) -> str:
-    """IPv6; but a time of day such as 12:30:05, and `::` in the name of a test, are none."""
-    is_time = re.fullmatch(r"\d{1,2}:\d{2}:\d{2}", m[0])
-    return m[0] if is_time or m[0].strip(":") == "" else "ADDRESS"
 
 
 # ----------------------------------------------------------------------------------------------------------- the report
