@@ -473,13 +473,10 @@ data.batches, time.perf_counter = timed, lambda: seconds[0]
 
 
 # With one process an epoch is 10 batches of training and 3 of evaluation, with two it is 10 and 2.
-SIGTERM = [
-    pytest.param(1, 17, 2, {4}, marks=pytest.mark.slow),
-    (2, 16, 2, {4, 5}),
-    pytest.param(2, 11, 1, {10}, marks=pytest.mark.slow),
-]
+SIGTERM = [(1, 17, 2, {4}), (2, 16, 2, {4, 5}), (2, 11, 1, {10})]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("n", "at", "epoch", "batches"), SIGTERM)
 def test_sigterm_and_resume(run, reference, stopped, n, at, epoch, batches):
     folder, at_epoch, at_batch = stopped(n, at)
@@ -796,6 +793,7 @@ def test_resume_with_other_flags(run, finished):
     assert refused(result, SCRIPT, "resume it with", "--model resnet9", "--width 2")
 
 
+@pytest.mark.slow
 def test_resume_of_a_corrupt_file_names_a_good_one(run, finished, tmp_path):
     folder = tmp_path / "cwd" / finished
     (folder / "previous.pt").write_bytes((folder / "previous.pt").read_bytes()[:-1])

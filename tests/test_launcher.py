@@ -94,7 +94,7 @@ dist.launch(worker, nproc=2)
         (1.0, [("SIGTERM", 0), ("SIGTERM", 0.001)], True),  # GNU timeout signals its child, then its group
         pytest.param(1.0, [("SIGHUP", 0), ("SIGHUP", 0.001)], True, marks=pytest.mark.slow),  # a closing terminal
         pytest.param(2.0, [("SIGTERM", 0), ("SIGUSR1", 1.2)], True, marks=pytest.mark.slow),  # only a question
-        (50, [("SIGTERM", 0), ("SIGTERM", 1.2)], False),  # somebody has lost patience
+        pytest.param(50, [("SIGTERM", 0), ("SIGTERM", 1.2)], False, marks=pytest.mark.slow),  # out of patience
     ],
 )
 def test_a_run_that_is_told_to_stop_has_time_to_save(tmp_path, seconds, signals, saved):

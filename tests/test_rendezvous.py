@@ -53,9 +53,10 @@ def under(env, function=rendezvous.get_world, *args):
         return function(*args)
 
 
-@pytest.mark.parametrize(
-    "variables", [{}, {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "GROUP_WORLD_SIZE": "2"}]
-)
+SECOND_MACHINE = {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "GROUP_WORLD_SIZE": "2"}
+
+
+@pytest.mark.parametrize("variables", [pytest.param({}, marks=pytest.mark.slow), SECOND_MACHINE])
 def test_rank_0_alone_serves_the_store_and_without_it_the_wait_ends(variables, monkeypatch):
     """The first rank of the second machine serves none either.  The limit is that of meeting, not of a collective."""
     monkeypatch.setattr(rendezvous, "_store", None)

@@ -1,5 +1,6 @@
 """The report that a visitor with GPUs sends in.  Its run on (simulated) GPUs is in tests/gpu/test_send_report.py."""
 
+import pytest
 from forked import shell
 
 from experiments import gpu_report
@@ -17,6 +18,7 @@ def test_the_parts_take_ten_minutes_at_most():
     assert gpu_report.ALL == 600 and gpu_report.tests(270.4).command[-1] == "--session-timeout=210"
 
 
+@pytest.mark.slow
 def test_without_a_gpu_it_is_one_line(tmp_path):
     result = shell("doctor.py", "--report", tmp_path / "report.txt")
     assert result.code == 2 and result.err.count("\n") == 1 and "torch sees none" in result.err

@@ -105,6 +105,7 @@ def test_as_many_lines_change_as_git_counts(pair):
     assert f"+{added} -{removed}" == build.lines(*pair)
 
 
+@pytest.mark.slow
 def test_alignment_loses_nothing():
     """Of any two scripts: every line of both stands once, in order, and equal lines are equal."""
     for before, after in itertools.combinations(TREE.paths, 2):
@@ -161,12 +162,14 @@ def test_long_equal_stretches_are_folded():
     assert shape([], ["x", "y"]) == ["02c"] and shape(["x"], ["x"]) == ["11e"]
 
 
+@pytest.mark.slow
 def test_colours_and_links_leave_the_text_as_it_is():
     for path in [*TREE.paths, *HELPERS]:
         plain = [html.unescape(re.sub(r"<[^>]*>", "", line)) for line in source(path).html]
         assert plain == source(path).lines, path
 
 
+@pytest.mark.slow
 def test_links_lead_somewhere():
     """To a page, an anchor in it, or a file; to no text that a browser shows as it is.  Scripts' calls are links."""
     made = {page.name: text for page, text in generated().items()}
