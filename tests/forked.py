@@ -15,9 +15,15 @@ import sys
 import tempfile
 from pathlib import Path
 
+import pytest
+
 from tools.programs import ENVIRONMENT, LIMIT, ROOT, SHELL, Result, shell
 
-__all__ = ["ENVIRONMENT", "ROOT", "SHELL", "Forker", "Result", "forker", "shell"]
+__all__ = ["ENVIRONMENT", "ROOT", "SEVERAL", "SHELL", "TWO", "WORLDS", "Forker", "Result", "forker", "shell"]
+
+TWO = pytest.param(2, marks=pytest.mark.slow)  # three processes find what two find, and more
+WORLDS = pytest.mark.parametrize("n", [1, TWO, 3])
+SEVERAL = pytest.mark.parametrize("n", [TWO, 3])
 
 # For each line of stdin, a job: its process's id and its exit code, each on a line of stdout.
 PROGRAM = """

@@ -17,7 +17,8 @@ import zipfile
 
 import pytest
 import torch
-from test_distributed import WORLDS, _joined, run
+from forked import WORLDS
+from test_distributed import _joined, run
 from torch import nn
 
 import checkpoint

@@ -29,7 +29,7 @@ import pytest
 import test_data
 import torch
 from filelock import FileLock
-from forked import ROOT, forker, shell
+from forked import ROOT, WORLDS, forker, shell
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_distributed import run as of_processes
@@ -351,7 +351,7 @@ def _progress(rank, n, folder):
     assert dist.reduce(again.sums, "sum").tolist() == [n + 1] * 2
 
 
-@pytest.mark.parametrize("n", [1, 2, 3])
+@WORLDS
 def test_progress(tmp_path, n):
     of_processes(_progress, n, tmp_path)
 
@@ -688,7 +688,7 @@ def test_torchrun_restarts_it_after_a_kill(reference, tmp_path):
     assert [path.name for path in (tmp_path / "runs").iterdir()] == [folder.name]  # the note for torchrun is gone
 
 
-@pytest.mark.parametrize("n", [1, 2, 3])
+@WORLDS
 @pytest.mark.parametrize("skip", [0, 3])
 def test_global_batches_do_not_depend_on_the_number_of_processes(monkeypatch, n, skip):
     """The k-th batches of all ranks, interleaved, are the k-th slice of the one order; a restart skips whole ones."""

@@ -1,7 +1,7 @@
 """exercises/collectives.py and ring.py in closed forms.  That the page shows what they print: tools/test_docs.py."""
 
 import pytest
-from forked import forker
+from forked import SEVERAL, forker
 
 import distributed as dist
 from exercises import collectives, ring
@@ -49,7 +49,7 @@ def _barrier(rank, n):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("n", [2, 3])
+@SEVERAL
 def test_nobody_leaves_a_barrier_before_the_last_has_come(n):
     dist.launch(_barrier, nproc=n)
 

@@ -20,14 +20,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from forked import ROOT, forker, shell
+from forked import ROOT, SEVERAL, WORLDS, forker, shell
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import distributed as dist
 import launcher
-
-WORLDS = pytest.mark.parametrize("n", [1, 2, 3])
 
 
 def run(worker, n, *args):
@@ -248,7 +246,7 @@ def _without_pickling(rank, n):
         dist.sync_params([mine] * 50 + [mine.double()] * rank)  # the table is longer than what travels in one message
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@SEVERAL
 def test_the_check_of_a_call_pickles_nothing(n):
     """It took longer than the reductions themselves, and numpy may be missing."""
     run(_without_pickling, n)
@@ -342,7 +340,7 @@ def _mismatches(rank, n):
     return {case: _mismatch(rank, n, case) for case in MISMATCHES}
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@SEVERAL
 def test_a_mismatch_is_one_error_on_all_ranks(n):
     for case, error in run(_mismatches, n).items():
         assert "rank 1: " in error, case
@@ -415,7 +413,7 @@ def _large_mismatch(rank, n):
     assert dist.all_reduce(torch.tensor(1)).item() == n
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@SEVERAL
 def test_a_mismatch_of_large_tensors(n):
     run(_large_mismatch, n)
 
@@ -721,7 +719,7 @@ def _eval_is_no_collective(rank, n):
     models[0].train().eval()  # after the end, too
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@SEVERAL
 def test_eval_is_no_collective(n):
     run(_eval_is_no_collective, n)
 
@@ -778,7 +776,7 @@ def _without_a_message_per_step(rank, n):
         assert torch.equal(default, saved)
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@SEVERAL
 def test_buffers_can_be_sent_once_per_evaluation(n):
     run(_without_a_message_per_step, n)
 
@@ -1090,7 +1088,7 @@ def _slow_to_join(rank, n):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("n", [2, 3])
+@SEVERAL
 def test_nobody_goes_on_before_all_have_joined(n):
     dist.launch(_slow_to_join, nproc=n)
 

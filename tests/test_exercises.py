@@ -10,7 +10,7 @@ import sys
 import time
 
 import pytest
-from forked import ROOT, forker
+from forked import ROOT, WORLDS, forker
 
 from exercises import check
 from exercises.checks import NAMES
@@ -130,7 +130,7 @@ def test_a_bad_name_and_a_launcher_are_one_line():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("n", [1, 2, 3])
+@WORLDS
 def test_a_hang_is_an_answer_with_the_place_of_each_rank(verdict, tmp_path, n):
     here = f"dist.get_world_size() == {n} and dist.get_rank() == {n - 1}"
     wait = f"import time\n    if {here}:\n        time.sleep(3600)\n    "

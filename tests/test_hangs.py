@@ -11,6 +11,7 @@ import time
 
 import pytest
 import torch
+from forked import SEVERAL
 from torch import nn
 
 import distributed as dist
@@ -322,7 +323,7 @@ def test_a_checked_run_says_what_each_rank_called(n, case, says):
     assert str(failure.value).count("Traceback") == 1
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@SEVERAL
 def test_a_rank_that_has_finished_early_is_named(n):
     with pytest.raises(SystemExit, match=rf"rank \d of {n} failed first(?s:.*)\(rank {n - 1} had finished\)$"):
         dist.launch(_disagrees, "one call more", nproc=n)
@@ -335,7 +336,7 @@ def _leaves_early(rank, n):
     dist.all_reduce(torch.ones(1))
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@SEVERAL
 def test_a_connection_that_is_lost_to_a_rank_that_has_finished_is_explained(n):
     with pytest.raises(SystemExit) as failure:
         dist.launch(_leaves_early, nproc=n)

@@ -21,7 +21,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from forked import ROOT, forker, shell
+from forked import ROOT, SEVERAL, forker, shell
 
 import checkpoint
 import distributed as dist
@@ -601,7 +601,7 @@ def _fail_in_turn(rank, n):
     raise KeyError(f"the error of rank {rank}")
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@SEVERAL
 def test_the_error_that_came_first_is_shown(n):
     with pytest.raises(SystemExit, match=f"rank {n - 1} of {n} failed first: (?s:.*)the error of rank {n - 1}"):
         dist.launch(_fail_in_turn, nproc=n)
@@ -984,7 +984,7 @@ def _open_sockets(rank, n):
 
 
 @on_linux
-@pytest.mark.parametrize("n", [2, 3])
+@SEVERAL
 def test_nothing_can_be_reached_from_outside(n):
     found, interfaces = dist.launch(_open_sockets, nproc=n)
     assert interfaces == list(rendezvous.LOOPBACK.values())  # whatever the host's name leads to

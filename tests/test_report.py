@@ -13,11 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.utils.tensorboard  # the forked processes find it imported, and matplotlib, too
+from forked import WORLDS
 from matplotlib.figure import Figure
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_checkpoint import message, names, saved
-from test_distributed import WORLDS, run
+from test_distributed import run
 
 import checkpoint
 import distributed as dist

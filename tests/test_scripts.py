@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from forked import ROOT, forker, shell
+from forked import ROOT, TWO, forker, shell
 from test_distributed import run as of_processes
 from torch import nn
 from torch.overrides import TorchFunctionMode
@@ -118,7 +118,7 @@ def test_one_process(dry_run, script):
     assert epoch.count == 2 * BATCH  # two batches
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), TWO, 3])
 @pytest.mark.parametrize("script", DDP_SCRIPTS)
 def test_ddp(dry_run, script, world_size):
     result, weights = dry_run(script, world_size)

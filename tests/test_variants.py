@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from forked import ROOT, forker, shell
+from forked import ROOT, SEVERAL, WORLDS, forker, shell
 from test_distributed import run as of_processes
 from test_scripts import BATCH, FOURTEEN, banner, epochs, refused
 from torch import nn
@@ -40,7 +40,6 @@ import data
 digits = data._digits
 data._digits = lambda count, seed: digits(103, seed)
 """
-WORLDS = pytest.mark.parametrize("n", [1, 2, 3])
 CPU = torch.device("cpu")
 
 
@@ -605,7 +604,7 @@ def test_a_pipeline_counts_every_example_once(run, n):
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("n", [2, 3])
+@SEVERAL
 @pytest.mark.parametrize(("name", "end"), [("tensor_parallel", "the same on every rank"), ("pipeline", "{} stage(s)")])
 def test_the_same_batch_under_torchrun(tmp_path, name, end, n):
     torchrun = ("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n}", "-m")

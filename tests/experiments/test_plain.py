@@ -3,6 +3,7 @@
 import re
 
 import pytest
+from forked import WORLDS
 
 from tools.programs import shell
 
@@ -17,7 +18,7 @@ def printed(run):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("n", [1, 2, 3])
+@WORLDS
 def test_plain_torch_computes_the_same(n):
     torchrun = ("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n}")
     plain = printed(shell(*torchrun, "-m", "experiments.baselines.mnist_plain", *FLAGS))

@@ -197,6 +197,7 @@ def test_torchs_own_dist_is_no_link():
     assert "href" not in plain.html[line] and any("href" in line for line in plain.html)  # data.load
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", texts(), ids=lambda path: path.name)
 def test_a_text_is_shown_whole(path):
     """No Markdown is left, and no word is lost."""
