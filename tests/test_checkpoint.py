@@ -135,6 +135,7 @@ def _other_number(rank, n, folder):
     return dict(dist.unwrap_model(parts["model"]).state_dict())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [1, 3])
 def test_another_number_of_processes(tmp_path, n):
     expected = run(_there_and_back, 2, tmp_path)
@@ -590,6 +591,7 @@ def test_one_flipped_bit_in_a_tensor(tmp_path):
         assert "is corrupt, or no checkpoint (wrong checksum of " in message(checkpoint.read, path)
 
 
+@pytest.mark.slow
 def test_one_flipped_byte_anywhere(tmp_path):
     # In a part of the file that means nothing it may go unseen: then all that is read must be as it was.
     path = saved(tmp_path, 1) / "last.pt"

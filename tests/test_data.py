@@ -596,6 +596,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="no glibc: data.py leaves the allocator alone")
 def test_the_memory_of_a_step_is_kept_for_the_next(tmp_path):
     """Pages of 4 KiB that the system had to give again; with kept memory there are next to none."""

@@ -69,6 +69,7 @@ torch.cuda.device_count, torch.cuda.set_device = lambda: 1, lambda device: None
 """
 
 
+@pytest.mark.slow
 def test_two_processes_start_on_one_gpu_too(tmp_path):
     """As on notebooks of the web.  All launches but the training, which would need the GPU itself."""
     launches = [cell for cell in cells() if "nproc=2" in cell]

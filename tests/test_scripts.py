@@ -181,6 +181,7 @@ def test_seed_chooses_the_order_too(run, script):
     assert first != other
 
 
+@pytest.mark.slow
 def test_amp_computes_almost_what_ddp_computes(dry_run):
     amp, ddp = (epochs(dry_run(s, 2)[0], banner(s, 2))[0] for s in ("mnist_amp.py", "mnist_ddp.py"))
     assert amp.loss == pytest.approx(ddp.loss, rel=0.05)
