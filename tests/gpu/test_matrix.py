@@ -20,8 +20,8 @@ def epochs(run):
     return [(float(loss), float(accuracy)) for loss, accuracy in found]
 
 
-def on_the_cpu(machine, *command, nproc):
-    return epochs(machine.run(*command, gpus=(), NPROC=nproc, CUDA_VISIBLE_DEVICES=""))
+def on_the_cpu(machine, *command, nproc, **flags):
+    return machine.run(*command, gpus=(), NPROC=nproc, CUDA_VISIBLE_DEVICES="", **flags)
 
 
 TELL_LOSS = """
@@ -54,8 +54,8 @@ def test_fp32_is_the_cpus(machine, script, n, backend):
     flags = {"before": TELL_LOSS, "NVIDIA_TF32_OVERRIDE": "0"}
     run = machine.run(*command, "--backend", backend, gpus=("8.0",) * n, **flags)
     assert f"distributed: {n} process" in run.out and f"{backend}, cuda" in run.out, run.err[-3000:]
-    on_cpu = machine.run(*command, gpus=(), NPROC=n, CUDA_VISIBLE_DEVICES="", **flags)
-    assert len(losses(run)) >= 2 * n and losses(run) == pytest.approx(losses(on_cpu), abs=1e-5)
+    exact = losses(on_the_cpu(machine, *command, nproc=n, **flags))
+    assert len(exact) >= 2 * n and losses(run) == pytest.approx(exact, abs=1e-5)
 
 
 @pytest.mark.parametrize("n", [1, 2])
@@ -64,7 +64,7 @@ def test_one_process_uses_the_first_gpu_or_all(machine, n):
         run = machine.run(script, *SHORT, gpus=("8.0",) * n)
         assert "synthetic on cuda, batch size 200" in run.out, run.err[-3000:]
         same = script == "mnist_single.py" or n == 1  # DataParallel's BatchNorm sees half a batch on each of two
-        exact = on_the_cpu(machine, script, *SHORT, nproc=1)[0][0]
+        exact = epochs(on_the_cpu(machine, script, *SHORT, nproc=1))[0][0]
         assert epochs(run)[0][0] == pytest.approx(exact, abs=1e-3 if same else 0.05)
     assert f"DataParallel on {n} GPUs" in run.out
 
@@ -92,7 +92,7 @@ def autocasts(run):
 def test_mixed_precision_fits_the_card(machine, capability, dtype, n, backend):
     run = machine.run("mnist_amp.py", *SHORT, "--backend", backend, gpus=(capability,) * n, before=TELL_DTYPE)
     assert autocasts(run) == {f"cuda torch.{dtype}"}, run.err[-3000:]
-    exact = on_the_cpu(machine, "mnist_ddp.py", *SHORT, nproc=n)
+    exact = epochs(on_the_cpu(machine, "mnist_ddp.py", *SHORT, nproc=n))
     assert epochs(run)[0][0] == pytest.approx(exact[0][0], rel=0.02)
 
 
@@ -108,7 +108,7 @@ def test_apex(machine, level):
     if importlib.util.find_spec("apex") is None:
         pytest.skip("apex is not installed: docs/troubleshooting.md says how")
     run = machine.run("mnist_apex.py", *SHORT, "--opt-level", level, gpus=("8.0",) * 2)
-    exact = on_the_cpu(machine, "mnist_ddp.py", *SHORT, nproc=2)
+    exact = epochs(on_the_cpu(machine, "mnist_ddp.py", *SHORT, nproc=2))
     assert epochs(run)[0][0] == pytest.approx(exact[0][0], rel=0.02)
 
 
