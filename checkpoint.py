@@ -47,7 +47,6 @@ import threading
 import weakref
 import zipfile
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -260,7 +259,7 @@ def from_primary(value: Any) -> Any:
     """Rank 0's value, on every rank: anything that can be pickled.  Every rank must call it."""
     if dist.get_world_size() == 1:
         return value
-    # Not torch's broadcast_object_list: in a group that is checked it prints a debug line for each call.
+    # Not torch's broadcast_object_list: with TORCH_DISTRIBUTED_DEBUG it prints a debug line for each call.
     content = bytearray(pickle.dumps(value)) if dist.is_primary() else bytearray()
     size = torch.tensor(len(content))
     dist.sync_params([size])
@@ -299,8 +298,7 @@ class Preemption:
         self.handler, self.group = _Handler(), None
         weakref.finalize(self, self.handler.put_back)
         if dist.get_world_size() > 1:  # on the CPU, so that no GPU waits for it
-            limit = timedelta(seconds=dist.rendezvous.seconds("DIST_TIMEOUT"))
-            self.group = torch_dist.new_group(backend="gloo", timeout=limit)
+            self.group = torch_dist.new_group(backend="gloo", timeout=dist.get_timeout())
 
     @property
     def asked(self) -> bool:

@@ -233,7 +233,7 @@ class Progress:
 
 
 def main(local_rank, world_size, args, start):
-    dist.init_process_group(backend=args.backend, checked=args.dry_run)
+    dist.init_process_group(backend=args.backend)
     stop = checkpoint.Preemption()  # from here on, SIGTERM is noted and doesn't end the process
     start = checkpoint.from_primary(start)  # under torchrun only rank 0 has it
     name = f"{args.model}-{torch.distributed.get_backend()}-{world_size}"

@@ -2,9 +2,9 @@
 
     from torch.utils.data import DataLoader
 
-    import distributed as dist
+    import distributed as dist                        # this file, not torch.distributed
 
-    def main_worker(local_rank, world_size, epochs):  # runs once per process
+    def main_worker(local_rank, world_size, epochs):  # runs once per process; launch passes the first two
         dist.init_process_group()
         model = dist.prepare_ddp_model(Net().to(dist.get_device()))  # averages the gradients over all processes
         sampler = dist.data_sampler(dataset)          # this process's share of the data
@@ -12,60 +12,70 @@
         for epoch in range(epochs):
             sampler.set_epoch(epoch)                  # a different order in each epoch
             loss = train(model, loader)
-            dist.print_primary(f"epoch {epoch}  loss {dist.reduce(loss):.4f}")  # the mean over all processes
+            loss = dist.reduce(loss)                  # the mean over all processes
+            dist.print_primary(f"epoch {epoch}  loss {loss:.4f}")
         dist.cleanup()
 
     if __name__ == "__main__":
         dist.launch(main_worker, 10)
 
-    python train.py                                   # one process per visible GPU; one process without a GPU
+    python train.py                                   # one process per visible GPU; two without a GPU
     CUDA_VISIBLE_DEVICES=0,1 python train.py          # choose the GPUs; NPROC=2 chooses the number of processes
-    torchrun --nproc_per_node=2 train.py              # or srun, or mpirun: launch starts nothing then
+    torchrun --nproc_per_node=2 train.py              # or srun, or mpirun: then launch only calls main_worker
 
-Copy it together with rendezvous.py and launcher.py: they need Python 3.10, torch 2.4 and nothing else.  Every rank must
-call the same collectives in the same order.  With one process they work without a process group.
+This file is enough under torchrun, srun and mpirun.  Copy launcher.py, too, if you want to start `python train.py`.
+They need Python 3.10, torch 2.4 and numpy, which torch's all_gather_object uses.
+
+A collective is a call that all ranks take part in: all_reduce, reduce, gather, sync_params, barrier.  Every rank must
+call the same ones in the same order.  With one process they work without a process group.
 """
 
 import argparse
 import hashlib
+import importlib
+import inspect
+import os
+import re
+import signal
+import socket
 import sys
 import time
 import warnings
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import distributed as torch_dist
 from torch import nn
 from torch.utils.data import Dataset, DistributedSampler
 
-if __package__:
-    from . import launcher, rendezvous
-else:
-    import launcher
-    import rendezvous
+# ---------------------------------------------------------------------------------------------- rank, device, print
 
 
 def get_rank() -> int:
     """This process's number among all: 0 to world size - 1."""
-    return torch_dist.get_rank() if torch_dist.is_initialized() else rendezvous.get_world().rank
+    return torch_dist.get_rank() if torch_dist.is_initialized() else _get_place().rank
 
 
 def get_local_rank() -> int:
     """This process's number among those on this machine."""
-    return rendezvous.get_world().local_rank
+    return _get_place().local_rank
 
 
 def get_world_size() -> int:
     """The number of processes on all machines together."""
-    return torch_dist.get_world_size() if torch_dist.is_initialized() else rendezvous.get_world().world_size
+    return torch_dist.get_world_size() if torch_dist.is_initialized() else _get_place().world_size
 
 
 def get_device() -> torch.device:
-    """This process's device: the GPU with its local rank's number, or the CPU.  A process that sees one GPU uses it."""
-    kind, count = launcher.devices()
-    return torch.device(kind, get_local_rank() % count) if count else torch.device("cpu")
+    """This process's device: the GPU with its local rank's number, or the CPU.  A process that sees one GPU uses it.
+
+    On a machine with GPUs, CUDA_VISIBLE_DEVICES= (nothing) chooses the CPU.
+    """
+    count = torch.cuda.device_count()  # torch.cuda.is_available may start CUDA; after that no process can be forked
+    return torch.device("cuda", get_local_rank() % count) if count else torch.device("cpu")  # %: ranks may share a GPU
 
 
 def is_primary() -> bool:
@@ -79,50 +89,45 @@ def print_primary(*args: Any, **kwargs: Any) -> None:
         print(*args, **{"flush": True, **kwargs})
 
 
+# ------------------------------------------------------------------------------------------------- init and cleanup
+
+
 def init_process_group(
     rank: int | None = None,
     world_size: int | None = None,
     backend: str | None = None,
-    timeout: float | None = None,
-    checked: bool = False,
+    timeout: float | timedelta | None = None,
 ) -> None:
-    """Join the process group.  Every rank must call it; it returns when all have come.
+    """Join the process group.  Every rank must call it; it returns when all have joined.
 
-    rank, world_size: only for a process that neither `launch` nor a launcher has started (mp.spawn, say).
-    backend: None takes nccl for CUDA and xccl for XPU (if torch has it), else gloo.  Sets the CUDA or XPU device.
-    timeout: seconds for all to come (120).  After 10 s rank 0 says who is missing; at the end TimeoutError.
-    checked: torch compares every collective but DDP's own before it runs, and an error lists what each rank has
-        called: slower, for trials.  Not with send and recv: torch takes them for calls of all ranks.
+    rank, world_size: needed only in a process that neither `launch` nor a launcher has started, but mp.spawn, say.
+    backend: None takes nccl with GPUs, else gloo.  Sets the CUDA device.
+    timeout: of each wait for the others, here and in each collective: seconds, or a timedelta (DIST_TIMEOUT, or 600 s).
+        After 10 s a line on stderr says which ranks are missing; at the end TimeoutError names them.
     """
     if isinstance(rank, str):
         raise TypeError(f"init_process_group: the first argument is the rank: type backend={rank!r}")
-    world = rendezvous.join(rank, world_size)
+    limit = get_timeout(timeout)
+    place = _join_world(rank, world_size)
     device = get_device()
-    backend = backend or launcher.default_backend()
-    launcher.check_backend(backend)
-    options: dict = {"rank": world.rank, "world_size": world.world_size}
-    options["timeout"] = timedelta(seconds=rendezvous.seconds("DIST_TIMEOUT"))  # of each collective
-    gpu = ""
-    if device.type != "cpu":
-        getattr(torch, device.type).set_device(device)
-    if backend == "nccl":  # one process per card; torch 2.4 doesn't tell which card it is
-        gpu = str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
-        if torch.__version__ >= (2, 7, 1):  # 2.6 and 2.7.0 hang with it (pytorch#153960)
-            options["device_id"] = device  # connect at once, and to the right GPU
-    store = rendezvous.meet(world, gpu, timeout)
-    if checked:
-        torch_dist.set_debug_level(torch_dist.DebugLevel.DETAIL)  # until the group is left
+    backend = _choose_backend(backend)
+    options: dict = {"rank": place.rank, "world_size": place.world_size, "timeout": limit}
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if backend == "nccl" and torch.__version__ >= (2, 7, 1):  # 2.6 and 2.7.0 hang with it (pytorch#153960)
+        options["device_id"] = device  # connect at once, and to the right GPU
+    store = _wait_for_all_ranks(place, limit)
     torch_dist.init_process_group(backend, store=store, **options)
-    rendezvous.wait_for_all(store, world, timeout)
-    processes = "process" if world.world_size == 1 else "processes"
-    print_primary(f"distributed: {world.world_size} {processes}, {backend}, {device.type}")
+    barrier()  # or a rank that ends early would break the connections that others are still making
+    processes = "process" if place.world_size == 1 else "processes"
+    print_primary(f"distributed: {place.world_size} {processes}, {backend}, {device.type}")
 
 
 def cleanup() -> None:
     """Leave the process group, if there is one.
 
-    With several processes it does nothing while an exception is being handled: the other ranks may be inside a
-    collective, and leaving would wait for them for ever (pytorch/torchtitan#1342).  `launch` leaves when all is well.
+    While an exception is being handled it does nothing, if there are several processes: the other ranks may be inside
+    a collective, and leaving would wait for them for ever (pytorch/torchtitan#1342).  `launch` leaves when all is well.
     """
     _leave_group(failed=sys.exc_info()[1] is not None)
 
@@ -130,18 +135,19 @@ def cleanup() -> None:
 def _leave_group(failed: bool) -> None:
     if not torch_dist.is_initialized() or (failed and get_world_size() > 1):
         return
-    # Gloo's threads take Python's lock to free their last tensors.  Sleeping lets them have it before the group is
-    # destroyed; after that they abort the process, or hang (pytorch#179291).  On a busy machine each sleep is longer.
+    # Gloo's threads need Python's lock to free their last tensors: let them have it, or leaving may hang
+    # (pytorch#179291).
     for _ in range(20):
         time.sleep(0.001)
     torch_dist.destroy_process_group()
-    torch_dist.set_debug_level_from_env()  # `checked` ends with its group
 
+
+# ------------------------------------------------------------------------------------------------------ collectives
 
 _OPS = ("sum", "mean", "min", "max", "product")
-# The dtypes that nccl and gloo both reduce.  gloo also takes bools, and adds them up as bytes.
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # nccl and gloo reduce these, and the next
 _INTEGERS = (torch.uint8, torch.int8, torch.int32, torch.int64)
+_DTYPES = (*_FLOATS, *_INTEGERS, torch.int16, torch.bool)
 
 
 def all_reduce(tensor: torch.Tensor, op: str | torch_dist.ReduceOp = "sum") -> torch.Tensor:
@@ -149,14 +155,12 @@ def all_reduce(tensor: torch.Tensor, op: str | torch_dist.ReduceOp = "sum") -> t
 
     Every rank must call it, with the same op, shape and dtype; otherwise RuntimeError on all, with what each called.
     op: "sum", "mean" (or "avg"), "min", "max", "product", or torch's ReduceOp.  A NaN on any rank is in the result.
-    Any device and layout.  The dtype stays, so small dtypes may overflow.  TypeError where the result has no place in
-    the tensor (bool; a mean of integers) or the backends can't compute it (int16, float8): use `reduce`.
+    Any device works: with nccl a tensor of the CPU is moved to the GPU and back.  The dtype stays, so small dtypes may
+    overflow.  TypeError for bool, int16 and the mean of integers: use `reduce`.
     """
     op = _op_name(op)
     _check_tensors("all_reduce", [tensor])
     _check_same_call(f"all_reduce {op} of {tensor.dtype} {list(tensor.shape)}")
-    if tensor.layout != torch.strided:
-        raise TypeError("all_reduce can't work on a sparse tensor in place: pass tensor.to_dense()")
     if tensor.dtype not in _FLOATS and (op == "mean" or tensor.dtype not in _INTEGERS):
         raise TypeError(f"all_reduce can't put the {op} into {tensor.dtype}: use dist.reduce(tensor, {op!r})")
     return _reduce_in_place(tensor, op)
@@ -165,46 +169,47 @@ def all_reduce(tensor: torch.Tensor, op: str | torch_dist.ReduceOp = "sum") -> t
 def reduce(tensor: torch.Tensor, op: str | torch_dist.ReduceOp = "mean") -> torch.Tensor:
     """A new tensor with the mean over all ranks, the same on every rank: what one prints as "the loss".
 
-    Every rank must call it, with the same op, shape and dtype; otherwise RuntimeError on all, with what each called.
-    op: as for `all_reduce`.  It is computed in 64 bits, so small dtypes don't overflow.  The result has the input's
-    shape and device, and a floating-point input's dtype.  Of integers and bools means are float64, the others int64.
+    Not torch's reduce, which returns nothing and leaves the result on one rank.  Every rank must call it, with the
+    same op, shape and dtype; otherwise RuntimeError on all, with what each called.
+    op: as for `all_reduce`.  Computed in float64 or int64.  The result has the input's shape and device, and the dtype
+    of a floating-point input (so a float16 sum above 65504 is inf).  Of integers and bools means are float64, the
+    others int64.
     """
     op = _op_name(op)
     _check_tensors("reduce", [tensor])
     _check_same_call(f"reduce {op} of {tensor.dtype} {list(tensor.shape)}")
-    is_float = tensor.is_floating_point() or tensor.is_complex()
-    wide = torch.float64 if is_float or op == "mean" else torch.int64
-    if tensor.is_complex():
-        wide = torch.complex128
-    result = _reduce_in_place(_copy(tensor, tensor.device).to(wide), op)
+    is_float = tensor.is_floating_point()
+    result = tensor.detach().to(torch.float64 if is_float or op == "mean" else torch.int64, copy=True)
+    result = _reduce_in_place(result, op)
     return result.to(tensor.dtype) if is_float else result
 
 
 def gather(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors of all ranks, in rank order, on every rank: for torch.cat (torch.stack if they have no dimension).
+    """The tensors of all ranks, in rank order, on every rank: for torch.cat, or torch.stack if they are scalars.
 
-    Every rank must call it.  Shapes may differ, even to zero rows; if dtypes or numbers of dimensions do, RuntimeError
-    on all ranks.  Any dtype and device; the results are new, on the input's device.
+    Not torch's gather, which returns nothing.  Every rank must call it.  Shapes may differ, even to zero rows; if
+    dtypes or numbers of dimensions do, RuntimeError on all ranks.  The results are new, on the input's device.
     """
     _check_tensors("gather", [tensor])
     _check_same_call(f"gather of {tensor.dtype} with {tensor.dim()} dimension(s)")
-    return _gather(tensor)
+    mine = tensor.detach().cpu().clone()  # pickle would send the whole storage of a view
+    return [part.to(tensor.device) for part in _all_gather_object(mine)]
 
 
-def sync_params(params: Iterable[torch.Tensor]) -> None:
-    """Overwrite the tensors, in place, by rank 0's.
+def sync_params(params: torch.Tensor | Iterable[torch.Tensor]) -> None:
+    """Copy rank 0's values into the tensors, in place: sync_params(model.parameters()).
 
-    Every rank must pass as many, of the same shapes and dtypes; otherwise RuntimeError on all ranks.
+    Every rank must pass the same number of tensors, of the same shapes and dtypes; otherwise RuntimeError on all.
     """
-    params = list(params) if isinstance(params, Iterable) else [params]
+    params = list(params) if isinstance(params, Iterable) and not isinstance(params, torch.Tensor) else [params]
     _check_tensors("sync_params", params)
     _check_same_call(f"sync_params of {[(param.dtype, *param.shape) for param in params]}")
     device = _comm_device()
     if device is None:
         return
     for param in params:
-        values = _copy(param, device)
-        torch_dist.broadcast(values.flatten().view(torch.uint8), 0)  # gloo of torch 2.4 knows no complex numbers
+        values = param.detach().to(device).contiguous()
+        torch_dist.broadcast(values.flatten().view(torch.uint8), 0)  # as bytes, so that every dtype works
         param.detach().copy_(values)
 
 
@@ -229,27 +234,25 @@ def _comm_device() -> torch.device | None:
     """The device that the backend moves tensors on; None in a world of one.  Without a process group ValueError."""
     if get_world_size() == 1:
         return None
-    return get_device() if torch_dist.get_backend() in launcher.BACKENDS.values() else torch.device("cpu")
+    return get_device() if torch_dist.get_backend() == "nccl" else torch.device("cpu")
 
 
 def _check_tensors(function: str, values: list) -> None:
-    """TypeError if one is no tensor; RuntimeError on all ranks if only some ranks pass that."""
+    """TypeError if one is no tensor of _DTYPES; RuntimeError on all ranks if that is so on some ranks only."""
     for value in values:
-        if not isinstance(value, torch.Tensor):
-            kind = type(value).__name__
-            _check_same_call(f"{function} of {kind}")
-            number = value if isinstance(value, (int, float)) else "..."
-            advice = "type model.parameters()" if function == "sync_params" else f"type torch.tensor({number})"
-            if value is None:
-                advice = "is it the .grad of a parameter that has none? Skip it on all ranks"
-            raise TypeError(f"{function} takes tensors, not {kind}: {advice}")
+        if isinstance(value, torch.Tensor) and value.dtype in _DTYPES:
+            continue
+        kind = getattr(value, "dtype", type(value).__name__)
+        _check_same_call(f"{function} of {kind}")  # or the others would wait for this rank
+        hint = " (the .grad of a parameter without a gradient? skip it on all ranks)" if value is None else ""
+        raise TypeError(f"{function} takes tensors of floats, integers or bools, not {kind}{hint}")
 
 
 def _check_same_call(call: str) -> None:
     """RuntimeError on all ranks, with a table of the calls, unless all ranks make the same call.
 
     The backends don't check: gloo adds 3 elements to 5 and returns garbage.  The check is an all-gather of a hash.  It
-    can't see that two equal calls are swapped.
+    can't see that two equal calls are swapped: the loss before the accuracy on one rank, after it on another.
     """
     device = _comm_device()
     if device is None:
@@ -258,49 +261,30 @@ def _check_same_call(call: str) -> None:
     mine = torch.tensor(list(digest), dtype=torch.uint8, device=device)
     if (torch.stack(_all_gather(mine)) == mine).all():
         return
-    calls = _gather(torch.tensor(list(call.encode()), dtype=torch.uint8))
-    lines = "".join(f"\n  rank {rank}: {bytes(called.tolist()).decode()}" for rank, called in enumerate(calls))
+    lines = "".join(f"\n  rank {rank}: {called}" for rank, called in enumerate(_all_gather_object(call)))
     raise RuntimeError(f"the ranks called different things, but all must call the same:{lines}")
 
 
-def _copy(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A new tensor as the backends need it: contiguous, and no lazy conjugate or negative of another one."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device=device).copy_(tensor.detach())
-
-
 def _all_gather(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """All ranks' tensors, in rank order.  Shapes and dtypes must be equal, the tensors as `_copy` makes them."""
+    """All ranks' tensors, in rank order.  Shapes and dtypes must be equal."""
     rows = [torch.empty_like(tensor) for _ in range(get_world_size())]
     torch_dist.all_gather(rows, tensor)
     return rows
 
 
-def _gather(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """`gather` without its check: first the shapes, then the data, padded, as the backends gather equal sizes only."""
-    device = _comm_device()
-    if device is None:
-        return [_copy(tensor, tensor.device)]
-    shapes = torch.stack(_all_gather(torch.tensor([tensor.nbytes, *tensor.shape], device=device))).tolist()
-    longest = max(nbytes for nbytes, *_ in shapes)
-    data = _copy(tensor, device).flatten().view(torch.uint8)
-    rows = _all_gather(nn.functional.pad(data, (0, longest - len(data))))
-    parts = []
-    for row, (nbytes, *shape) in zip(rows, shapes, strict=True):
-        part = row[:nbytes].view(tensor.dtype).view(shape)
-        parts.append(part.to(tensor.device, copy=True))
-    return parts
+def _all_gather_object(value: Any) -> list:
+    values = [value] * get_world_size()
+    if len(values) > 1:
+        torch_dist.all_gather_object(values, value)
+    return values
 
 
 def _reduce_in_place(tensor: torch.Tensor, op: str) -> torch.Tensor:
     """`all_reduce` without its checks."""
-    if tensor.is_complex() and op not in ("sum", "mean"):
-        raise TypeError(f"the backends can't compute the {op} of complex numbers: use dist.gather")
     device = _comm_device()
     if device is None:
         return tensor
-    target = tensor.detach()  # also a parameter can be overwritten
-    ready = target.device == device and target.is_contiguous() and not target.is_conj() and not target.is_neg()
-    data = target if ready else _copy(target, device)
+    data = tensor.detach().to(device).contiguous()  # the tensor itself, if it is as the backend needs it
     if op in ("min", "max"):  # the backends' own may drop a NaN; torch's don't
         rows = torch.stack(_all_gather(data))
         data.copy_(rows.amin(0) if op == "min" else rows.amax(0))
@@ -308,25 +292,32 @@ def _reduce_in_place(tensor: torch.Tensor, op: str) -> torch.Tensor:
         torch_dist.all_reduce(data, torch_dist.ReduceOp.PRODUCT if op == "product" else torch_dist.ReduceOp.SUM)
     if op == "mean":  # gloo of torch 2.4 has no AVG
         data /= get_world_size()
-    if data is not target:
-        target.copy_(data)
+    tensor.detach().copy_(data)
     return tensor
+
+
+# ---------------------------------------------------------------------------------------------- sampler, DDP model
 
 
 class _Sampler(DistributedSampler):
     """torch's sampler, without its padding where `pad` is false, and with a warning for a forgotten set_epoch."""
 
-    def __init__(self, dataset: Dataset, distributed: bool, shuffle: bool, pad: bool, seed: int) -> None:
+    def __init__(self, dataset: Dataset, distributed: bool, shuffle: bool, pad: bool, **options: Any) -> None:
         replicas, rank = (get_world_size(), get_rank()) if distributed else (1, 0)
-        super().__init__(dataset, replicas, rank, shuffle=shuffle, seed=seed)
+        super().__init__(dataset, replicas, rank, shuffle=shuffle, **options)
         self.passes = self.skip = 0
-        if not pad:  # len(self), and what is left of total_size: torch pads the indices up to it
-            self.total_size = len(dataset)
-            self.num_samples = len(range(rank, len(dataset), replicas))
-        if not pad and len(dataset) < replicas:
+        if pad:
+            return
+        if self.drop_last:
+            raise ValueError("pad=False keeps every example, drop_last=True leaves some out: choose one")
+        if len(dataset) < replicas:
             raise ValueError(f"pad=False: {len(dataset)} examples for {replicas} processes: each needs at least one")
+        self.total_size = len(dataset)  # torch pads the indices up to it
+        self.num_samples = len(range(rank, len(dataset), replicas))  # what len(sampler) says
 
     def set_epoch(self, epoch: int, skip: int = 0) -> None:
+        if skip < 0:
+            raise ValueError(f"set_epoch: skip is {skip}: it must be 0 or more examples")
         super().set_epoch(epoch)
         self.passes, self.skip = 0, skip
 
@@ -345,87 +336,362 @@ class _Sampler(DistributedSampler):
 
 
 def data_sampler(
-    dataset: Dataset, distributed: bool = True, shuffle: bool = True, pad: bool = True, seed: int = 0
+    dataset: Dataset,
+    distributed: bool = True,
+    shuffle: bool = True,
+    pad: bool = True,
+    seed: int = 0,
+    drop_last: bool = False,
 ) -> DistributedSampler:
     """This rank's share of the data set, as a sampler for DataLoader; with one process the whole data set.
 
-    distributed: False gives every rank the whole data set.
+    distributed: False gives every rank the whole data set, as tensor parallelism needs it.
     shuffle: a new order each epoch, a function of (seed, epoch), if `sampler.set_epoch(epoch)` is called before each.
         `set_epoch(epoch, skip=n)` leaves out this rank's first n examples: to go on in the middle of an epoch.
     pad: for training.  All ranks get equally many examples, a few of them twice where the number doesn't divide: a rank
         with one batch less would leave the others waiting.  False is for evaluation: every example exactly once.
         ValueError if there are fewer examples than processes, as DDP needs at least one batch on each.
+    drop_last: as torch's: instead of giving a few examples twice, leave a few out.
     """
-    return _Sampler(dataset, distributed, shuffle, pad, seed)
+    return _Sampler(dataset, distributed, shuffle, pad, seed=seed, drop_last=drop_last)
 
 
-def prepare_ddp_model(model: nn.Module, device_ids: Any = None, sync_bn: bool = False, **kwargs: Any) -> nn.Module:
+def prepare_ddp_model(
+    model: nn.Module, device_ids: Any = None, sync_bn: bool = False, sync_buffers: bool = True, **kwargs: Any
+) -> nn.Module:
     """The model as torch's DistributedDataParallel, on GPUs and on the CPU; the model itself with one process.
 
-    Every rank must call it, with the model on `get_device()`; all start from rank 0's weights.  In evaluation, under
-    torch.no_grad, DDP takes rank 0's buffers (BatchNorm's averages) once, in its first forward pass after training:
-    ranks may then have different numbers of batches, at least one each.
+    Every rank must call it, with the model on `get_device()`; all start from rank 0's weights.
     sync_bn: BatchNorm over the global batch, on CUDA only.  Without it each process normalises by its own share.
-    kwargs go to DistributedDataParallel (find_unused_parameters=True, ...); device_ids need not be given.
+    sync_buffers: DDP sends rank 0's buffers (BatchNorm's averages) to all in the forward passes of the training, and in
+        the first one of an evaluation under torch.no_grad: ranks may then have different numbers of batches, at least
+        one each.  False saves these messages; then call `sync_params(model.buffers())` before each evaluation.
+    kwargs go to DistributedDataParallel (find_unused_parameters=True, ...).  device_ids is accepted, and not needed.
     """
     if _comm_device() is None:
         return model
     if sync_bn:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    device = next(model.parameters()).device
-    level = torch_dist.get_debug_level()
-    torch_dist.set_debug_level(torch_dist.DebugLevel.INFO)  # errors then name the parameters without a gradient
-    try:
-        if level == torch_dist.DebugLevel.DETAIL:  # DDP on a checked group crashes torch 2.15: a plain one
-            limit = timedelta(seconds=rendezvous.seconds("DIST_TIMEOUT"))
-            kwargs.setdefault("process_group", torch_dist.new_group(timeout=limit))
-        return nn.parallel.DistributedDataParallel(model, [device] if device.type != "cpu" else None, **kwargs)
-    finally:
-        torch_dist.set_debug_level(level)
+    if not sync_buffers:
+        known = inspect.signature(nn.parallel.DistributedDataParallel).parameters
+        name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"  # since torch 2.13
+        kwargs[name] = False
+        sync_params(model.buffers())  # at least once: broadcast_buffers=False would leave that out, too
+    is_on_gpu = any(param.is_cuda for param in model.parameters())
+    return nn.parallel.DistributedDataParallel(model, [get_device()] if is_on_gpu else None, **kwargs)
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:
-    """The model inside DDP, DataParallel and torch.compile: its state dict's names have no "module." in front."""
+    """The model inside DDP, DataParallel and torch.compile; the names in its state dict don't begin with "module."."""
     while isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)) or hasattr(model, "_orig_mod"):
-        model = getattr(model, "_orig_mod", None) or model.module
+        model = model._orig_mod if hasattr(model, "_orig_mod") else model.module
     return model
 
 
-def launch(worker_fn: Callable, *args: Any, nproc: int | None = None) -> Any:
-    """Run `worker_fn(local_rank, world_size, *args)` once per device; returns what it returned on rank 0.
+# ----------------------------------------------------------------------------------------------------------- launch
 
-    Starts nproc (or NPROC) processes on this machine, by default one per visible GPU, and one without a GPU.  Under a
-    launcher, or with one, worker_fn is called here.  The first to fail ends all: SystemExit with its error, in a
-    notebook RuntimeError.  The processes are forked where that is safe, else spawned: then each imports the program
-    anew.  So what worker_fn needs (a seed, a default dtype, globals) is set in it or passed to it.
+
+def launch(worker_fn: Callable, *args: Any, nproc: int | None = None) -> Any:
+    """Run `worker_fn(local_rank, world_size, *args)` once per process; returns what it returned on rank 0.
+
+    Starts nproc (or NPROC) processes on this machine, by default one per visible GPU, or two without a GPU.  Under
+    torchrun, srun or mpirun, or with one process, worker_fn is called here.
+    The first started process that fails ends the run: SystemExit with its error, in a notebook RuntimeError.
+    The processes are forked where that is safe, else spawned: then each imports the program anew.  So what worker_fn
+    needs (a seed, a default dtype, globals) is set in it or passed to it.
     """
-    return launcher.run(worker_fn, args, nproc, finish=_leave_group)
+    _check_environment()
+    if _get_place().has_launcher:
+        if _is_any_set(("TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_RANK", "MPI_LOCALRANKID")):  # torchrun, mpirun
+            torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)  # if it is killed, Linux kills this process
+        return _call(worker_fn, args)
+    nproc = _count_processes(nproc, "gloo" if nproc else None)  # a number that was asked for may share GPUs
+    if nproc == 1:
+        return _call(worker_fn, args)
+    try:
+        launcher = importlib.import_module(f"{__package__}.launcher" if __package__ else "launcher")
+    except ModuleNotFoundError:
+        raise SystemExit(
+            f"launch: to start {nproc} processes, copy launcher.py beside distributed.py; "
+            f"or type torchrun --nproc_per_node={nproc} {sys.argv[0]}"
+        ) from None
+    return launcher.run(_call, (worker_fn, args), nproc, grace=_read_seconds("DIST_GRACE", None))
+
+
+def _call(worker_fn: Callable, args: tuple) -> Any:
+    """Call worker_fn; leave the process group if it succeeded."""
+    failed = True
+    try:
+        result = worker_fn(get_local_rank(), get_world_size(), *args)
+        failed = False
+    finally:
+        _leave_group(failed)
+    return result if is_primary() else None
 
 
 def parse_args(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """`parser.parse_args()` with --nproc (without a GPU: 2) and --backend; what can't run is a `parser.error`.
+    """`parser.parse_args()` with --nproc and --backend; what can't run is a `parser.error`: one line, exit code 2.
 
-    Pass args.nproc on: `launch(worker_fn, args, nproc=args.nproc)`.
+    If the script has a flag --batch-size, it must be at least the number of processes.  Pass args.nproc on:
+    `launch(worker_fn, args, nproc=args.nproc)`.
     """
     parser.add_argument("--nproc", type=int, help="processes on this machine (default: one per GPU; without a GPU, 2)")
-    parser.add_argument(
-        "--backend", choices=[*launcher.BACKENDS.values(), "gloo"], help="(default: nccl or xccl for GPUs, or gloo)"
-    )
+    parser.add_argument("--backend", choices=["nccl", "gloo"], help="(default: nccl for GPUs, else gloo)")
     args = parser.parse_args()
     try:
-        rendezvous.check_limits()
-        world = rendezvous.get_world()
-        processes = world.world_size
-        if world.launcher and args.nproc is not None:
-            raise ValueError(f"{world.launcher} has started {processes} process(es): leave out --nproc")
-        if world.launcher:
-            launcher.check_backend(args.backend)
-            args.nproc = world.local_world_size
-        else:
-            args.nproc = processes = launcher.plan(args.nproc, args.backend, on_cpu=2)
+        _check_environment()
+        _choose_backend(args.backend)
+        place = _get_place()
+        if place.has_launcher and args.nproc is not None:
+            raise ValueError(f"{place.world_size} process(es) were started by a launcher: leave out --nproc")
+        args.nproc = place.local_world_size if place.has_launcher else _count_processes(args.nproc, args.backend)
+        processes = place.world_size if place.has_launcher else args.nproc
         batch_size = getattr(args, "batch_size", None)
         if isinstance(batch_size, int) and batch_size < processes:
             raise ValueError(f"--batch-size {batch_size} is too small for {processes} processes: one example each")
     except ValueError as problem:
         parser.error(str(problem))
     return args
+
+
+def _check_environment() -> None:
+    """ValueError, in one line, before anything starts."""
+    get_timeout()
+    _read_seconds("DIST_GRACE", None)
+
+
+def get_timeout(timeout: float | timedelta | None = None) -> timedelta:
+    """The limit of a collective, from seconds or a timedelta; None: DIST_TIMEOUT, or 10 minutes."""
+    if timeout is None:
+        timeout = _read_seconds("DIST_TIMEOUT", 600)
+    limit = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+    if limit <= timedelta():
+        raise ValueError(f"the timeout is {timeout}: give seconds (timeout=600, DIST_TIMEOUT=600) greater than 0")
+    return limit
+
+
+def _read_seconds(name: str, default: float | None) -> float | None:
+    """An environment variable; ValueError, in one line, if it is set to something else than a number of seconds."""
+    text = os.environ.get(name)
+    if not text:
+        return default
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1
+    if not 0 <= seconds <= 1e9:  # nan is refused, too
+        raise ValueError(f"{name} is {text}: give a number of seconds ({name}=30), or unset it")
+    return seconds
+
+
+def _count_processes(nproc: int | None = None, backend: str | None = None) -> int:
+    """How many processes `launch` starts here.  ValueError, in one line, if they couldn't run."""
+    gpus = torch.cuda.device_count()
+    if nproc is None:
+        nproc = os.environ.get("NPROC") or gpus or 2
+    if not str(nproc).isdecimal() or int(nproc) < 1:
+        raise ValueError(f"nproc (or NPROC) is {nproc}: start at least 1 process")
+    if gpus and int(nproc) > gpus and _choose_backend(backend) == "nccl":
+        raise ValueError(f"{nproc} processes, but {gpus} visible GPU(s): start {gpus}, or share them with backend gloo")
+    return int(nproc)
+
+
+def _choose_backend(backend: str | None) -> str:
+    """nccl if it can be used here, else gloo; ValueError, in one line, if nccl was asked for and can't be used."""
+    has_nccl = torch.cuda.device_count() > 0 and torch_dist.is_nccl_available()
+    if backend == "nccl" and not has_nccl:
+        raise ValueError("backend nccl needs a visible CUDA GPU and a torch that was built with it: use gloo")
+    return backend or ("nccl" if has_nccl else "gloo")
+
+
+# -------------------------------------------------------------------------------------- roll-call: who is missing?
+
+REPORT_MISSING_AFTER = 10  # seconds; then a line on stderr says which ranks are missing
+_store: Any = None  # rank 0 may serve it to the others, so it lives as long as the process
+
+
+def _wait_for_all_ranks(place: "_Place", limit: timedelta) -> torch_dist.Store:
+    """Returns a store for their new process group.  torch's own start doesn't name the missing ranks."""
+    global _store
+    if not isinstance(_store, torch_dist.TCPStore):  # a second group finds the first one's
+        _store = _open_store(place, limit)
+    attempt = f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT')}"  # torch 2.4's torchrun has one store for all
+    group = _store.add(f"{attempt}: groups of rank {place.rank}", 1)
+    store = torch_dist.PrefixStore(f"{attempt}: group {group}", _store)
+    keys = [f"rank {rank}" for rank in range(place.world_size)]
+    store.set(keys[place.rank], "here")
+
+    def missing() -> str:
+        if store.check(keys):
+            return ""
+        return f"{', '.join(key for key in keys if not store.check([key]))} of {place.world_size}"
+
+    _wait_for(missing, place, limit)
+    return store
+
+
+def _open_store(place: "_Place", limit: timedelta) -> torch_dist.Store:
+    if place.world_size == 1:
+        return torch_dist.HashStore()
+    address, port = _meeting_point()
+    if address == "127.0.0.1" and place.local_world_size == place.world_size:
+        # On one machine Gloo and NCCL need no other interface; the host's name may lead elsewhere, or nowhere.
+        interface = "lo0" if sys.platform == "darwin" else "lo"
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # without "=" also what begins with this name
+    is_server = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+
+    def missing() -> str:
+        try:
+            socket.create_connection((address, port), timeout=5).close()
+        except OSError:
+            return f"rank 0 at {address}:{port}"
+        return ""
+
+    if not is_server:
+        _wait_for(missing, place, limit)  # a TCPStore that connects too early prints torch's warnings
+    return torch_dist.TCPStore(
+        address, port, place.world_size, is_server, limit, wait_for_workers=False, multi_tenant=True
+    )
+
+
+def _wait_for(missing: Callable[[], str], place: "_Place", limit: timedelta) -> None:
+    """Wait until `missing` returns "".  After 10 s a line on stderr names the ranks; at the limit TimeoutError does.
+
+    Not by store.wait, which prints torch's warnings when it times out.
+    """
+    started = time.monotonic()
+    pause = 0.001
+    is_reported = False
+    while ranks := missing():
+        waited = time.monotonic() - started
+        if waited > limit.total_seconds():
+            raise TimeoutError(f"init_process_group: {ranks} did not come within {limit.total_seconds():.0f} s")
+        if waited > REPORT_MISSING_AFTER and not is_reported:
+            is_reported = True
+            if place.rank == 0 or ranks.startswith("rank 0"):  # rank 0 speaks; if it is missing, all do
+                print(f"distributed: waiting for {ranks}", file=sys.stderr, flush=True)
+        time.sleep(pause)
+        pause = min(2 * pause, 0.1)
+
+
+# ------------------------------------------------------------------------------------------ the launchers' variables
+
+_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+_OPEN_MPI = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
+_MPICH = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+_SRUN = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
+
+
+class _Place(NamedTuple):
+    """A process's place among the others."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    has_launcher: bool = False  # by `launch` or a launcher
+
+
+def _get_place() -> _Place:
+    """As torchrun's variables say, after those of srun and mpirun were translated into them.
+
+    ValueError, in one line, if they are incomplete or contradictory.
+    """
+    if not _is_any_set(_TORCHRUN):
+        _translate_variables()
+    if _is_any_set(_TORCHRUN):
+        return _read_place()
+    if torch_dist.is_initialized():  # by torch's own function
+        rank, world_size = torch_dist.get_rank(), torch_dist.get_world_size()
+        return _Place(rank, world_size, rank, world_size)
+    return _Place()
+
+
+def _is_any_set(names: tuple[str, ...]) -> bool:
+    return any(name in os.environ for name in names)
+
+
+def _read_place() -> _Place:
+    texts = [os.environ.get(name, "") for name in _TORCHRUN]
+    if all(text.isdecimal() for text in texts):
+        place = _Place(*map(int, texts), has_launcher=True)
+        rank_is_valid = place.local_rank <= place.rank < place.world_size
+        local_rank_is_valid = place.local_rank < place.local_world_size <= place.world_size
+        if rank_is_valid and local_rank_is_valid:
+            return place
+    given = ", ".join(f"{name}={text}" for name, text in zip(_TORCHRUN, texts, strict=True))
+    raise ValueError(f"{given}: set all four to a valid place, or unset {' '.join(_TORCHRUN)}")
+
+
+def _set_place(texts: Iterable, address: str | None, run: str | None) -> None:
+    """Write torchrun's variables, for everything that reads them.  A given MASTER_ADDR or MASTER_PORT stays."""
+    for name, text in zip(_TORCHRUN, texts, strict=True):
+        os.environ[name] = str(text)
+    if address:
+        os.environ.setdefault("MASTER_ADDR", address)
+    if run:  # the same for all ranks, different for other runs; a port below the ephemeral ones
+        os.environ.setdefault("MASTER_PORT", str(20000 + zlib.crc32(run.encode()) % 10000))
+
+
+def _translate_variables() -> None:
+    """If mpirun or srun has started this process, write its place into torchrun's variables.
+
+    Precedence: Open MPI, MPICH, srun, because mpirun runs inside SLURM jobs.
+    """
+    env = os.environ
+    if _is_any_set(_OPEN_MPI):
+        _set_place_of_mpirun([env.get(name, "") for name in _OPEN_MPI])
+    elif "MPI_LOCALRANKID" in env:  # srun --mpi=pmi2 sets PMI_RANK, but not this
+        _set_place_of_mpirun([env.get(name, "") for name in _MPICH])
+    elif env.get("SLURM_STEP_NUM_TASKS", "1") != "1":  # 1: a batch script, or an interactive shell
+        try:
+            _set_place_of_srun()
+        except (KeyError, IndexError, ValueError) as error:
+            raise ValueError(f"SLURM's variables are incomplete ({error}): start with srun, or unset them") from None
+
+
+def _set_place_of_mpirun(texts: list[str]) -> None:
+    is_one_machine = texts[1] == texts[3]
+    run = os.environ.get("PMIX_NAMESPACE") or str(os.getppid())
+    _set_place(texts, "127.0.0.1" if is_one_machine else None, run if is_one_machine else None)
+
+
+def _set_place_of_srun() -> None:
+    env = os.environ
+    counts = []  # tasks of each node, from a list such as 2(x3),1
+    for part in env["SLURM_STEP_TASKS_PER_NODE"].split(","):
+        count, _, times = part.removesuffix(")").partition("(x")
+        counts += [count] * int(times or 1)
+    local_world_size = counts[int(env["SLURM_NODEID"])]
+    first_host = re.sub(r"\[(\w+)[^]]*]", r"\1", env["SLURM_STEP_NODELIST"]).split(",")[0]  # of node[08-09],other
+    texts = [env[name] for name in _SRUN] + [local_world_size]
+    is_one_machine = local_world_size == env["SLURM_STEP_NUM_TASKS"]
+    _set_place(texts, "127.0.0.1" if is_one_machine else first_host, f"{env['SLURM_JOB_ID']}.{env['SLURM_STEP_ID']}")
+
+
+def _join_world(rank: int | None, world_size: int | None) -> _Place:
+    """The place of a process that has called init_process_group with these; ValueError if a launcher says otherwise."""
+    place = _get_place()
+    if place.has_launcher:
+        if rank not in (None, place.rank, place.local_rank) or world_size not in (None, place.world_size):
+            said = f"rank {place.rank} (local rank {place.local_rank}) of {place.world_size}"
+            raise ValueError(f"init_process_group({rank}, {world_size}), but the launcher's variables say: {said}")
+        return place
+    rank, world_size = rank or 0, world_size or 1  # without a launcher the caller knows them
+    if not 0 <= rank < world_size:
+        raise ValueError(f"init_process_group: rank {rank} of {world_size}: ranks go from 0 to {world_size - 1}")
+    if world_size > 1:  # on one machine, as far as is known
+        _set_place((rank, world_size, rank, world_size), None, None)
+    return _get_place()
+
+
+def _meeting_point() -> tuple[str, int]:
+    """Rank 0's address and port."""
+    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
+    if not address or not port.isdecimal() or int(port) > 65535:
+        raise ValueError(
+            f"MASTER_ADDR={address or ''} and MASTER_PORT={port} must say where rank 0 is: set them "
+            "(mpirun over several machines: -x MASTER_ADDR=HOST -x MASTER_PORT=29500), or start with launch or torchrun"
+        )
+    return address, int(port)

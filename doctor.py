@@ -1,10 +1,8 @@
-"""What is wrong here: with this machine, or with a script?
+"""What is wrong with this machine?
 
-    python doctor.py                           # what there is, and a self-test: paste all of it into a bug report
-    python doctor.py run SCRIPT [ARGS ...]     # the script, with every collective of every rank compared before it runs
-    torchrun ... doctor.py run SCRIPT [...]    # the same under a launcher
-    python doctor.py --report                  # all tests on this machine's GPUs, in one file to send in; ten minutes
-    kill -USR1 PID                             # where each rank of a run stands; PID is that of the process you started
+    python doctor.py               # what there is, and a self-test: paste all of it into a bug report
+    python doctor.py --report      # all tests on this machine's GPUs, in one file to send in; ten minutes
+    kill -USR1 PID                 # where each rank of a run stands; PID is that of the process you started
 
 Each line is ok, or WRONG and what to do.  Exit code 1 if anything is wrong.
 """
@@ -31,7 +29,8 @@ Finding = tuple[bool, str, str]  # ok?, what was looked at, what was found (and 
 _NUMBER = r"\d+(\.\d+)?"
 _ERROR = r"^[\w.]*(?:Error|Exception)\b.*"  # the last line of a traceback, which names the exception
 
-CUDA_START, CUDA_START_PER_GPU = 30, 10  # seconds in which a new process must have started CUDA; see _time_outs
+CUDA_START, CUDA_START_PER_GPU = 30, 10  # seconds in which a new process must have started CUDA; see _time_out
+LIMITS = ("DIST_TIMEOUT", "DIST_GRACE")  # the variables that are numbers of seconds
 
 # ----------------------------------------------------------------------------------------------------- what there is
 
@@ -171,17 +170,15 @@ def _backends() -> Finding:
 
 
 def _launcher() -> Finding:
-    import launcher
-    import rendezvous
+    import distributed as dist
 
     try:
-        world = rendezvous.get_world()
-        if not world.launcher:
-            default = f"{launcher.plan()}, with dist.parse_args {launcher.plan(on_cpu=2)}"
-            found = f"none: launch will start the processes (NPROC, nproc= or --nproc; by default {default})"
+        place = dist._get_place()
+        if place.has_launcher:
+            found = f"rank {place.rank} of {place.world_size}, {place.local_world_size} on this machine"
         else:
-            place = f"rank {world.rank} of {world.world_size}, {world.local_world_size} on this machine"
-            found = f"{world.launcher}: {place}"
+            default = f"by default {dist._count_processes()}"
+            found = f"none: launch will start the processes (NPROC, nproc= or --nproc; {default})"
         return True, "launcher", found
     except ValueError as problem:
         return False, "launcher", str(problem)
@@ -189,23 +186,21 @@ def _launcher() -> Finding:
 
 def _wrong_limits() -> list[str]:
     """The limits that a run would refuse: by the check that a run makes."""
-    import rendezvous
+    import distributed as dist
 
     wrong = []
-    for name in rendezvous.LIMITS:
+    for name, read in zip(LIMITS, (dist.get_timeout, lambda: dist._read_seconds("DIST_GRACE", None)), strict=True):
         try:
-            rendezvous.seconds(name)
+            read()
         except ValueError:
             wrong.append(name)
     return wrong
 
 
 def _limits() -> Finding:
-    import rendezvous
-
-    names, wrong = rendezvous.LIMITS, _wrong_limits()
-    given = {name: os.environ[name] for name in names if name in os.environ}
-    found = ", ".join(f"{name} {value}" for name, value in given.items()) or f"{', '.join(names)} not set"
+    wrong = _wrong_limits()
+    given = {name: os.environ[name] for name in LIMITS if name in os.environ}
+    found = ", ".join(f"{name} {value}" for name, value in given.items()) or f"{', '.join(LIMITS)} not set"
     return _judge(not wrong, "limits", found, f"{' and '.join(wrong)} must be a number of seconds; or unset it")
 
 
@@ -241,18 +236,6 @@ def _host_name() -> Finding:
     if address.startswith("127."):
         found += " (with several machines, set GLOO_SOCKET_IFNAME and MASTER_ADDR)"
     return True, "host name", found
-
-
-def warn_of_one_process(arguments: list[str]) -> None:
-    """A script that starts no processes has nothing to compare, and would end without a word."""
-    script = arguments[0]
-    by_launcher = {"RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK"} & set(os.environ)
-    if by_launcher or os.environ.get("SLURM_STEP_NUM_TASKS", "1") != "1" or not os.path.isfile(script):
-        return
-    with open(script, encoding="utf-8", errors="replace") as file:
-        if not re.search(r"\b(launch|spawn)\(", file.read()):
-            advice = f"to compare two: torchrun --standalone --nproc_per_node=2 doctor.py run {shlex.join(arguments)}"
-            print(f"doctor: one process: this script calls no launch; {advice}", file=sys.stderr, flush=True)
 
 
 def send_report(arguments: list[str]) -> None:
@@ -324,9 +307,9 @@ def self_test() -> Iterator[Finding]:
     """Run both checks for real: on two processes with gloo on the CPU, and on all GPUs with nccl if there are any."""
     import torch
 
-    import rendezvous
+    import distributed as dist
 
-    looked_at = [*sum(rendezvous.LAUNCHERS.values(), ()), "NPROC", "DIST_LAUNCHER", *_wrong_limits()]
+    looked_at = [*dist._TORCHRUN, *dist._OPEN_MPI, *dist._MPICH, *dist._SRUN, "NPROC", *_wrong_limits()]
     if not re.fullmatch(_NUMBER, os.environ.get("OMP_NUM_THREADS", "")):
         looked_at.append("OMP_NUM_THREADS")
     for name in looked_at:
@@ -338,7 +321,7 @@ def self_test() -> Iterator[Finding]:
     if can_start:
         runs.append(("nccl", gpus))
     for backend, n in runs:
-        limit = _set_time_outs(backend, n, given)
+        limit = _set_time_out(backend, n, given)
         os.environ["CUDA_VISIBLE_DEVICES"] = "" if backend == "gloo" else chosen or ""
         if backend == "nccl" and chosen is None:
             del os.environ["CUDA_VISIBLE_DEVICES"]
@@ -350,28 +333,26 @@ def self_test() -> Iterator[Finding]:
             yield not problem, f"{check.__name__.removeprefix('check_')}, {backend}", found
 
 
-def _time_outs(backend: str, n: int) -> dict[str, float]:
-    """The time-outs of a check with n processes, in seconds."""
+def _time_out(backend: str, n: int) -> float:
+    """The time-out of the start and of each collective of a check with n processes, in seconds."""
     if backend == "gloo":
-        return {"DIST_INIT_TIMEOUT": 10, "DIST_TIMEOUT": 5}
+        return 10
     # Without persistence mode the driver unloads a GPU that no process uses.  The processes of each check then start
     # all GPUs again, which takes up to some seconds for each, and only then do they come together.  NCCL connects all
     # GPUs with each other before or in the first collective, which takes longer the more there are.
-    return {"DIST_INIT_TIMEOUT": 20 + 5 * n, "DIST_TIMEOUT": 10 + 3 * n}
+    return 20 + 5 * n
 
 
-def _set_time_outs(backend: str, n: int, given: dict[str, str]) -> float:
-    """Set the environment's time-outs for a check; returns the seconds after which the whole check is given up.
+def _set_time_out(backend: str, n: int, given: dict[str, str]) -> float:
+    """Set the environment's time-out for a check; returns the seconds after which the whole check is given up.
 
-    given: the user's own settings.  They can lower the time-outs, but not raise them.
+    given: the user's own settings.  They can lower the time-out, but not raise it.
     """
-    limit = 5.0  # for starting and ending the processes
-    for name, seconds in _time_outs(backend, n).items():
-        with contextlib.suppress(KeyError, ValueError):
-            seconds = min(seconds, float(given[name]))
-        os.environ[name] = str(seconds)
-        limit += seconds
-    return limit
+    seconds = _time_out(backend, n)
+    with contextlib.suppress(KeyError, ValueError):
+        seconds = min(seconds, float(given["DIST_TIMEOUT"]))
+    os.environ["DIST_TIMEOUT"] = str(seconds)
+    return 5.0 + 2 * seconds  # for starting and ending the processes; for the start, and for a collective
 
 
 def _trouble(check: Callable, backend: str, n: int, limit: float) -> str:
@@ -407,7 +388,7 @@ def _time_limit(seconds: float) -> Iterator[None]:
         raise TimeoutError(f"no end after {seconds:.0f} s")
 
     given = signal.signal(signal.SIGALRM, ask)
-    given_question = signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # `launch` handles it while it watches
+    given_question = signal.signal(signal.SIGUSR1, lambda number, frame: None)  # `launch` handles it while it watches
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
@@ -450,11 +431,7 @@ def main(sections: tuple[Callable[[], Iterator[Finding]], ...] = (look, self_tes
         try:
             importlib.import_module(needed)
         except Exception as problem:
-            advice = (
-                "pip install torch"
-                if needed == "torch"
-                else "put distributed.py, rendezvous.py and launcher.py beside this file"
-            )
+            advice = "pip install torch" if needed == "torch" else "put distributed.py and launcher.py beside this file"
             show(False, needed, f"{problem}: {advice}")
             return 1
     if os.environ.get("LOCAL_RANK", "0") != "0":  # under a launcher: one table per machine
@@ -469,10 +446,6 @@ def main(sections: tuple[Callable[[], Iterator[Finding]], ...] = (look, self_tes
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["run"] and len(sys.argv) > 2:
-        warn_of_one_process(sys.argv[2:])
-        # torch reads this when it is imported, so in a fresh Python; exec keeps the process, its signals and exit code
-        os.execve(sys.executable, [sys.executable, *sys.argv[2:]], os.environ | {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})
     if sys.argv[1:2] == ["--report"]:
         send_report(sys.argv[2:])
     if sys.argv[1:] in (["-h"], ["--help"]):

@@ -28,8 +28,6 @@ import torch
 from torch import nn
 
 import distributed as dist
-import launcher
-import rendezvous
 from experiments import measured
 from experiments.equivalence_ways import BATCH, WAYS, Run, Way, ddp
 
@@ -222,18 +220,20 @@ def parse_args() -> argparse.Namespace:
 
 def world_sizes(nproc: list[int] | None, backend: str | None) -> list[int]:
     """The numbers of processes to measure; ValueError, in one line, if they can't run."""
-    rendezvous.check_limits()
-    world = rendezvous.get_world()
-    if world.launcher:
+    dist.get_timeout()
+    started = dist.get_world_size()  # writes srun's and mpirun's variables into torchrun's
+    if "WORLD_SIZE" in os.environ:
         if nproc:
-            raise ValueError(f"{world.launcher} has started {world.world_size} process(es): leave out --nproc")
-        if world.world_size not in WORLD_SIZES:
-            raise ValueError(f"{world.world_size} processes can't share a batch of {BATCH}: start one of {WORLD_SIZES}")
-        return [world.world_size]
+            raise ValueError(f"a launcher has started {started} process(es): leave out --nproc")
+        if started not in WORLD_SIZES:
+            raise ValueError(f"{started} processes can't share a batch of {BATCH}: start one of {WORLD_SIZES}")
+        return [started]
     gpus = torch.cuda.device_count() if backend != "gloo" else 0
     sizes = nproc or [size for size in (1, 2, 3, 4) if size <= (gpus or 4)]
-    for size in sizes:
-        launcher.plan(size, backend)
+    if backend == "nccl" and not gpus:
+        raise ValueError("backend nccl needs a visible CUDA GPU and a torch that was built with it: use gloo")
+    if gpus and max(sizes) > gpus:
+        raise ValueError(f"{max(sizes)} processes, but {gpus} visible GPU(s): use gloo")
     return sorted(set(sizes))
 
 
@@ -250,7 +250,7 @@ def main() -> int:
         for dtype in DTYPES:
             results[dtype][nproc].update(rows[dtype])
     several = [nproc for nproc in args.nproc if nproc > 1]
-    if several and "ddp" in args.ways and not rendezvous.get_world().launcher:
+    if several and "ddp" in args.ways and "WORLD_SIZE" not in os.environ:
         for dtype, rows in measure_torchrun(several[0], args.steps, args.backend).items():
             results[dtype][several[0]].update(rows)
     text = tables(results, args.steps, args.backend or ("nccl" if torch.cuda.device_count() else "gloo"))

@@ -57,6 +57,7 @@ def enter_new_namespace() -> None:
 def make_bridge() -> None:
     """In a network of this process's own; the links of the ranks meet there."""
     enter_new_namespace()
+    shell("ip link set lo up")
     shell("ip link add bridge type bridge")
     shell("ip link set bridge up")
 
@@ -69,7 +70,8 @@ def link_to_bridge(rank: int, bridge: int) -> None:
     shell(f"ip address add 10.0.0.{rank + 1}/24 dev {LINK}")
     shell(f"ip link set {LINK} up")
     shell(f"nsenter --target {bridge} --net ip link set port{rank} master bridge up")
-    os.environ["GLOO_SOCKET_IFNAME"] = LINK
+    os.environ |= {"GLOO_SOCKET_IFNAME": LINK, "MASTER_ADDR": "10.0.0.1"}
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"  # launch's can't be reached from here: rank 0 serves one
 
 
 def set_rate(rate: float) -> None:
@@ -125,7 +127,7 @@ def times(function: Callable[[], None], seconds: float, rate: float = 0) -> list
 
 
 def worker(local_rank: int, world_size: int, bridge: int, args: argparse.Namespace) -> dict:
-    """One rank: measures; the processes meet in launch's file, which needs no network."""
+    """One rank: measures."""
     link_to_bridge(local_rank, bridge)
     torch.set_num_threads(1)
     dist.init_process_group(backend="gloo")

@@ -1,8 +1,8 @@
 """pytest's own process must stay fit to be forked (launcher.fork_is_safe): spawned workers take seconds each."""
 
-import forked
+import world
 
-forked.forker()  # its process imports what programs need, while this one does the same
+world.forker()  # its process imports what programs need, while this one does the same
 
 import pytest  # noqa: E402
 import torch  # noqa: E402

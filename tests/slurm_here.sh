@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A SLURM of one node, this machine, for the srun test of test_rendezvous.py (Debian, as root):
+# A SLURM of one node, this machine, for the srun test of test_variables.py (Debian, as root):
 #   apt-get install slurm-wlm munge && tests/slurm_here.sh && SLURM_CONF=/run/slurm_here/slurm.conf srun -n 2 hostname
 # Does nothing where a SLURM already serves this machine.  To end it: kill $(cat /run/slurm_here/*.pid)
 set -eu

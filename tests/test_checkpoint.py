@@ -17,9 +17,8 @@ import zipfile
 
 import pytest
 import torch
-from forked import WORLDS
-from test_distributed import _joined, run
 from torch import nn
+from world import WORLDS, joined, launched
 
 import checkpoint
 import distributed as dist
@@ -116,7 +115,7 @@ def _there_and_back(rank, n, folder):
 
 @WORLDS
 def test_there_and_back(tmp_path, n):
-    expected = run(_there_and_back, n, tmp_path)
+    expected = launched(_there_and_back, n, tmp_path)
     assert names(tmp_path) == [".lock", "last.pt"]
     state = torch.load(tmp_path / "last.pt", weights_only=True)  # as anybody's program would read it
     assert state.keys() == {"step", "config", "parts", "random", "note", "mean", "values"}
@@ -138,8 +137,8 @@ def _other_number(rank, n, folder):
 @pytest.mark.slow
 @pytest.mark.parametrize("n", [1, 3])
 def test_another_number_of_processes(tmp_path, n):
-    expected = run(_there_and_back, 2, tmp_path)
-    got = run(_other_number, n, tmp_path)
+    expected = launched(_there_and_back, 2, tmp_path)
+    got = launched(_other_number, n, tmp_path)
     assert differing(got, {name: expected[name] for name in got}) == set()
 
 
@@ -156,7 +155,7 @@ def _takes_a_name(rank, n, folder):
 
 @WORLDS
 def test_what_a_caller_saves_is_never_dropped(tmp_path, n):
-    run(_takes_a_name, n, tmp_path)
+    launched(_takes_a_name, n, tmp_path)
 
 
 def _extra_is_rank_0s(rank, n, folder):
@@ -168,7 +167,7 @@ def _extra_is_rank_0s(rank, n, folder):
 
 @WORLDS
 def test_extra_values_are_rank_0s(tmp_path, n):
-    run(_extra_is_rank_0s, n, tmp_path)
+    launched(_extra_is_rank_0s, n, tmp_path)
 
 
 def _changes_folder(rank, n, folder):
@@ -184,7 +183,7 @@ def _changes_folder(rank, n, folder):
 
 @WORLDS
 def test_a_relative_folder_stays_where_it_was(tmp_path, n):
-    run(_changes_folder, n, tmp_path)
+    launched(_changes_folder, n, tmp_path)
 
 
 def _checked(rank, n):
@@ -205,7 +204,7 @@ def _checked(rank, n):
 
 @WORLDS
 def test_from_primary_prints_nothing_in_a_checked_group(n):
-    run(_checked, n)
+    launched(_checked, n)
 
 
 # ------------------------------------------------------------------------------------- last, previous and the best
@@ -282,7 +281,7 @@ def _diverges(rank, n, folder):
 @pytest.mark.slow
 @WORLDS
 def test_a_diverged_run_is_saved_and_is_never_among_the_best(tmp_path, n):
-    run(_diverges, n, tmp_path)
+    launched(_diverges, n, tmp_path)
 
 
 def test_a_file_that_only_looks_like_a_best_one_is_left_alone(tmp_path):
@@ -435,9 +434,9 @@ def _waits(rank, n, folder):
 @WORLDS
 def test_save_ends_on_all_ranks_when_rank_0_has_written(tmp_path, n):
     # A rank that were ahead could end, and whoever started them would end rank 0 in the middle of it.
-    run(_too_large_for_rank_0, n, saved(tmp_path, 1))
+    launched(_too_large_for_rank_0, n, saved(tmp_path, 1))
     assert checkpoint.read(tmp_path / "last.pt")["step"] == 1
-    run(_waits, n, tmp_path)
+    launched(_waits, n, tmp_path)
 
 
 def test_missing_folder(tmp_path):
@@ -716,7 +715,7 @@ def _misfits(rank, n, folder):
 def test_what_does_not_fit_is_one_error_on_all_ranks(tmp_path, n):
     saved(tmp_path, 1)
     (tmp_path / "text.pt").write_text("?")
-    run(_misfits, n, tmp_path)
+    launched(_misfits, n, tmp_path)
 
 
 # ------------------------------------------------------------------------------------------------- one at a time
@@ -800,7 +799,7 @@ def _told(rank, n, which):
 
 @WORLDS
 def test_sigterm_to_one_rank_is_agreed_on_at_the_same_call(n):
-    run(_told, n, n - 1)
+    launched(_told, n, n - 1)
 
 
 def _late_to_agree(rank, n):
@@ -815,7 +814,7 @@ def test_agreed_has_the_time_out_of_the_other_collectives(monkeypatch):
     monkeypatch.setenv("DIST_TIMEOUT", "1")
     monkeypatch.setenv("DIST_GRACE", "0")
     with pytest.raises(SystemExit, match=r"rank 0 of 2 failed first: (?s:.*)\n  rank 1: .*, _late_to_agree$"):
-        run(_late_to_agree, 2)
+        launched(_late_to_agree, 2)
 
 
 def _asleep():
@@ -861,9 +860,9 @@ def _ends_its_children(rank, n):
 @pytest.mark.parametrize("n", [1, 2])
 def test_forked_processes_end_by_sigterm(n):
     if n == 1:
-        assert in_child(_joined, 0, 1, _ends_its_children, ()) == 0
+        assert in_child(joined, 0, 1, _ends_its_children, ()) == 0
     else:
-        run(_ends_its_children, n)
+        launched(_ends_its_children, n)
 
 
 def _leaves_a_daemon(rank, n):
@@ -875,7 +874,7 @@ def _leaves_a_daemon(rank, n):
 def test_a_run_ends_though_a_daemon_process_of_a_worker_sleeps():
     # multiprocessing ends the daemons of a process by SIGTERM, and waits for them.
     started = time.monotonic()
-    run(_leaves_a_daemon, 2)
+    launched(_leaves_a_daemon, 2)
     assert time.monotonic() - started < 30
 
 
@@ -909,8 +908,8 @@ def _puts_back(rank, n):
 
 
 def test_the_handler_from_before_comes_back():
-    run(_puts_back, 1)
+    launched(_puts_back, 1)
 
 
 def test_forked_processes_get_the_handler_from_before():
-    run(_has_handlers_of_its_own, 1)
+    launched(_has_handlers_of_its_own, 1)

@@ -1,6 +1,6 @@
 """cifar10_ddp.py as a program: what it leaves behind, and that no way of ending it changes the result.
 
-Runs are forked from a process that has imported all they need (forked.py); the data set is a small one.
+Runs are forked from a process that has imported all they need (world.py); the data set is a small one.
 """
 
 import contextlib
@@ -29,12 +29,12 @@ import pytest
 import test_data
 import torch
 from filelock import FileLock
-from forked import ROOT, WORLDS, forker, shell
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from test_distributed import run as of_processes
 from test_scripts import in_float16, refused
 from torchvision import datasets
+from world import ROOT, WORLDS, forker, shell
+from world import launched as of_processes
 
 import checkpoint
 import cifar10_ddp
@@ -172,14 +172,13 @@ def agrees(table, lines, train=TRAIN, test=TEST):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("n", [1, 2])
-def test_folder(reference, n):
-    result, folder = reference(n)
-    assert re.fullmatch(rf"resnet9-gloo-{n}-\d{{8}}-\d{{6}}", folder.name)
+def test_folder(reference):
+    result, folder = reference(2)
+    assert re.fullmatch(r"resnet9-gloo-2-\d{8}-\d{6}", folder.name)
     first, *lines, done = result.out.splitlines()
-    assert first == f"distributed: {n} process{'es' * (n > 1)}, gloo, cpu"
+    assert first == "distributed: 2 processes, gloo, cpu"
     assert lines[0] == "resnet9, 6,772 parameters, on synthetic, cpu, float32"
-    assert lines[1] == f"global batch 96 = {n} x {96 // n}; everything is in runs/{folder.name}"
+    assert lines[1] == f"global batch 96 = 2 x 48; everything is in runs/{folder.name}"
     assert re.fullmatch(r"done in \d+\.\d s", done)
     table = rows(folder)
     assert len(table) == 2 and agrees(table, lines[2:])
@@ -201,7 +200,7 @@ def test_folder(reference, n):
     assert [checkpoint.read(folder / name)["step"] for name in best] == [10, 20]
     config = json.loads((folder / "config.json").read_text())
     assert config == last["config"]
-    expected = {"dataset": "synthetic", "model": "resnet9", "width": 2, "epochs": 2, "batch_size": 96, "processes": n}
+    expected = {"dataset": "synthetic", "model": "resnet9", "width": 2, "epochs": 2, "batch_size": 96, "processes": 2}
     assert expected.items() <= config.items() and config["global_batch"] == 96
     assert shows_its_metrics(folder)
 
@@ -276,18 +275,17 @@ def by_hand(n, epochs, batch, lr, factors, weight_decay, smoothing, seed, count)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("n", [1, 2])
-def test_recipe(run, tmp_path, n):
+def test_recipe(run, tmp_path):
     """Compares with the same steps written out by hand: SGD with Nesterov's momentum, weight decay, warm-up, decay and
     label smoothing, each with a value that shows after a few steps."""
     flags = {"--epochs": 2, "--batch-size": 16, "--lr": 0.1, "--weight-decay": 0.05, "--label-smoothing": 0.4}
-    flags |= {"--warmup": 0.375, "--seed": 3, "--width": 2, "--nproc": n, "--dataset": "synthetic"}
+    flags |= {"--warmup": 0.375, "--seed": 3, "--width": 2, "--nproc": 2, "--dataset": "synthetic"}
     result = run(*(text for flag in flags.items() for text in flag), TRAIN=64, TEST=16)
     assert result.code == 0 and result.err == "", result.err
     # Eight steps, of which three rise; from the third on, five fall to zero, which the step after the last would have.
     factors = [1 / 3, 2 / 3, 3 / 3, 5 / 5, 4 / 5, 3 / 5, 2 / 5, 1 / 5]
     losses, weights, momenta = by_hand(
-        n, epochs=2, batch=16, lr=0.1, factors=factors, weight_decay=0.05, smoothing=0.4, seed=3, count=64
+        2, epochs=2, batch=16, lr=0.1, factors=factors, weight_decay=0.05, smoothing=0.4, seed=3, count=64
     )
     folder = the_folder(tmp_path / "cwd")
     assert [row["training_loss"] for row in rows(folder)] == pytest.approx(losses, rel=1e-4)
@@ -311,13 +309,12 @@ def test_loss_scaling(n):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("n", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3])
-def test_every_example_is_evaluated_once(run, tmp_path, n):
+def test_every_example_is_evaluated_once(run, tmp_path):
     # Neither 200 nor 500 divides by 3, and no batch divides anything.
     flags = ("--dataset", "synthetic", "--width", 2, "--batch-size", 97, "--epochs", 1)
-    result = run(*flags, "--nproc", n, TRAIN=200, TEST=500)
+    result = run(*flags, "--nproc", 3, TRAIN=200, TEST=500)
     assert result.code == 0 and result.err == "", result.err
-    assert f"global batch {97 // n * n} = {n} x {97 // n}; " in result.out
+    assert "global batch 96 = 3 x 32; " in result.out
     lines = [line for line in result.out.splitlines() if line.startswith("epoch")]
     assert agrees(rows(the_folder(tmp_path / "cwd")), lines, train=200, test=500)
 
@@ -447,7 +444,7 @@ def stopped(stopped_once, tmp_path):
 
     def stopped(nproc, at, *flags, **environment):
         result, original = stopped_once(nproc, at, *flags, **environment)
-        assert result.err == (f"launch: SIGTERM: ending {nproc} processes\n" if nproc > 1 else "")
+        assert re.fullmatch(r"(launch: SIGTERM: waiting for \d processes to save\n)?", result.err)
         folder = tmp_path / "cwd" / "runs" / original.name
         shutil.copytree(original, folder)
         pattern = r"SIGTERM: saved at epoch (\d), batch (\d+) of \d+; go on with --resume runs/(.+)"
@@ -472,29 +469,28 @@ data.batches, time.perf_counter = timed, lambda: seconds[0]
 """
 
 
-# With one process an epoch is 10 batches of training and 3 of evaluation, with two it is 10 and 2.
-SIGTERM = [(1, 17, 2, {4}), (2, 16, 2, {4, 5}), (2, 11, 1, {10})]
+# An epoch is 10 batches of training and 2 of evaluation.
+SIGTERM = [(16, 2, {4, 5}), (11, 1, {10})]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("n", "at", "epoch", "batches"), SIGTERM)
-def test_sigterm_and_resume(run, reference, stopped, n, at, epoch, batches):
-    folder, at_epoch, at_batch = stopped(n, at)
+@pytest.mark.parametrize(("at", "epoch", "batches"), SIGTERM)
+def test_sigterm_and_resume(run, reference, stopped, at, epoch, batches):
+    folder, at_epoch, at_batch = stopped(2, at)
     assert at_epoch == epoch and at_batch in batches
-    result = run(*FLAGS, "--nproc", n, "--resume", f"runs/{folder.name}", before=CLOCK)
+    result = run(*FLAGS, "--nproc", 2, "--resume", f"runs/{folder.name}", before=CLOCK)
     assert result.code == 0 and result.err == "", result.err
     assert f"resuming runs/{folder.name}/last.pt at epoch {epoch}, batch {at_batch} of 10\n" in result.out
-    assert same_end(folder, reference(n)[1])
+    assert same_end(folder, reference(2)[1])
     # Where nothing was left to train, no speed is made up.
     assert rows(folder)[epoch - 1].get("training_images_per_s") == (BATCH if at_batch < 10 else None)
     assert " 0 images/s" not in result.out
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("n", "at"), [(2, 16), (3, 11)])
-def test_sigterm_to_one_process_stops_the_run(stopped, n, at):
+def test_sigterm_to_one_process_stops_the_run(stopped):
     """All ranks save together, and the run ends with 143, as if the program itself had been told."""
-    stopped(n, at, TO_ONE=1)
+    stopped(3, 11, TO_ONE=1)
 
 
 @pytest.mark.slow
@@ -586,13 +582,12 @@ def children(pid):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("n", "kills"), [(1, 2), (2, 3)])
-def test_killed_again_and_again(start, reference, tmp_path, n, kills):
+def test_killed_again_and_again(start, reference, tmp_path):
     """SIGKILL at random moments, to the parent alone or to all, a checkpoint being written after every step."""
     seed = int(os.environ.get("SEED") or time.time_ns() % 10**6)
     print(f"to repeat this: SEED={seed}")
-    chance, folder, flags = random.Random(seed), None, [*FLAGS, "--nproc", n, "--checkpoint-every", 1]
-    for number in range(kills):
+    chance, folder, flags = random.Random(seed), None, [*FLAGS, "--nproc", 2, "--checkpoint-every", 1]
+    for number in range(3):
         # Killed with all of its processes, it can't remove its temporary folder.
         job = start(*flags, *(["--resume", f"runs/{folder.name}"] if folder else []), TMPDIR=tmp_path)
         while not (runs := list((tmp_path / "cwd").glob("runs/resnet9-*/last.pt"))) and not job.files[1].read_text():
@@ -611,7 +606,7 @@ def test_killed_again_and_again(start, reference, tmp_path, n, kills):
         assert job.wait().code in (-signal.SIGKILL, 0)  # it may have come to its end
     result = start(*flags, "--resume", f"runs/{folder.name}").wait()
     assert result.code == 0 and result.err == "", result.err
-    assert same_end(folder, reference(n)[1])
+    assert same_end(folder, reference(2)[1])
 
 
 @pytest.mark.slow
@@ -835,12 +830,11 @@ checkpoint.write = full
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("n", [1, 2])
-def test_full_disk(run, tmp_path, n):
-    result = run(*FLAGS, "--nproc", n, "--checkpoint-every", 1, before=FULL_DISK, DIST_GRACE=0.2)
+def test_full_disk(run, tmp_path):
+    result = run(*FLAGS, "--nproc", 2, "--checkpoint-every", 1, before=FULL_DISK, DIST_GRACE=0.2)
     folder = the_folder(tmp_path / "cwd")
     last = folder / "last.pt"
-    where = r"rank [01] of 2 failed first: " if n == 2 else ""  # all ranks say the same
+    where = r"rank [01] of 2 failed first: "  # all ranks say the same
     assert result.code == 1
     what = f"can't write {last} (File too large); {last} is as it was"
     assert re.match(where + re.escape(f"{SCRIPT}: error: {what}"), result.err) and result.err.count("\n") == 1

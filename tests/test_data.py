@@ -20,12 +20,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from forked import ROOT, forker
 from torch.utils.data import DataLoader, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 from torchvision import datasets
 from torchvision.transforms.functional import normalize
 from tqdm import tqdm
+from world import ROOT, forker
 
 import data
 

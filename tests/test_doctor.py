@@ -1,4 +1,4 @@
-"""doctor.py as a user meets it: healthy, with real faults planted one at a time, and `run` on scripts that disagree."""
+"""doctor.py as a user meets it: healthy, with real faults planted one at a time."""
 
 import os
 import re
@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-from forked import ROOT, SHELL, forker, shell
+from world import ROOT, SHELL, forker, shell
 
 import doctor
 
@@ -17,7 +17,7 @@ ROWS = [
     *("command", "python", "torch", "torchvision", "CPU", "GPUs", "backends", "launcher", "limits", "temporary folder"),
     *("loopback", "host name", "collectives, gloo", "training, gloo"),
 ]
-FAST = {"DIST_INIT_TIMEOUT": "3", "DIST_TIMEOUT": "1", "DIST_GRACE": "0.5"}  # for ranks that hang
+FAST = {"DIST_TIMEOUT": "3", "DIST_GRACE": "0.5"}  # for ranks that hang
 
 
 def _host_has_an_address():
@@ -74,7 +74,7 @@ def test_a_healthy_machine():
 # ---------------------------------------------------------------------------------------- faults, planted one at a time
 
 PLANTED = [  # environment, the line that is wrong, what it says
-    ({"RANK": "0"}, "launcher", "WORLD_SIZE is not set, but torchrun sets all of .*: .*or unset RANK"),
+    ({"RANK": "0"}, "launcher", "RANK=0, WORLD_SIZE=, .*: set all four .*or unset RANK.*"),
     ({"NPROC": "0"}, "launcher", r"nproc \(or NPROC\) is 0: start at least 1 process"),
     ({"OMP_NUM_THREADS": "banana"}, "CPU", r"\d+ cores, OMP_NUM_THREADS banana: unset it, or take 1 to \d+"),
     (
@@ -137,12 +137,12 @@ distributed.prepare_ddp_model = lambda model: model
 distributed.unwrap_model = lambda model: model
 """,
     "a rank hangs": """
-right = distributed.barrier
-def barrier():
+right = distributed.gather
+def gather(tensor):
     if distributed.get_rank() == 1:
         time.sleep(60)
-    right()
-distributed.barrier = barrier
+    return right(tensor)
+distributed.gather = gather
 """,
     "all ranks hang": """
 def sync_params(params):
@@ -194,8 +194,8 @@ def test_a_rank_that_hangs(tmp_path):
     assert list(wrong) == ["collectives, gloo"]
     first, zero, one = wrong["collectives, gloo"].splitlines()
     assert re.match("rank 0 of 2 failed first: .*[Tt]imed out.*: is a firewall or a security tool in the way", first)
-    assert re.match(rf"rank 0: {re.escape(str(path))}:\d+, barrier", zero)
-    assert re.match(rf"rank 1: {re.escape(str(path))}:\d+, barrier", one)
+    assert re.match(rf"rank 0: {re.escape(str(path))}:\d+, gather", zero)
+    assert re.match(rf"rank 1: {re.escape(str(path))}:\d+, gather", one)
 
 
 @pytest.mark.slow
@@ -205,7 +205,7 @@ def test_ranks_that_all_hang(tmp_path):
     path, wrong = planted("all ranks hang", tmp_path, **FAST)
     assert list(wrong) == ["collectives, gloo"]
     first, *stand = wrong["collectives, gloo"].splitlines()
-    assert first.startswith("TimeoutError: no end after 9 s: is a firewall")
+    assert first.startswith("TimeoutError: no end after 11 s: is a firewall")
     assert len(stand) == 2
     assert all(
         re.fullmatch(rf"rank {r}: {re.escape(str(path))}:\d+, sync_params", line) for r, line in enumerate(stand)
@@ -284,13 +284,15 @@ def test_a_start_of_cuda_that_works(two_gpus):
     assert (ok, what, found) == (True, "GPUs", "2 (CUDA_VISIBLE_DEVICES not set)\n0: one of 2\n1: another")
 
 
-@pytest.mark.parametrize("given", [(), ("3", "1"), ("600", "600")], ids=["default", "lowered", "raised"])
+@pytest.mark.parametrize(
+    "given", [{}, {"DIST_TIMEOUT": "3"}, {"DIST_TIMEOUT": "600"}], ids=["default", "lowered", "raised"]
+)
 def test_the_more_gpus_the_more_time(given, monkeypatch):
     """Eight GPUs that no process has used take longer than 10 s to start.  The user can only lower the time-outs."""
-    runs, names = [], ("DIST_INIT_TIMEOUT", "DIST_TIMEOUT")
+    runs = []
 
     def record(check, backend, n, limit):
-        runs.append((backend, n, *(float(os.environ[name]) for name in names), limit))
+        runs.append((backend, n, float(os.environ["DIST_TIMEOUT"]), limit))
         return ""
 
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("DIST_", "CUDA_"))}
@@ -298,18 +300,18 @@ def test_the_more_gpus_the_more_time(given, monkeypatch):
     monkeypatch.setattr(doctor, "_trouble", record)
     for gpus in (1, 8):
         monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
-        with mock.patch.dict(os.environ, clean | dict(zip(names, given, strict=False)), clear=True):
+        with mock.patch.dict(os.environ, clean | given, clear=True):
             assert all(ok for ok, _, _ in doctor.self_test())
     assert [run[:2] for run in runs[::2]] == [("gloo", 2), ("nccl", 1), ("gloo", 2), ("nccl", 8)]
     assert runs[::2] == runs[1::2], "both checks have the same time"
-    for backend, n, join, call, limit in runs:
-        assert join + call < limit
-        if given == ("3", "1"):
-            assert (join, call) == (3, 1)
+    for backend, n, seconds, limit in runs:
+        assert 2 * seconds < limit
+        if given == {"DIST_TIMEOUT": "3"}:
+            assert seconds == 3
         elif backend == "gloo":
-            assert (join, call) == (10, 5)
+            assert seconds == 10
         else:
-            assert join >= 20 + 5 * n and call >= 10 + 2 * n and limit < 240
+            assert seconds >= 20 + 5 * n and limit < 240
 
 
 @pytest.mark.parametrize(
@@ -356,102 +358,17 @@ def test_gpus_that_only_nvml_counts_are_named(monkeypatch):
     )
 
 
-@pytest.mark.parametrize("args", [["run"], ["nonsense"], ["--fast"]])
+@pytest.mark.parametrize("args", [["nonsense"], ["--fast"]])
 def test_unknown_usage(args):
     done = python("doctor.py", *args)
-    assert (done.code, done.out) == (2, "") and "python doctor.py run SCRIPT" in done.err
+    assert (done.code, done.out) == (2, "") and "python doctor.py --report" in done.err
 
 
 def test_help():
     done = python("doctor.py", "--help")
-    assert (done.code, done.err) == (0, "") and "python doctor.py run SCRIPT" in done.out
+    assert (done.code, done.err) == (0, "") and "python doctor.py --report" in done.out
 
 
 def test_under_a_launcher_there_is_one_table_per_machine():
     done = python("doctor.py", RANK="1", WORLD_SIZE="2", LOCAL_RANK="1", LOCAL_WORLD_SIZE="2")
     assert (done.code, done.out, done.err) == (0, "", "")
-
-
-# --------------------------------------------------------------------------------------------------- doctor.py run ...
-
-DISAGREES = """
-import sys
-import torch
-import distributed as dist
-
-def worker(rank, n, case):
-    dist.init_process_group(rank, n)
-    c10d, odd = torch.distributed, rank == 1
-    if case == "shape":
-        c10d.all_reduce(torch.ones(3 + 2 * odd))
-    elif case == "dtype":
-        c10d.all_reduce(torch.ones(3, dtype=torch.float64 if odd else torch.float32))
-    elif case == "collective":
-        c10d.broadcast(torch.ones(3), 0) if odd else c10d.all_reduce(torch.ones(3))
-    elif case == "count":
-        c10d.all_reduce(torch.ones(3))
-        if not odd:
-            c10d.all_reduce(torch.ones(3))
-
-for case in sys.argv[1:-1]:
-    try:
-        dist.launch(worker, case, nproc=2)
-    except SystemExit as failure:
-        print(failure, "THE NEXT", file=sys.stderr, sep="\\n", flush=True)
-dist.launch(worker, sys.argv[-1], nproc=2)
-"""
-
-CALLS = {
-    "shape": ["OpType=ALLREDUCE, TensorShape=[3]", "OpType=ALLREDUCE, TensorShape=[5]"],
-    "dtype": ["TensorDtypes=Float", "TensorDtypes=Double"],
-    "collective": ["OpType=ALLREDUCE", "OpType=BROADCAST"],
-    "count": ["line 18, in worker", "c10d.all_reduce(torch.ones(3))", "(rank 1 had finished)"],
-}
-
-
-@pytest.mark.slow
-def test_a_script_whose_ranks_disagree(tmp_path):
-    (tmp_path / "disagrees.py").write_text(DISAGREES)
-    done = python("doctor.py", "run", tmp_path / "disagrees.py", *CALLS, PYTHONPATH=ROOT)
-    assert done.code == 1
-    for case, said in zip(CALLS, done.err.split("THE NEXT\n"), strict=True):
-        assert said.count("Traceback") == 1 and len(re.findall("failed first:", said)) == 1, case
-        for call in CALLS[case]:
-            assert call in said, (case, said)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("script", "args", "says"),
-    [
-        ("mnist_ddp.py", ["--dataset", "synthetic", "--dry-run"], r"^epoch 1/1  loss .*\ndone in"),
-        ("min_DDP.py", ["--epochs", "1"], "^epoch 0  loss .* in the last batch"),
-    ],
-)
-def test_a_healthy_script_runs_to_its_end(script, args, says):
-    done = python("doctor.py", "run", ROOT / script, *args)
-    assert done.code == 0, done.err
-    assert re.search(says, done.out, re.MULTILINE) and "Traceback" not in done.err
-
-
-@pytest.mark.parametrize(
-    ("code", "env", "says"),
-    [
-        ("print('done')", {}, "doctor: one process: this script calls no launch; to compare two: torchrun .*x.py 1$"),
-        ("print('done')  # dist.launch(main)", {}, "^$"),
-        ("print('done')", {"RANK": "0"}, "^$"),
-        ("print('done')", {"SLURM_STEP_NUM_TASKS": "2"}, "^$"),
-    ],
-)
-def test_a_script_that_calls_no_launch_is_named(tmp_path, code, env, says):
-    (tmp_path / "x.py").write_text(code)
-    done = python("doctor.py", "run", tmp_path / "x.py", "1", **env)
-    assert (done.code, done.out) == (0, "done\n") and re.search(says, done.err)
-
-
-def test_run_passes_on_the_arguments_and_the_exit_code(tmp_path):
-    (tmp_path / "script.py").write_text(
-        "import os, sys; print(sys.argv[1:], os.environ['TORCH_DISTRIBUTED_DEBUG']); sys.exit(7)"
-    )
-    done = python("doctor.py", "run", tmp_path / "script.py", "--help", "-x", "a b")
-    assert (done.code, done.out) == (7, "['--help', '-x', 'a b'] DETAIL\n")

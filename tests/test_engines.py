@@ -13,7 +13,7 @@ import sysconfig
 from pathlib import Path
 
 import pytest
-from forked import ENVIRONMENT, ROOT, SHELL, forker
+from world import ENVIRONMENT, ROOT, SHELL, forker
 
 SYNTHETIC = ("--dataset", "synthetic")
 PACKAGES = {"mnist_horovod": "horovod", "mnist_xla": "torch_xla"}

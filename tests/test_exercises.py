@@ -10,14 +10,13 @@ import sys
 import time
 
 import pytest
-from forked import ROOT, WORLDS, forker
+from world import ROOT, WORLDS, forker
 
 from exercises import check
 from exercises.checks import NAMES
 from exercises.mistakes import MISTAKES
 
 SOLUTIONS = ROOT / "exercises" / "solutions"
-SHORT = 4  # seconds until a hang is one, in these tests
 
 
 def read_others():
@@ -40,14 +39,14 @@ OTHERS = list(read_others())
 def verdict(tmp_path, capsys):
     """verdict(name, *changes): whether the changed solution passes, and what the check prints."""
 
-    def examined(name, *changes):
+    def examined(name, *changes, limit=check.LIMIT):
         source = (SOLUTIONS / f"{name}.py").read_text(encoding="utf-8")
         for old, new in changes:
             assert old in source, old
             source = source.replace(old, new, 1)
         file = tmp_path / f"{name}.py"
         file.write_text(source, encoding="utf-8")
-        return check.check(name, file, SHORT), capsys.readouterr().out
+        return check.check(name, file, limit), capsys.readouterr().out
 
     return examined
 
@@ -60,23 +59,9 @@ def test_a_wrong_solution_is_refused_and_a_right_one_is_not(verdict, name, words
     assert passed == (words == "equal") == (text.count(" equal\n") == 3), text
 
 
-def test_at_least_half_of_the_wrong_solutions_are_named():
-    unnamed = (
-        "WRONG",
-        "HANGS",
-        "process",
-        "processes",
-        "distance",
-        "shape",
-        "object",
-        "out of range",
-        "in send",
-        "in all_reduce",
-    )
-    for name in NAMES:
-        words = [case.values[1] for case in OTHERS if case.values[0] == name and case.values[1] != "equal"]
-        named = [text for text in words if not text.strip().endswith(unnamed)]
-        assert len(words) >= 6 and len(named) >= len(words) / 2, name
+def test_each_exercise_has_a_wrong_solution():
+    wrong = {case.values[0] for case in OTHERS if case.values[1] != "equal"}
+    assert wrong == set(NAMES)
 
 
 def test_the_readme_lists_all_in_their_order():
@@ -125,7 +110,7 @@ def test_a_solution_passes():
 def test_a_bad_name_and_a_launcher_are_one_line():
     done = forker().run("-m", "exercises.check", "shrad")
     assert done.code == 2 and "invalid choice: 'shrad'" in done.err and "Traceback" not in done.err
-    done = forker().run("-m", "exercises.check", "shard", RANK=0, WORLD_SIZE=1, LOCAL_RANK=0, LOCAL_WORLD_SIZE=1)
+    done = forker().run("-m", "exercises.check", "shard", RANK=0, WORLD_SIZE=2, LOCAL_RANK=0, LOCAL_WORLD_SIZE=2)
     assert done.code == 2 and done.err.endswith("it starts its processes itself: type python -m exercises.check\n")
 
 
@@ -135,9 +120,9 @@ def test_a_hang_is_an_answer_with_the_place_of_each_rank(verdict, tmp_path, n):
     here = f"dist.get_world_size() == {n} and dist.get_rank() == {n - 1}"
     wait = f"import time\n    if {here}:\n        time.sleep(3600)\n    "
     started = time.monotonic()
-    passed, text = verdict("global_mean", ("total, count", f"{wait}total, count"))
-    assert not passed and time.monotonic() - started < 20
-    assert f"HANGS  after {SHORT} s each rank stands here:\n" in text
+    passed, text = verdict("global_mean", ("total, count", f"{wait}total, count"), limit=10)
+    assert not passed and time.monotonic() - started < 60
+    assert "HANGS  after 10 s each rank stands here:\n" in text
     table = [re.sub(r":\d+,", "", line.strip()) for line in text.splitlines() if line.startswith("    rank ")]
     expected = [f"rank {r}: {tmp_path}/global_mean.py global_mean, in all_reduce" for r in range(n - 1)]
     assert table == [*expected, f"rank {n - 1}: {tmp_path}/global_mean.py global_mean"]

@@ -4,7 +4,7 @@ import ast
 import re
 
 import pytest
-from forked import ROOT
+from world import ROOT
 
 ELSEWHERE = (".", "node_modules")  # how the folders begin that are not ours
 FILES = {tuple(path.relative_to(ROOT).parts): path for path in ROOT.rglob("*.py")}

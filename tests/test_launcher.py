@@ -1,992 +1,496 @@
-"""launch: what it does when it is told to stop, when a process fails in an odd way, and in odd surroundings.
+"""launcher.py: P1, P3 to P5 and P7 of its promises.  Real processes, real faults; what is waited for is an event."""
 
-The matrix of signals is in test_faults.py.  Most programs are forked from one process that has imported torch.
-"""
-
-import argparse
-import functools
-import multiprocessing
 import os
 import pty
 import re
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
-import termios
-import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-from forked import ROOT, SEVERAL, forker, shell
+from world import ENVIRONMENT, ROOT, forker, gone, shell, wait_for
 
-import checkpoint
 import distributed as dist
 import launcher
-import rendezvous
 
-on_linux = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+pytestmark = pytest.mark.timeout(180)
+needs_proc = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 
 
-def program(tmp_path, code, name="program.py"):
-    path = tmp_path / name
-    path.write_text("import os, signal, sys, time\nimport torch\nimport distributed as dist\n" + code)
-    return path
+@pytest.fixture
+def program(tmp_path):
+    """program(code): a file in a folder of its own, where its processes live; TMPDIR is another one."""
 
+    def written(code, name="program.py"):
+        (tmp_path / "tmp").mkdir(exist_ok=True)
+        (tmp_path / "cwd").mkdir(exist_ok=True)
+        file = tmp_path / "cwd" / name
+        file.write_text(f"import os, signal, sys, time\nimport torch\nimport distributed as dist\n{code}")
+        return file
 
-def start(tmp_path, code, before="", **environment):
-    """The program, forked, with a folder of its own for temporary files."""
-    (tmp_path / "tmp").mkdir()
-    environment["TMPDIR"] = str(tmp_path / "tmp")
-    return forker().start(program(tmp_path, code), before=before, path=[ROOT], **environment)
+    return written
 
 
-def run(tmp_path, code, before="", **environment):
-    result = start(tmp_path, code, before, **environment).wait()
-    assert not list((tmp_path / "tmp").iterdir())  # nothing is left there, whatever happened
-    return result
+def start(file, *args, **environment):
+    """Forked from a process that has imported torch: as `python file args`."""
+    folder = file.parent
+    return forker().start(file, *args, cwd=folder, path=[ROOT], TMPDIR=folder.with_name("tmp"), **environment)
 
 
-def wait_for(condition, seconds=20):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+def run(file, *args, **environment):
+    done = start(file, *args, **environment).wait()
+    assert_nothing_left(file)
+    return done
 
 
-def stat(pid):
-    """The state of a process: R, S, T (stopped), Z (zombie) ...; "" if it is gone."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return ""
+def assert_nothing_left(file, in_tmp=0):
+    """No process that stands in the program's folder, and nothing in its temporary folder."""
+    if sys.platform == "linux":
+        wait_for(lambda: not processes_in(file.parent))
+    assert len(list(file.parent.with_name("tmp").iterdir())) == in_tmp
 
 
-# ------------------------------------------------------------------------------------------------------- told to stop
-
-# The grace after a failure is short here: saving takes longer than that.
-SAVES = """
-import rendezvous
-rendezvous.LIMITS["DIST_GRACE"] = 0.5
-
-def save(number, frame):
-    time.sleep(SECONDS)
-    print("saved", flush=True)
-    sys.exit(143)
-
-def worker(rank, n):
-    if rank == 1:
-        signal.signal(signal.SIGTERM, save)
-    print("ready", flush=True)
-    time.sleep(60)
-
-dist.launch(worker, nproc=2)
-"""
-
-
-@pytest.mark.parametrize(
-    ("seconds", "signals", "saved"),
-    [
-        pytest.param(1.0, [("SIGTERM", 0)], True, marks=pytest.mark.slow),
-        (1.0, [("SIGTERM", 0), ("SIGTERM", 0.001)], True),  # GNU timeout signals its child, then its group
-        pytest.param(1.0, [("SIGHUP", 0), ("SIGHUP", 0.001)], True, marks=pytest.mark.slow),  # a closing terminal
-        pytest.param(2.0, [("SIGTERM", 0), ("SIGUSR1", 1.2)], True, marks=pytest.mark.slow),  # only a question
-        pytest.param(50, [("SIGTERM", 0), ("SIGTERM", 1.2)], False, marks=pytest.mark.slow),  # out of patience
-    ],
-)
-def test_a_run_that_is_told_to_stop_has_time_to_save(tmp_path, seconds, signals, saved):
-    job = start(tmp_path, SAVES.replace("SECONDS", str(seconds)))
-    wait_for(lambda: job.files[0].read_text().count("ready\n") == 2)
-    before = time.monotonic()
-    for name, pause in signals:
-        time.sleep(pause)
-        os.kill(job.pid, getattr(signal, name))
-    result = job.wait()
-    assert result.code == 128 + getattr(signal, signals[0][0])
-    assert ("saved" in result.out) == saved
-    assert time.monotonic() - before < 20  # not the 30 s that it may take, nor the 50 s that it would
-    first, *answer = result.err.splitlines()
-    assert first == f"launch: {signals[0][0]}: ending 2 processes"
-    if "SIGUSR1" in dict(signals):
-        assert re.fullmatch(r"where each rank stands:;  rank 0: .*, worker;  rank 1: .*, save", ";".join(answer))
-    else:
-        assert not answer
-    assert not list((tmp_path / "tmp").iterdir())
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
-def test_a_stderr_that_is_full_loses_no_checkpoint(tmp_path):
-    """As a closed terminal; SIGUSR1's table can't be printed either."""
-    job = start(tmp_path, "sys.stderr = open('/dev/full', 'w')\n" + SAVES.replace("SECONDS", "1.0"))
-    wait_for(lambda: job.files[0].read_text().count("ready\n") == 2)
-    os.kill(job.pid, signal.SIGUSR1)
-    time.sleep(0.6)
-    os.kill(job.pid, signal.SIGTERM)
-    result = job.wait()
-    assert result.code == 143 and "saved" in result.out
-    assert not list((tmp_path / "tmp").iterdir())
-
-
-def test_an_error_while_saving_is_shown(tmp_path):
-    job = start(tmp_path, SAVES.replace("SECONDS", "0.1").replace("sys.exit(143)", "raise OSError('the disk is full')"))
-    wait_for(lambda: job.files[0].read_text().count("ready\n") == 2)
-    os.kill(job.pid, signal.SIGTERM)
-    result = job.wait()
-    assert result.code == 143
-    assert re.search(r"\nrank 1 of 2 failed while it was ending: (?s:.*)OSError: the disk is full\n$", result.err)
-
-
-@pytest.mark.slow
-@on_linux
-def test_the_time_to_save_stands_still_while_all_are_stopped(tmp_path):
-    (tmp_path / "tmp").mkdir()
-    # Half a second of running: what sleeps through a stop wakes up at its end.
-    path = program(tmp_path, SAVES.replace("    time.sleep(SECONDS)", "    for _ in range(10): time.sleep(0.05)"))
-    job = forker().start(path, before="os.setpgid(0, 0)", path=[ROOT], DIST_GRACE="1.5", TMPDIR=tmp_path / "tmp")
-    wait_for(lambda: job.files[0].read_text().count("ready\n") == 2)
-    os.kill(job.pid, signal.SIGTERM)
-    time.sleep(0.2)
-    os.killpg(job.pid, signal.SIGTSTP)
-    wait_for(lambda: stat(job.pid) == "T")
-    time.sleep(1.5)
-    os.killpg(job.pid, signal.SIGCONT)
-    result = job.wait()
-    assert result.code == 143 and "saved" in result.out
-
-
-@pytest.mark.parametrize(("n", "name"), [(2, "SIGTERM"), (3, "SIGTERM"), (2, "SIGINT"), (2, "SIGHUP")])
-def test_a_process_that_was_told_to_stop_and_has_saved_ends_the_run_with_its_code(tmp_path, n, name):
-    expected = 128 + getattr(signal, name)
-    code = (
-        "def worker(rank, n):\n"
-        "    dist.init_process_group()\n"
-        "    if rank == 1:\n"
-        f"        sys.exit({expected})\n"
-        "    dist.barrier()\n"
-        f"dist.launch(worker, nproc={n})\n"
-    )
-    result = run(tmp_path, code, DIST_GRACE="1")  # rank 0 handles no signal inside the collective
-    assert (result.code, result.err) == (expected, f"launch: {name}: ending {n} processes\n")
-
-
-def test_ctrl_c_of_a_single_process_is_130_without_a_traceback(tmp_path):
-    result = run(tmp_path, "def worker(rank, n): raise KeyboardInterrupt\ndist.launch(worker, nproc=1)\n")
-    assert result == (130, "", "")
-
-
-def _returns(rank, n):
-    return n
-
-
-def test_a_stop_that_comes_while_a_good_run_ends_reaches_the_caller(monkeypatch):
-    end, came = launcher._Group.end, []
-
-    def told_late(group):
-        os.kill(os.getpid(), signal.SIGTERM)
-        end(group)
-
-    monkeypatch.setattr(launcher._Group, "end", told_late)
-    before = signal.signal(signal.SIGTERM, lambda number, frame: came.append(number))
-    try:
-        assert dist.launch(_returns, nproc=2) == 2
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    assert came == [signal.SIGTERM]
-
-
-@on_linux
-def test_ctrl_z_stops_all_and_fg_goes_on(tmp_path):
-    code = (
-        "def worker(rank, n):\n"
-        "    open(f'{sys.argv[1]}/{rank}', 'w').write(str(os.getpid()))\n"
-        "    time.sleep(0.5)\n"
-        "    dist.init_process_group()\n"
-        "    return dist.all_reduce(torch.tensor(rank)).item()\n"
-        "print(dist.launch(worker, nproc=3))\n"
-    )
-    folder = tmp_path / "pids"
-    folder.mkdir()
-    # A group of its own, as a shell with job control makes one.
-    job = forker().start(program(tmp_path, code), folder, before="os.setpgid(0, 0)", path=[ROOT])
-    wait_for(lambda: len([file for file in folder.iterdir() if file.read_text()]) == 3)
-    pids = [job.pid, *(int(file.read_text()) for file in folder.iterdir())]
-    os.killpg(job.pid, signal.SIGTSTP)
-    wait_for(lambda: all(stat(pid) == "T" for pid in pids))
-    time.sleep(0.6)
-    assert all(stat(pid) == "T" for pid in pids)
-    os.killpg(job.pid, signal.SIGCONT)
-    assert job.wait()[:2] == (0, "distributed: 3 processes, gloo, cpu\n3\n")
-
-
-# ----------------------------------------------------------------------------------------------------------- failures
-
-
-NO_LIMITS = [(name, value) for name in rendezvous.LIMITS for value in ("3s", "-1", "nan", "inf")]
-
-
-@pytest.mark.parametrize(("name", "value"), [*NO_LIMITS, ("DIST_TIMEOUT", "0"), ("DIST_INIT_TIMEOUT", "0")])
-def test_a_limit_that_is_no_number_is_refused_before_anything_starts(name, value, monkeypatch, tmp_path):
-    monkeypatch.setenv(name, value)
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    for n in 1, 2:
-        with pytest.raises(ValueError, match=rf"^{name} is {value}: give a number of seconds \({name}=\d+\), or unset"):
-            dist.launch(os._exit, nproc=n)
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_wrong_limit_is_one_line_of_a_script():
-    result = forker().run("min_DDP.py", DIST_GRACE="3s")
-    assert result.code == 2 and result.out == ""
-    assert result.err.splitlines()[-1].endswith(
-        "DIST_GRACE is 3s: give a number of seconds (DIST_GRACE=3), or unset it"
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("reaps", ["signal.SIG_IGN", "reap"])
-@pytest.mark.parametrize("thread", [False, True])
-def test_children_that_the_caller_does_not_wait_for(tmp_path, reaps, thread):
-    """SIGCHLD ignored: the kernel forgets how a child has ended.  In a thread `launch` can't change that."""
-    code = (
-        "import threading\n"
-        "def reap(*_):\n"
-        "    try: os.waitpid(-1, os.WNOHANG)\n"
-        "    except ChildProcessError: pass\n"
-        f"signal.signal(signal.SIGCHLD, {reaps})\n"
-        "handler = signal.getsignal(signal.SIGCHLD)\n"
-        "def good(rank, n): return n\n"
-        "def bad(rank, n):\n"
-        "    if rank == 1: os._exit(3)\n"
-        "    time.sleep(20)\n"
-        "def main():\n"
-        "    print(dist.launch(good, nproc=2), flush=True)\n"
-        "    try: dist.launch(bad, nproc=2)\n"
-        "    except (SystemExit, RuntimeError) as failure: print(failure)\n"
-        + ("t = threading.Thread(target=main); t.start(); t.join()\n" if thread else "main()\n")
-        + "print(signal.getsignal(signal.SIGCHLD) == handler)\n"
-    )
-    before = "import launcher; launcher._start_method = lambda job, n: ('fork', 1, job)"  # a thread would make it spawn
-    result = run(tmp_path, code, before=before)
-    how = r"(by os\._exit\(3\)|and nobody knows how)" if thread else r"by os\._exit\(3\)"
-    assert re.fullmatch(rf"2\nrank 1 of 2 failed first: ended {how}\nTrue\n", result.out), result
-
-
-ABORTS = """
-import faulthandler
-faulthandler.enable()
-def deep(): DIE
-def worker(rank, n):
-    dist.init_process_group()
-    if rank == 1: deep()
-    dist.barrier()
-dist.launch(worker, nproc=2)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("die", "name"), [("os.abort()", "SIGABRT"), ("import ctypes; ctypes.string_at(0)", "SIGSEGV")]
-)
-def test_a_crash_says_where_and_prints_nothing_else(tmp_path, die, name):
-    result = run(tmp_path, ABORTS.replace("DIE", die))
-    first, title, rank0, rank1 = result.err.splitlines()
-    assert (first, title) == (f"rank 1 of 2 failed first: ended by {name}", "where each rank stands:")
-    assert re.fullmatch(r"  rank 0: .*program\.py:\d+, worker, in barrier", rank0)
-    assert re.fullmatch(r"  rank 1: .*program\.py:\d+, deep(, in string_at)?", rank1)
-
-
-STDOUT = {  # as the shell makes it, before Python starts
-    "> /dev/full": "os.dup2(os.open('/dev/full', os.O_WRONLY), 1)",
-    ">&-": "os.close(1); sys.stdout = None",
-    "| true": "gone, pipe = os.pipe(); os.close(gone); os.dup2(pipe, 1); os.close(pipe)",
-}
-
-
-@pytest.mark.slow
-@on_linux
-@pytest.mark.parametrize("how", STDOUT)
-def test_a_full_or_closed_stdout_hides_no_error(tmp_path, how):
-    code = (
-        "def worker(rank, n):\n"
-        "    dist.init_process_group()\n"
-        "    print('x' * 100, end='')\n"
-        "    if rank == 1: raise KeyError('the cause')\n"
-        "    dist.barrier()\n"
-        "dist.launch(worker, nproc=2)\n"
-    )
-    result = run(tmp_path, code, before=STDOUT[how])
-    assert re.search(
-        r"rank [01] of 2 failed first: (?s:.*)(KeyError: 'the cause'|BrokenPipe|No space left)", result.err
-    )
-    assert "the cause" in result.err or how != ">&-"
-    assert result.code == 1
-
-
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
-def test_output_that_is_lost_is_an_error_and_the_cause_comes_first(tmp_path):
-    code = (
-        "sys.stdout = open('/dev/full', 'w')\n"
-        "def worker(rank, n):\n"
-        "    print('lost')\n"
-        "    if sys.argv[1:]: raise KeyError('the cause')\n"
-        "dist.launch(worker, nproc=2)\n"
-    )
-    for args, says in (["cause"], "KeyError: 'the cause'"), ([], "No space left on device"):
-        result = forker().run(program(tmp_path, code), *args, path=[ROOT])
-        assert result.code == 1
-        assert re.match(r"rank [01] of 2 failed first: ", result.err)
-        assert says in result.err
-
-
-def test_a_report_that_cannot_be_written_hides_no_error(tmp_path):
-    """As when the disk is full: the file can't be written."""
-    code = (
-        "def worker(rank, n):\n"
-        "    if rank == 1:\n"
-        "        os.mkdir(os.path.dirname(os.environ['DIST_STORE']) + '/report1.tmp')\n"
-        "        raise KeyError('the cause')\n"
-        "    time.sleep(20)\n"
-        "dist.launch(worker, nproc=2)\n"
-    )
-    result = run(tmp_path, code)
-    assert result.code == 1 and "KeyError: 'the cause'" in result.err
-    how = "ended by os._exit(1), or by the error above, which it could not report (is the disk full?)"
-    assert result.err.endswith(f"rank 1 of 2 failed first: {how}\n")
-
-
-def test_the_callers_own_faulthandler_stays(tmp_path):
-    code = (
-        "import faulthandler\n"
-        "file = open(sys.argv[1], 'w')\n"
-        "faulthandler.register(signal.SIGUSR1, file=file)\n"
-        "def worker(rank, n):\n"
-        "    if rank == 0: os.kill(os.getpid(), signal.SIGUSR1)\n"  # answers in the folder of the run
-        "    return n\n"
-        "assert dist.launch(worker, nproc=2) == 2\n"
-        "assert not open(sys.argv[1]).read()\n"
-        "os.kill(os.getpid(), signal.SIGUSR1)\n"
-    )
-    result = forker().run(program(tmp_path, code), tmp_path / "dump", path=[ROOT])
-    assert (result.code, result.err) == (0, "")
-    assert "most recent call first" in (tmp_path / "dump").read_text()
-
-
-def test_the_callers_event_loop_hears_no_signal_of_a_process(tmp_path):
-    """asyncio has a descriptor to which Python writes each signal; a forked process shares it."""
-    code = (
-        "import socket\n"
-        "ours, pythons = socket.socketpair()\n"
-        "ours.setblocking(False); pythons.setblocking(False)\n"
-        "signal.set_wakeup_fd(pythons.fileno())\n"
-        "def worker(rank, n):\n"
-        "    signal.signal(signal.SIGUSR2, lambda *_: None)\n"
-        "    os.kill(os.getpid(), signal.SIGUSR2)\n"
-        "    return n\n"
-        "dist.launch(worker, nproc=2)\n"
-        "try: print(ours.recv(10))\n"
-        "except BlockingIOError: print('silence')\n"
-    )
-    result = run(tmp_path, code)
-    assert result.out == "silence\n", result
-
-
-AGAIN = """
-def fails(rank, n):
-    dist.init_process_group()
-    raise KeyError("the cause")
-def works(rank, n):
-    dist.init_process_group()
-    value = dist.all_reduce(torch.tensor(1)).item()
-    dist.cleanup()
-    assert not torch.distributed.is_initialized()
-    return value
-N = int(sys.argv[1])
-try:
-    dist.launch(fails, nproc=N)
-except (KeyError, SystemExit):
-    print(dist.launch(works, nproc=N))
-    try:
-        dist.launch(fails, nproc=N)
-    except (KeyError, SystemExit) as again:
-        assert N == 1 or str(again).count("Traceback") == 1, again  # without that of the caller's exception
-print(dist.launch(works, nproc=N))
-"""
-
-
-@pytest.mark.parametrize("n", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
-def test_launch_again_after_a_failure_and_inside_an_except_block(tmp_path, n):
-    result = forker().run(program(tmp_path, AGAIN), n, path=[ROOT])
-    assert [line for line in result.out.splitlines() if line.isdigit()] == [str(n)] * 2, result.err
-    assert result.code == 0
-
-
-IN_THREAD = """
-import threading
-
-def fails(local_rank, world_size):
-    raise ValueError("the cause")
-
-if __name__ == "__main__":
-    thread = threading.Thread(target=dist.launch, args=(fails,), kwargs={"nproc": 2})
-    thread.start()
-    thread.join()
-"""
-
-
-@pytest.mark.slow
-def test_an_error_is_shown_if_launch_was_called_in_a_thread(tmp_path):
-    result = run(tmp_path, IN_THREAD)
-    assert "failed first" in result.err and "ValueError: the cause" in result.err
-
-
-def test_what_a_failed_process_has_printed_is_not_lost(tmp_path):
-    """It waits to be killed, with text in its buffers: standard output is no terminal here."""
-    code = (
-        "def worker(rank, n):\n"
-        "    print('before the error', end='')\n"
-        "    if rank == 1: raise KeyError('the cause')\n"
-        "    time.sleep(20)\n"
-        "dist.launch(worker, nproc=2)\n"
-    )
-    result = run(tmp_path, code)
-    assert (result.code, result.out) == (1, "before the error") and "KeyError: 'the cause'" in result.err
-
-
-@pytest.mark.slow
-def test_after_a_failure_the_others_have_three_seconds(tmp_path):
-    """Not the thirty of a run that was told to stop: nobody has asked for a checkpoint."""
-    code = (
-        "def slow(*_): time.sleep(60)\n"
-        "def worker(rank, n):\n"
-        "    signal.signal(signal.SIGTERM, slow)\n"
-        "    if rank == 1:\n"
-        "        time.sleep(0.5)\n"
-        "        raise KeyError('the cause')\n"
-        "    time.sleep(60)\n"
-        "dist.launch(worker, nproc=2)\n"
-    )
-    before = time.monotonic()
-    result = run(tmp_path, code)
-    assert result.code == 1 and "KeyError: 'the cause'" in result.err
-    assert time.monotonic() - before < 20
-
-
-ODD_ENDS = {
-    "os.kill(os.getpid(), signal.SIGRTMIN + 1)": "ended by signal 35",
-    "return Bad(1)": r"its result can't be read: .*missing 1 required positional argument",
-    "return threading.Lock()": "cannot pickle '_thread.lock' object",
-}
-
-
-@pytest.mark.slow
-@on_linux
-@pytest.mark.parametrize("end", ODD_ENDS)
-def test_odd_ends_are_explained(tmp_path, end):
-    code = (
-        "import threading\n"
-        "class Bad(Exception):\n"
-        "    def __init__(self, a, *, b=None):\n"
-        "        super().__init__() if b or a else None\n"
-        "def worker(rank, n):\n"
-        f"    if rank == 0: {end}\n"
-        "    time.sleep(1)\n"
-        "dist.launch(worker, nproc=2)\n"
-    )
-    result = run(tmp_path, code)
-    assert result.code == 1
-    assert re.match(rf"rank 0 of 2 failed first: (?s:.*){ODD_ENDS[end]}", result.err), result.err
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("end", "says"),
-    [
-        ("os._exit, (3,)", r"ended by os\._exit\(3\) after its work"),
-        ("os.kill, (os.getpid(), signal.SIGTERM)", "ended by SIGTERM after its work"),
-        ("os.kill, (os.getpid(), signal.SIGSEGV)", "ended by SIGSEGV after its work\nwhere each rank stands:(?s:.*)"),
-    ],
-)
-def test_a_process_that_dies_while_python_tidies_up_has_failed(tmp_path, end, says):
-    code = (
-        "from multiprocessing import util\n"
-        "def worker(rank, n):\n"
-        f"    if rank == 1: util.Finalize(None, {end}, exitpriority=1)\n"
-        "dist.launch(worker, nproc=2)\n"
-        "print('never')\n"
-    )
-    result = run(tmp_path, code)
-    assert (result.code, result.out) == (1, "")
-    assert re.fullmatch(f"rank 1 of 2 failed first: {says}\n", result.err), result.err
-
-
-@on_linux
-def test_a_process_killed_while_it_reports_is_the_cause(tmp_path):
-    """It has a child, which would hold a pipe open; and its result is large."""
-    code = (
-        "import subprocess, threading\n"
-        "def worker(rank, n):\n"
-        "    if rank == 0:\n"
-        "        subprocess.Popen(['sleep', '30'], close_fds=False)\n"
-        "        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGKILL)).start()\n"
-        "        return [b'x' * 1000] * 3 * 10**7\n"
-        "    time.sleep(30)\n"
-        "dist.launch(worker, nproc=2)\n"
-    )
-    before = time.monotonic()
-    result = run(tmp_path, code)
-    assert time.monotonic() - before < 25  # the others would sleep for 30
-    assert result.err.startswith("rank 0 of 2 failed first: ended by SIGKILL (by hand, or by the kernel")
-
-
-@on_linux
-def test_when_its_input_ends_the_guard_removes_the_folder_and_kills_its_group_alone(tmp_path):
-    """What C code prints on a closed stderr may come out of the pipe that has got its number."""
-    group = launcher._Group(2)
-    group.folder = str(tmp_path / "folder")
-    os.mkdir(group.folder)
-    stranger = subprocess.Popen(["sleep", "30"], start_new_session=True)
-    group.start_guard()
-    ignores = "import signal, time; signal.signal(signal.SIGVTALRM, signal.SIG_IGN); print(flush=True); time.sleep(30)"
-    members = [["sleep", "30"], [sys.executable, "-c", ignores]]
-    join = {"preexec_fn": lambda: os.setpgid(0, group.guard), "stdout": subprocess.PIPE}
-    members = [subprocess.Popen(command, **join) for command in members]
-    members[1].stdout.readline()
-    os.write(group.lifeline, f"[W1121 {stranger.pid} 0] a warning\n-{stranger.pid}\n\n".encode())
-    time.sleep(0.1)
-    assert os.path.exists(group.folder) and members[0].poll() is None
-    os.close(group.lifeline)
-    try:
-        assert [member.wait(5) for member in members] == [-signal.SIGVTALRM, -signal.SIGKILL]
-        assert os.waitstatus_to_exitcode(os.waitpid(group.guard, 0)[1]) == -signal.SIGKILL
-        assert not os.listdir(tmp_path) and stranger.poll() is None
-    finally:
-        for process in (stranger, *members):
-            process.kill()
-            process.communicate()
-
-
-def _fails(rank, n):
-    raise KeyError("the cause")
-
-
-@on_linux
-def test_launch_leaves_no_file_open():
-    dist.launch(_returns, nproc=2)  # the first may open what stays open
-    before = set(os.listdir("/proc/self/fd"))
-    dist.launch(_returns, nproc=3)
-    with pytest.raises(SystemExit):
-        dist.launch(_fails, nproc=2)
-    assert set(os.listdir("/proc/self/fd")) <= before
-
-
-def _folder(rank, n):
-    return os.stat(os.path.dirname(os.environ["DIST_STORE"])).st_mode & 0o777
-
-
-def test_the_folder_of_a_run_is_private():
-    before = os.umask(0)
-    try:
-        assert dist.launch(_folder, nproc=2) == 0o700
-    finally:
-        os.umask(before)
-
-
-def _fail_in_turn(rank, n):
-    if rank < n - 1:  # they fail when the last one has reported
-        wait_for(lambda: os.path.exists(f"{os.path.dirname(os.environ['DIST_STORE'])}/report{n - 1}"))
-    raise KeyError(f"the error of rank {rank}")
-
-
-@SEVERAL
-def test_the_error_that_came_first_is_shown(n):
-    with pytest.raises(SystemExit, match=f"rank {n - 1} of {n} failed first: (?s:.*)the error of rank {n - 1}"):
-        dist.launch(_fail_in_turn, nproc=n)
-
-
-def test_nohup_keeps_the_run(tmp_path):
-    job = start(tmp_path, NOHUP, before="signal.signal(signal.SIGHUP, signal.SIG_IGN)")
-    wait_for(lambda: "ready" in job.files[0].read_text())
-    os.kill(job.pid, signal.SIGHUP)
-    assert job.wait() == (0, "ready\n2\n", "")
-
-
-NOHUP = """
-def worker(rank, n):
-    if rank == 0: print("ready", flush=True)
-    time.sleep(0.5)
-    return n
-print(dist.launch(worker, nproc=2))
-"""
-
-LOADS = """
-from torch.utils.data import DataLoader
-def worker(rank, n):
-    return sum(len(batch) for batch in DataLoader(torch.ones(8, 2), batch_size=2, num_workers=2))
-print(dist.launch(worker, nproc=2))
-"""
-
-
-@pytest.mark.parametrize("length", [60, 75])
-def test_the_temporary_folder_may_have_a_name_as_long_as_for_python_itself(length):
-    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # tmp_path may be longer
-        long = Path(folder) / ("x" * (length - len(folder) - 1))
-        long.mkdir()
-        result = forker().run(program(Path(folder), LOADS), path=[ROOT], TMPDIR=long, timeout=20)
-        assert (result.code, result.out) == (0, "8\n"), result.err
-        assert not list(long.iterdir())
-
-
-NON_ASCII = """
-def worker(rank, n):
-    dist.init_process_group()
-    if rank == 0:
-        time.sleep(0.3)
-        os.kill(os.getppid(), signal.SIGUSR1)
-        time.sleep(1)
-    dist.all_reduce(torch.ones(1))
-dist.launch(worker, nproc=2)
-"""
-
-
-@pytest.mark.slow
-@on_linux
-def test_the_table_shows_the_callers_line_in_a_folder_of_any_alphabet(tmp_path):
-    folder = tmp_path / "J\xf6rg \u4e2d \U0001f600"
-    folder.mkdir()
-    for name in "distributed", "launcher", "rendezvous":
-        shutil.copy(ROOT / f"{name}.py", folder)
-    result = forker().run(program(folder, NON_ASCII), TMPDIR=tmp_path)
-    assert re.search(rf"rank 1: {re.escape(str(folder))}/program.py:\d+, worker, in all_reduce\n", result.err), result
-
-
-def test_numbers_that_only_look_like_numbers_are_named(monkeypatch):
-    monkeypatch.setenv("NPROC", "\xb2")
-    with pytest.raises(ValueError, match="^nproc .or NPROC. is \xb2: start at least 1 process"):
-        dist.launch(_returns)
-    monkeypatch.delenv("NPROC")
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", "abc")
-    with pytest.raises(ValueError, match="^MASTER_PORT is abc: give a number, or unset it"):
-        rendezvous.meeting_point(rendezvous.World())
-
-
-def test_an_exit_with_a_tensor_is_one_error():
-    with pytest.raises(SystemExit, match=r"failed first: it called sys.exit\(tensor\(\[143, +1\]\)\)$"):
-        dist.launch(lambda rank, n: sys.exit(torch.tensor([143, 1])), nproc=2)
-
-
-def _dies_unseen(rank, n, folder):
-    """Rank 0 reports that it lost rank 1, which then dies a moment later."""
-    if rank == 0:
-        raise RuntimeError("Connection closed by peer")
-    while not os.path.exists(f"{os.path.dirname(os.environ['DIST_STORE'])}/report0"):
-        time.sleep(0.001)
-    time.sleep(0.05)
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def test_a_death_that_shows_after_its_consequence_is_still_the_cause(tmp_path):
-    with pytest.raises(SystemExit, match="rank 1 of 2 failed first: ended by SIGKILL"):
-        dist.launch(_dies_unseen, str(tmp_path), nproc=2)
-
-
-# ------------------------------------------------------------------------------------------- notebooks, shells, forks
-
-
-@pytest.mark.slow
-def test_run_needs_no_distributed_py_in_spawned_processes(monkeypatch):
-    monkeypatch.setattr(launcher, "fork_is_safe", lambda: False)
-    assert launcher.run(_returns, nproc=2) == 2  # its arguments, with their defaults, can be pickled
-
-
-def _interrupts(rank, n):
-    os.kill(os.getppid(), signal.SIGINT)
-
-
-def test_in_a_shell_an_error_is_no_exit(monkeypatch):
-    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
-    with pytest.raises(RuntimeError, match="rank [01] of 2 failed first: (?s:.*)KeyError: 'the cause'"):
-        dist.launch(_fails, nproc=2)
-    with pytest.raises(KeyboardInterrupt):
-        dist.launch(_interrupts, nproc=2)
-
-
-@pytest.mark.slow
-def test_pythons_own_shell_survives_an_error(tmp_path):
-    lines = [
-        "import signal, os, distributed as dist, torch",
-        "def fails(rank, n): raise KeyError('the cause')",
-        "",
-        "dist.launch(fails, nproc=2)",
-        "def interrupts(rank, n): os.kill(os.getppid(), signal.SIGINT)",
-        "",
-        "dist.launch(interrupts, nproc=2)",
-        "print('still', 'here')",
-    ]
-    (tmp_path / "lines").write_text("\n".join(lines) + "\n")
-    wrapper = f"import subprocess, sys; subprocess.run([sys.executable, '-i'], stdin=open({str(tmp_path / 'lines')!r}))"
-    result = shell("-c", wrapper, PYTHONPATH=ROOT)
-    assert "still here" in result.out, result.err
-    assert "RuntimeError: rank" in result.err and "KeyError: 'the cause'" in result.err
-    assert "KeyboardInterrupt" in result.err
-
-
-POOL = """
-import torch, distributed as dist, launcher
-print(launcher.fork_is_safe())
-def work(rank, n): return n
-dist.launch(work, nproc=2)  # ends the threads of OpenBLAS
-(torch.ones(500, 500) + 1).sum()  # starts as many others
-print(launcher.fork_is_safe())
-"""
-
-
-@pytest.mark.slow
-@on_linux
-def test_a_pool_of_threads_that_was_made_between_two_runs_is_noticed(tmp_path):
-    path = tmp_path / "pool.py"
-    path.write_text(POOL)
-    result = shell(path, PYTHONPATH=ROOT, OMP_NUM_THREADS=2)
-    assert result.out.splitlines() == ["True", "False"], result.err
-
-
-@pytest.mark.slow
-@on_linux
-def test_functions_of_a_shell_are_forked_after_torch_was_used_and_refused_once_cuda_was_used(tmp_path):
-    """torch.cuda.is_available() starts CUDA; a library of the driver's name stands in for it here."""
-    _make_driver(tmp_path)
-    code = (
-        "import torch\n"
-        "x = (torch.ones(500, 500) + 1).sum()\n"  # starts threads that a forked process has not
-        "import ctypes, distributed as dist, launcher\n"
-        "print(launcher.fork_is_safe())\n"
-        "def work(rank, n):\n"
-        "    dist.init_process_group(rank, n)\n"
-        "    return dist.all_reduce((torch.ones(500, 500)).sum()).item()\n"
-        "print(dist.launch(work, nproc=2))\n"
-        "ctypes.CDLL('libcuda.so.1').cuInit(0)\n"
-        "try: dist.launch(work, nproc=2)\n"
-        "except RuntimeError as problem: print(problem)\n"
-    )
-    # GOTO_NUM_THREADS: no threads of OpenBLAS, which would be seen instead
-    result = shell("-c", code, PYTHONPATH=ROOT, GOTO_NUM_THREADS=1, OMP_NUM_THREADS=2, LD_LIBRARY_PATH=tmp_path)
-    safe, _, total, refusal = result.out.splitlines()
-    assert safe == "False" and total == "500000.0", result
-    assert refusal.startswith("a new process can't find work, defined in a notebook or shell, and this"), result
-
-
-def _main(file=None, module=None, **names):
-    """A main module as Python makes it."""
-    spec = SimpleNamespace(name=module) if module else None
-    return SimpleNamespace(__spec__=spec, **({"__file__": file} if file else {}), **names)
-
-
-@pytest.mark.parametrize(
-    ("main", "in_main", "elsewhere"),
-    [
-        (_main(__file__), "spawn", "spawn"),  # python script.py
-        (_main(__file__, "folder.module"), "spawn", "spawn"),  # python -m folder.module
-        (_main("folder/__main__.py", "folder.__main__"), "fork", "spawn"),  # python -m folder: spawn skips __main__.py
-        (_main("away.zip/__main__.py", "__main__"), "fork", "spawn"),  # python away.zip
-        (_main("<stdin>"), "fork", "fork"),  # python - : spawn would look for that file
-        (_main(), "fork", "spawn"),  # python -c, a notebook
-    ],
-)
-@pytest.mark.parametrize("wrap", [lambda function: function, functools.partial], ids=["plain", "partial"])
-@on_linux
-def test_what_a_new_process_can_not_import_is_forked(wrap, main, in_main, elsewhere, monkeypatch):
-    def work():
-        pass
-
-    work.__module__, work.__qualname__ = "__main__", "work"
-    main.work = work
-    monkeypatch.setattr(launcher, "fork_is_safe", lambda: False)
-    monkeypatch.setitem(sys.modules, "__main__", main)
-    assert launcher._start_method((wrap(work), (), None), 2)[0] == in_main
-    assert launcher._start_method((wrap(_returns), (), None), 2)[0] == elsewhere
-    local = lambda: None  # noqa: E731
-    if in_main == "fork" and not main.__spec__:  # a shell or a notebook: there a function may have no file
-        assert launcher._start_method((local, (), None), 2)[0] == "fork"
-        return
-    with pytest.raises(RuntimeError, match=r"^<lambda> and its arguments can't be sent to a new process .*pickle"):
-        launcher._start_method((local, (), None), 2)
-    with pytest.raises(RuntimeError, match=r"^_returns and its arguments can't be sent .*Lock objects should only be"):
-        launcher._start_method((_returns, (multiprocessing.Lock(),), None), 2)
-
-
-DRIVER = """
-static int started;
-int cuInit(unsigned flags) { started = 1; return 0; }
-int cuDeviceGetCount(int *count) { *count = 2; return started ? 0 : 3; }
-"""
-
-
-def _make_driver(folder):
-    """A CUDA driver that can be loaded and started, and nothing else."""
-    if not shutil.which("cc"):
-        pytest.skip("needs a C compiler")
-    (folder / "driver.c").write_text(DRIVER)
-    command = ["cc", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", "libcuda.so.1", "driver.c"]
-    subprocess.run(command, cwd=folder, check=True)
-
-
-LOADS_DRIVER = """
-import ctypes, torch, launcher
-print(launcher.fork_is_safe())
-driver = ctypes.CDLL("libcuda.so.1")
-print(launcher.fork_is_safe())
-driver.cuInit(0)
-print(launcher.fork_is_safe())
-"""
-
-
-@pytest.mark.slow
-@on_linux
-def test_a_driver_that_is_loaded_does_not_keep_a_process_from_being_forked_but_cuda_does(tmp_path):
-    """libcublasLt loads it as soon as torch is imported."""
-    _make_driver(tmp_path)
-    (tmp_path / "program.py").write_text(LOADS_DRIVER)
-    result = shell(tmp_path / "program.py", PYTHONPATH=ROOT, LD_LIBRARY_PATH=tmp_path, OPENBLAS_NUM_THREADS=1)
-    assert result.out.split() == ["True", "True", "False"], result.err
-
-
-SPAWNS = """
-import threading
-class Model(torch.nn.Linear): pass
-def train(rank, n, model, shared):
-    for tensor in (model.weight, shared):
-        tensor.data += rank + 1
-    time.sleep(0.2)
-    return model.weight.item(), shared.item()
-if __name__ == "__main__":
-    model = Model(1, 1)
-    torch.nn.init.ones_(model.weight)
-    shared = torch.ones(1).share_memory_()
-    done = threading.Event()
-    threading.Thread(target=done.wait).start()  # so that launch spawns
-    print(dist.launch(train, model, shared, nproc=2), model.weight.item(), shared.item())
-    done.set()
-"""
-
-
-@pytest.mark.slow
-def test_a_spawned_process_gets_a_copy_of_a_model(tmp_path):
-    result = shell(program(tmp_path, SPAWNS), PYTHONPATH=ROOT)
-    assert result.out == "(2.0, 2.0) 1.0 1.0\n", result.err
-
-
-@pytest.mark.slow
-@on_linux
-def test_a_package_whose_main_module_calls_launch_runs_and_a_failed_import_is_named(tmp_path):
-    (tmp_path / "package").mkdir()
-    thread = "import threading\ndone = threading.Event()\nthreading.Thread(target=done.wait).start()\n"
-    calls = "try: print(dist.launch(work, nproc=2))\nfinally: done.set()\n"
-    program(tmp_path / "package", f"{thread}def work(rank, n): return n\n{calls}", "__main__.py")
-    result = shell("-m", "package", cwd=tmp_path, PYTHONPATH=ROOT)
-    assert (result.code, result.out) == (0, "2\n"), result.err
-    imports = "def work(rank, n): return n\nif __name__ != '__main__': raise KeyError('the cause')\n"
-    result = shell(program(tmp_path, f"{imports}{thread}{calls}"), PYTHONPATH=ROOT)
-    assert result.code == 1 and "KeyError: 'the cause'" in result.err
-    assert re.search(r"rank \d of 2 failed first: ended before its work began \(its own error is above\)\n", result.err)
-
-
-def _prints(rank, n):
-    os.write(1, f"rank {rank} prints\n".encode())
-
-
-@on_linux
-def test_a_terminal_that_stops_background_processes_that_print_does_not_stop_the_ranks():
-    pid, terminal = pty.fork()
-    if pid == 0:  # in a session of its own, with this terminal
-        settings = termios.tcgetattr(0)
-        settings[3] |= termios.TOSTOP  # `stty tostop`
-        termios.tcsetattr(0, termios.TCSANOW, settings)
-        dist.launch(_prints, nproc=2)
-        os._exit(0)
-    try:
-        wait_for(lambda: os.waitpid(pid, os.WNOHANG) == (pid, 0))
-    except AssertionError:
-        os.kill(pid, signal.SIGKILL)
-        raise
-    assert sorted(os.read(terminal, 1000).decode().split("\r\n")) == ["", "rank 0 prints", "rank 1 prints"]
-
-
-@pytest.mark.parametrize(("code", "error"), [("", "''"), ([], "[]"), (3, "3"), ("why", ""), (None, None), (0, None)])
-def test_an_exit_is_a_failure_as_python_has_it(code, error):
-    def worker(rank, n):
-        sys.exit(code)
-
-    if error is None:
-        assert dist.launch(worker, nproc=2) is None
-        return
-    says = f"it called sys.exit({error})" if error else code
-    with pytest.raises(SystemExit, match=f"failed first: {re.escape(says)}"):
-        dist.launch(worker, nproc=2)
-
-
-@pytest.mark.parametrize("n", [1, 2])
-def test_the_callers_sigterm_is_as_it_was_before_preemption(n):
-    def worker(rank, world_size):
-        dist.init_process_group()
-        stop = checkpoint.Preemption()
-        assert signal.getsignal(signal.SIGTERM) != before
-        os.kill(os.getpid(), signal.SIGTERM)
-        return bool(stop)
-
-    before = signal.getsignal(signal.SIGTERM)
-    assert dist.launch(worker, nproc=n)
-    assert signal.getsignal(signal.SIGTERM) == before
-
-
-def test_parse_args_knows_no_batch_size_of_none(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["program"])
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--batch-size", type=int)
-    assert dist.parse_args(parser).batch_size is None
-
-
-# ------------------------------------------------------------------------------------------------ what can be reached
-
-
-def _listening(pids):
-    """The addresses, as /proc has them, on which these processes listen."""
-    inodes = set()
-    for pid in pids:
-        for fd in os.listdir(f"/proc/{pid}/fd"):
-            try:
-                target = os.readlink(f"/proc/{pid}/fd/{fd}")
-            except OSError:
-                continue
-            inodes |= set(re.findall(r"socket:\[(\d+)\]", target))
+def processes_in(folder):
     found = []
-    for table in "tcp", "tcp6":
-        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A" and fields[9] in inodes:
-                found.append(fields[1].partition(":")[0])
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            if os.readlink(path / "cwd") == str(folder) and not gone(path.name):
+                found.append(int(path.name))
+        except OSError:
+            continue
     return found
 
 
-LOOPBACK = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
+# ----------------------------------------------------------------------------------------------------- P3: the faults
 
+FAULTS = """
+def fails(what):
+    if what == "raise": raise ValueError("mine")
+    if what == "os._exit": os._exit(3)
+    if what == "SIGKILL": os.kill(os.getpid(), signal.SIGKILL)
+    if what == "SIGSEGV": os.kill(os.getpid(), signal.SIGSEGV)
+    if what == "sys.exit": sys.exit("a word of mine")
+    if what == "hangs": time.sleep(1000)
 
-def _open_sockets(rank, n):
+def waits(loader):
+    for batch in loader:
+        dist.all_reduce(batch)
+
+def worker(rank, n, what, workers):
+    if what == "missing" and rank == 1: time.sleep(1000)
     dist.init_process_group()
-    dist.all_reduce(torch.ones(1))
-    pids = torch.cat(dist.gather(torch.tensor([os.getpid()]))).tolist()
-    found = _listening([os.getppid(), *pids]) if rank == 0 else []
+    loader = [torch.ones(1)] * 100000
+    if workers:
+        from torch.utils.data import DataLoader
+        loader = DataLoader(loader, 1, num_workers=2, multiprocessing_context=workers)
+    batches = iter(loader)
+    dist.all_reduce(next(batches))
+    open(f"ready{rank}", "w").close()
+    if rank == 1:
+        fails(what)
+    if rank != 1 or what == "stays":
+        waits(batches)
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whatever nohup or a background job has ignored
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    what, method, workers = sys.argv[1:]
+    if method == "spawn":
+        import launcher
+        launcher.fork_is_safe = lambda: False
+    dist.launch(worker, what, workers, nproc=3)
+"""
+FIRST = "rank 1 of 3 failed first: "
+ERRORS = {
+    "raise": FIRST + r"\s+Traceback(?s:.*), in fails\n(?s:.*)\nValueError: mine\n",
+    "os._exit": FIRST + r"ended with exit code 3, by os\._exit or an error above\n",
+    "SIGKILL": FIRST + "ended by SIGKILL ",
+    "SIGSEGV": FIRST + "ended by SIGSEGV\n(?s:.*)  rank 1: .*, fails\n",
+    "sys.exit": FIRST + "a word of mine\n",
+    "returns": r"rank [02] of 3 failed first: it lost its connection after rank 1 had finished\. All ranks must call",
+    "hangs": r"rank [02] of 3 failed first: (?s:.*)\n  rank 0: .*, waits, in all_reduce\n  rank 1: .*, fails\n",
+    "missing": r"rank [02] of 3 failed first: (?s:.*)TimeoutError: init_process_group: rank 1 of 3 did not come",
+}
+CASES = [(what, "fork", "") for what in ERRORS] + [("raise", "spawn", ""), ("SIGKILL", "spawn", "")]
+CASES += [(what, "fork", workers) for what in ("raise", "SIGKILL") for workers in ("fork", "forkserver")]
+
+
+@pytest.mark.parametrize(("what", "method", "workers"), CASES)
+def test_the_error_is_that_of_the_rank_that_failed_first_and_nothing_is_left(program, what, method, workers):
+    file = program(FAULTS)
+    done = run(file, what, method, workers, DIST_TIMEOUT=5 if what in ("hangs", "missing") else None)
+    assert done.code == 1 and re.search(ERRORS[what], done.err), done.err
+    assert done.err.count("failed first") == 1
+    assert "Traceback" not in done.err.replace("Traceback", "", 1) or what in ("hangs", "missing"), done.err
+
+
+STOPS = {"SIGTERM": 143, "SIGINT": 130, "SIGHUP": 129, "SIGKILL": -9}
+STOP_CASES = [(name, "fork", "") for name in STOPS] + [("SIGTERM", "spawn", ""), ("SIGKILL", "spawn", "")]
+STOP_CASES += [(name, "fork", workers) for name in ("SIGTERM", "SIGKILL") for workers in ("fork", "forkserver")]
+
+
+@needs_proc
+@pytest.mark.parametrize(("name", "method", "workers"), STOP_CASES)
+def test_a_signal_to_the_launching_process_ends_all_quietly(program, name, method, workers):
+    file = program(FAULTS)
+    job = start(file, "stays", method, workers)
+    wait_for(lambda: all((file.parent / f"ready{rank}").exists() for rank in range(3)))
+    os.kill(job.pid, signal.Signals[name])
+    done = job.wait()
+    assert (done.code, done.err) == (STOPS[name], ""), done.err
+    assert_nothing_left(file, in_tmp=1 if name == "SIGKILL" else 0)
+
+
+@needs_proc
+def test_ctrl_c_in_a_terminal_is_130_without_a_word(program):
+    file = program(FAULTS)
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(file.parent)
+        environment = ENVIRONMENT | {"PYTHONPATH": str(ROOT), "TMPDIR": str(file.parent.with_name("tmp"))}
+        os.execve(sys.executable, [sys.executable, str(file), "stays", "fork", ""], environment)
+    wait_for(lambda: (file.parent / "ready2").exists())
+    os.write(terminal, b"\x03")
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 130
+    assert os.read(terminal, 10000).decode().split("\r\n") == ["distributed: 3 processes, gloo, cpu", "^C"]
+    os.close(terminal)
+    assert_nothing_left(file)
+
+
+BIG = """
+class Dies:
+    def __reduce__(self): os.kill(os.getpid(), signal.SIGKILL)
+def worker(rank, n):
+    return [torch.zeros(25_000_000), Dies()]
+dist.launch(worker, nproc=2)
+"""
+
+
+def test_a_rank_that_is_killed_while_it_sends_a_large_result(program):
+    done = run(program(BIG))
+    assert done.code == 1 and re.search("rank 0 of 2 failed first: ended by SIGKILL", done.err), done.err
+
+
+LATE = """
+def worker(rank, n):
+    if rank == 0:
+        raise RuntimeError("Connection closed by peer")
+    report = os.path.join(os.environ["TMPDIR"], os.listdir(os.environ["TMPDIR"])[0], "report0")
+    while not os.path.exists(report): time.sleep(0.01)
+    time.sleep(0.3)
+    os.kill(os.getpid(), signal.SIGKILL)
+dist.launch(worker, nproc=2)
+"""
+WATCHDOG = """
+def worker(rank, n):
+    dist.init_process_group()
+    if rank == 1:
+        raise ValueError("mine")
+    try:
+        dist.barrier()
+    except RuntimeError:
+        os.abort()  # as NCCL's watchdog does when a connection is lost
+dist.launch(worker, nproc=2)
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "cause"), [(LATE, "ended by SIGKILL"), (WATCHDOG, r"\s+Traceback(?s:.*)ValueError: mine")]
+)
+def test_a_consequence_is_not_the_cause(program, code, cause):
+    """A death that is seen after its consequence; and a rank that has failed, and does not end before the others."""
+    done = run(program(code))
+    assert done.code == 1 and re.search(f"rank 1 of 2 failed first: {cause}", done.err), done.err
+
+
+# ----------------------------------------------------------------------------------------------------- P4: time to save
+
+SAVES = """
+def save(number, frame):
+    open(f"asked{dist.get_rank()}", "w").close()
+    while os.path.exists("wait"): time.sleep(0.01)
+    open(f"saved{dist.get_rank()}", "w").close()
+    sys.exit(143)
+
+def worker(rank, n, what):
+    signal.signal(signal.SIGTERM, save)
+    dist.init_process_group()
+    open(f"ready{rank}", "w").close()
+    if rank == 1 and what == "fails":
+        while not os.path.exists("ready0"): time.sleep(0.01)
+        raise ValueError("mine")
+    while True: time.sleep(0.01)
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
+    dist.launch(worker, sys.argv[1], nproc=2)
+"""
+
+
+def test_ranks_that_handle_sigterm_have_time_to_save(program):
+    file = program(SAVES)
+    job = start(file, "")
+    wait_for(lambda: all((file.parent / f"ready{rank}").exists() for rank in range(2)))
+    os.kill(job.pid, signal.SIGTERM)
+    done = job.wait()
+    assert (done.code, done.err) == (143, "launch: SIGTERM: waiting for 2 processes to save\n")
+    assert (file.parent / "saved0").exists() and (file.parent / "saved1").exists()
+    assert_nothing_left(file)
+
+
+@pytest.mark.parametrize(("grace", "saved"), [("60", True), ("0", False)])
+def test_after_a_failure_the_others_have_time_to_save(program, grace, saved):
+    file = program(SAVES)
+    if not saved:
+        (file.parent / "wait").touch()  # saving would take for ever
+    done = run(file, "fails", DIST_GRACE=grace)
+    assert done.code == 1 and "rank 1 of 2 failed first" in done.err and "ValueError: mine" in done.err
+    assert (file.parent / "saved0").exists() == saved
+
+
+def test_ctrl_c_after_a_failure_hides_no_error(program):
+    file = program(SAVES)
+    (file.parent / "wait").touch()
+    job = start(file, "fails", DIST_GRACE=3600)
+    wait_for((file.parent / "asked0").exists)
+    os.kill(job.pid, signal.SIGINT)
+    (file.parent / "wait").unlink()
+    done = job.wait()
+    assert done.code == 1 and "ValueError: mine" in done.err
+    assert_nothing_left(file)
+
+
+def test_ctrl_c_while_ranks_save_ends_at_once(program):
+    file = program(SAVES)
+    (file.parent / "wait").touch()
+    job = start(file, "", DIST_GRACE=3600)
+    wait_for(lambda: all((file.parent / f"ready{rank}").exists() for rank in range(2)))
+    os.kill(job.pid, signal.SIGTERM)
+    os.kill(job.pid, signal.SIGTERM)  # at the same time, as GNU timeout does: this one doesn't count
+    wait_for(lambda: all((file.parent / f"asked{rank}").exists() for rank in range(2)))
+    os.kill(job.pid, signal.SIGINT)
+    assert job.wait().code == 143
+    assert not (file.parent / "saved0").exists()
+    assert_nothing_left(file)
+
+
+def test_a_rank_that_was_told_to_stop_and_has_saved_ends_the_run_with_its_code(program):
+    file = program(SAVES)
+    job = start(file, "")
+    wait_for(lambda: all((file.parent / f"ready{rank}").exists() for rank in range(2)))
+    os.kill(processes_in(file.parent)[-1], signal.SIGTERM)  # the youngest
+    assert job.wait().code == 143
+    assert_nothing_left(file)
+
+
+# ------------------------------------------------------------------------------------------------- P5: the stack table
+
+ASKS = """
+def waits_here():
+    while not os.path.exists("go1"): time.sleep(0.01)
+
+def waits_there():
+    open("there", "w").close()
+    while not os.path.exists("go2"): time.sleep(0.01)
+
+def worker(rank, n):
+    dist.init_process_group()
+    open(f"ready{rank}", "w").close()
+    if rank == 1:
+        waits_here()
+        waits_there()
     dist.barrier()
-    return found, [os.environ[f"{backend}_SOCKET_IFNAME"] for backend in ("GLOO", "NCCL")]
+
+if __name__ == "__main__":
+    dist.launch(worker, nproc=2)
+"""
 
 
-@on_linux
-@SEVERAL
-def test_nothing_can_be_reached_from_outside(n):
-    found, interfaces = dist.launch(_open_sockets, nproc=n)
-    assert interfaces == list(rendezvous.LOOPBACK.values())  # whatever the host's name leads to
-    assert len(found) >= n  # gloo listens, in each process
-    assert set(found) <= LOOPBACK
+def test_sigusr1_asks_where_each_rank_stands_and_the_run_goes_on(program):
+    file = program(ASKS)
+    job = start(file)
+    wait_for(lambda: all((file.parent / f"ready{rank}").exists() for rank in range(2)))
+    os.kill(job.pid, signal.SIGUSR1)
+    wait_for(lambda: "waits_here" in job.err())
+    (file.parent / "go1").touch()
+    wait_for((file.parent / "there").exists)
+    os.kill(job.pid, signal.SIGUSR1)
+    wait_for(lambda: "waits_there" in job.err())
+    (file.parent / "go2").touch()
+    done = job.wait()
+    table = rf"where each rank stands:\n  rank 0: {file}:\d+, worker, in barrier\n  rank 1: {file}:\d+, waits_"
+    assert done.code == 0 and re.fullmatch(f"{table}here\n{table}there\n", done.err), done.err
+    assert_nothing_left(file)
+
+
+# ------------------------------------------------------------------------------------------------- P7: two runs at once
+
+TWO_RUNS = """
+def worker(rank, n, name):
+    dist.init_process_group()
+    open(f"{name}{rank}", "w").close()
+    while len([f for f in os.listdir() if f[0] in "12"]) < 4: time.sleep(0.01)  # until both are running
+    return dist.all_reduce(torch.tensor(int(name))).item()
+
+if __name__ == "__main__":
+    print(dist.launch(worker, sys.argv[1], nproc=2))
+"""
+
+
+def test_two_runs_on_one_machine_do_not_meet(program):
+    file = program(TWO_RUNS)
+    other = subprocess.Popen(
+        [sys.executable, file, "1"],
+        cwd=file.parent,
+        env=ENVIRONMENT | {"PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    done = start(file, "2").wait()
+    assert (done.code, done.out.splitlines()[-1]) == (0, "4"), done.err
+    assert other.communicate()[0].splitlines()[-1] == "2"
+
+
+# ----------------------------------------------------------------------------------------------------------- P1: launch
+
+
+def _who(rank, n, *args):
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    return os.getpid(), rank, n, args, torch.get_num_threads(), [os.environ.get(name) for name in names]
+
+
+@pytest.mark.parametrize(("nproc", "env", "n"), [(None, None, 2), (None, "3", 3), (2, "3", 2), (1, None, 1)])
+def test_launch_starts_as_many_as_told_and_two_without_a_gpu(monkeypatch, nproc, env, n):
+    if env:
+        monkeypatch.setenv("NPROC", env)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    pid, rank, size, args, threads, variables = dist.launch(_who, "a", 7, nproc=nproc)
+    assert (rank, size, args) == (0, n, ("a", 7)) and (pid == os.getpid()) == (n == 1)
+    assert variables == (["0", "0", str(n), str(n)] if n > 1 else [None] * 4)
+    assert threads == max(1, len(os.sched_getaffinity(0)) // n) or n == 1
+
+
+def test_one_process_per_visible_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: False)
+    assert dist.launch(_who)[2] == 3
+    assert dist.launch(_who, nproc=4)[2] == 4  # a number that was asked for may share GPUs, by gloo
+    monkeypatch.setenv("NPROC", "4")
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    with pytest.raises(ValueError, match=r"4 processes, but 3 visible GPU\(s\): start 3, or share them"):
+        dist.launch(_who)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)  # without NCCL it is gloo anyway
+    assert dist.launch(_who)[2] == 4
+
+
+def test_under_a_launcher_the_function_is_called_here(monkeypatch):
+    for name, value in {"RANK": "4", "WORLD_SIZE": "6", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "3"}.items():
+        monkeypatch.setenv(name, value)
+    called = []
+    assert dist.launch(lambda *args: called.append(args), "a") is None  # rank 0 alone returns the result
+    assert called == [(1, 6, "a")]
+
+
+def _plain_torch(rank, n):
+    torch.distributed.init_process_group("gloo")
+    total = torch.tensor([rank + 1.0])
+    torch.distributed.all_reduce(total)
+    torch.distributed.destroy_process_group()
+    return total.item()
+
+
+def test_torchs_own_init_process_group_works_in_the_ranks():
+    assert dist.launch(_plain_torch, nproc=3) == 6
+
+
+AGAIN = """
+import threading
+
+def fails(rank, n): raise ValueError("mine")
+def works(rank, n):
+    dist.init_process_group()
+    total = dist.all_reduce(torch.tensor(1)).item()
+    dist.cleanup()  # does nothing while an exception is handled
+    return total, torch.distributed.is_initialized(), threading.active_count()
+
+try:
+    dist.launch(fails, nproc=2)
+except SystemExit:
+    print(dist.launch(works, nproc=3))
+    print(dist.launch(works, nproc=2))
+"""
+
+
+def test_launch_works_after_a_failure_and_inside_except(program):
+    done = run(program(AGAIN))
+    assert done.out.splitlines()[1::2] == ["(3, False, 1)", "(2, False, 1)"], done
+
+
+SPAWNS = """
+class Model(torch.nn.Linear): pass
+def worker(rank, n, model):
+    dist.init_process_group()
+    with torch.no_grad(): model.weight += rank + 1
+    return __name__, model.weight.item(), dist.all_reduce(torch.tensor(1)).item()
+
+if __name__ == "__main__":
+    torch.set_num_threads(2)
+    torch.ones(1000, 1000) @ torch.ones(1000, 1000)  # a pool of threads
+    model = Model(1, 1)
+    torch.nn.init.zeros_(model.weight)
+    print(dist.launch(worker, model, nproc=2), model.weight.item())
+    try:
+        dist.launch(lambda rank, n: None, nproc=2)
+    except RuntimeError as error:
+        print(error)
+"""
+
+
+def test_with_threads_the_ranks_are_spawned_with_copies_and_a_lambda_is_refused(program):
+    file = program(SPAWNS)
+    done = shell(file, cwd=file.parent, path=[ROOT], TMPDIR=file.parent.with_name("tmp"), OMP_NUM_THREADS=None)
+    assert done.code == 0, done.err
+    assert done.out.splitlines()[1] == "('__mp_main__', 1.0, 2) 0.0"
+    assert re.match(
+        r"the function and its arguments can't be sent to a new process .*: define functions at the top",
+        done.out.splitlines()[2],
+    )
+    assert_nothing_left(file)
+
+
+SHELL_LINES = """
+import torch
+import distributed as dist
+torch.set_num_threads(2); x = torch.ones(1000, 1000) @ torch.ones(1000, 1000)
+def worker(rank, n):
+    dist.init_process_group()
+    if n == 3: raise ValueError("mine")
+    return "sum", dist.all_reduce(torch.tensor(rank + 1)).item()
+
+dist.launch(worker, nproc=2)
+dist.launch(worker, nproc=3)
+print("still", "here")
+"""
+
+
+def test_in_an_interactive_shell_its_functions_run_and_an_error_is_no_exit():
+    command = [sys.executable, "-i", "-c", "import sys"]
+    environment = ENVIRONMENT | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, input=SHELL_LINES, env=environment, capture_output=True, text=True, timeout=100)
+    assert "('sum', 3)" in done.stdout and "still here" in done.stdout, done
+    assert re.search(r"^RuntimeError: rank [012] of 3 failed first: (?s:.*)ValueError: mine", done.stderr, re.MULTILINE)
+
+
+def test_a_crowded_error_is_that_of_the_first():
+    """An error, a death and lost connections at the same time: who died took the others' connections."""
+    ranks = launcher._Ranks(4, None)
+    ranks.reports = {
+        0: launcher._Report(1.0, "RuntimeError: Connection closed by peer"),
+        1: launcher._Report(3.0, "ended by SIGKILL", died=True),
+        2: launcher._Report(2.0, "ValueError: mine"),
+        3: launcher._Report(2.5),
+    }
+    assert ranks.failures() == [1, 2, 0]
+    ranks.end()

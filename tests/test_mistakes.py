@@ -3,7 +3,7 @@
 import ast
 import re
 
-from forked import ROOT, forker
+from world import ROOT, forker
 
 PAGE = (ROOT / "docs/mistakes.md").read_text(encoding="utf-8")
 FUNCTIONS = {

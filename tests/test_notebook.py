@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 
 import pytest
-from forked import ROOT, forker
+from world import ROOT, forker
 
 NOTEBOOK = ROOT / "mnist_notebook.ipynb"
 
@@ -87,7 +87,7 @@ def test_two_processes_start_on_one_gpu_too(tmp_path):
 
 
 def test_its_messages_are_in_the_source():
-    quoted = re.search(r"\*a new process can't find main, (.+?)\*", "\n".join(cells("markdown")))[1]
+    quoted = re.search(r"\*(a new process can't import .+?)\*", "\n".join(cells("markdown")))[1]
     launcher = (ROOT / "launcher.py").read_text(encoding="utf-8")
     text = re.sub(r'"\s*f?"', "", launcher)  # strings that go on in the next line
     assert quoted in text

@@ -13,12 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.utils.tensorboard  # the forked processes find it imported, and matplotlib, too
-from forked import WORLDS
 from matplotlib.figure import Figure
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_checkpoint import message, names, saved
-from test_distributed import run
+from world import WORLDS, launched
 
 import checkpoint
 import distributed as dist
@@ -49,7 +48,7 @@ def _reports(rank, n, folder):
 @pytest.mark.slow
 @WORLDS
 def test_metrics_of_ones_own(tmp_path, n, capfd):
-    folder = run(_reports, n, tmp_path)
+    folder = launched(_reports, n, tmp_path)
     printed = [line for line in capfd.readouterr().out.splitlines() if not line.startswith("distributed: ")]
     assert printed == ["epoch 1", "epoch 2"]
     assert [line[21:] for line in (folder / "log.txt").read_text().splitlines()] == printed
@@ -78,15 +77,14 @@ def _as_documented(rank, n, start, flags):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("n", [1, 2])
-def test_the_docstring_runs_and_goes_on(tmp_path, monkeypatch, n):
+def test_the_docstring_runs_and_goes_on(tmp_path, monkeypatch):
     """The docstring's lines; then once more, as with --resume and the run's folder."""
     monkeypatch.chdir(tmp_path)
     flags = types.SimpleNamespace(resume=None, lr=0.4)
     for _ in range(2):
         names = {"args": flags}
         exec(_documented_lines()[0], names)
-        run(_as_documented, n, names["start"], flags)
+        launched(_as_documented, 2, names["start"], flags)
         (flags.resume,) = Path("runs").iterdir()
         state = checkpoint.read(flags.resume / "last.pt")
         assert state["step"] == len(state["history"]) == 24
@@ -143,7 +141,7 @@ def _goes_elsewhere(rank, n, folder):
 
 @WORLDS
 def test_a_relative_folder_stays_where_it_was(tmp_path, n):
-    run(_goes_elsewhere, n, tmp_path)
+    launched(_goes_elsewhere, n, tmp_path)
 
 
 def _nowhere(rank, n, file):
@@ -155,7 +153,7 @@ def _nowhere(rank, n, file):
 @WORLDS
 def test_a_folder_that_can_not_be_made_is_one_error_on_all_ranks(tmp_path, n):
     (tmp_path / "file").write_text("")
-    run(_nowhere, n, tmp_path / "file")
+    launched(_nowhere, n, tmp_path / "file")
 
 
 # ------------------------------------------------------------------------------ a run that its launcher has restarted

@@ -3,7 +3,7 @@
     python -m tools.build                 # rewrites the files in place; does nothing where they are up to date
     python -m tools.build --check         # only compares; exit code 1 if a file is out of date
     python -m tools.build --new-figures   # takes the programs' speeds and losses anew, too
-    python -m tools.build --pages         # only docs/*.html, in about a second: see pages.py
+    python -m tools.build --pages         # only docs/index.html and steps.html, in about a second: see pages.py
 
 The same files in, the same pages out.  Only the speeds and times that a program prints differ from run to run, and its
 losses a little from CPU to CPU: an output on a page stays as it is while all else in it is true (`same_output`).
@@ -310,7 +310,7 @@ def _variable(node: ast.Assign, name: str, source: list[str]) -> tuple[str, str]
 
 
 def reference(file: str) -> str:
-    rows = [f"| `{name}` | {sentence} |" for name, sentence in definitions(file)]
+    rows = ["| `{}` | {} |".format(name, sentence.replace("|", "\\|")) for name, sentence in definitions(file)]
     return "\n" + "\n".join(["| name | what it is |", "|---|---|", *rows]) + "\n"
 
 
@@ -395,14 +395,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if a file is out of date")
     parser.add_argument("--new-figures", action="store_true", help="take the figures that programs print anew")
-    parser.add_argument("--pages", action="store_true", help="only the side-by-side pages, docs/*.html")
+    parser.add_argument("--pages", action="store_true", help="only docs/index.html and docs/steps.html")
     args = parser.parse_args()
     code = pages.report_problems(STEPS)
     up_to_date = []
     if not args.pages:
         up_to_date += [written(page, rewritten(page, args.new_figures), args.check) for page in PAGES]
         up_to_date += [written(picture, text, args.check) for picture, text in drawings().items()]
-    # last, because they show the texts, too
     up_to_date += [written(page, text, args.check) for page, text in pages.generated(STEPS).items()]
     return code or int(not all(up_to_date))
 

@@ -7,22 +7,15 @@ import re
 from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
-from typing import NamedTuple
 
 from pygments.lexers import PythonLexer
 from pygments.token import Comment, Keyword, Name, Number, Operator, String
 
 ROOT = Path(__file__).resolve().parent.parent
-HELPERS = ["distributed.py", "rendezvous.py", "launcher.py", "data.py", "checkpoint.py", "report.py"]
+HELPERS = ["distributed.py", "launcher.py", "data.py", "checkpoint.py", "report.py"]
 COLOURS = [(Comment, "c"), (Keyword, "k"), (Operator.Word, "k"), (String, "s"), (Number, "m")]
 COLOURS += [(Name.Function, "f"), (Name.Class, "f")]
 MODULES = {"dist": "distributed.py"} | {Path(helper).stem: helper for helper in HELPERS}  # as the notes call them
-
-
-class Definition(NamedTuple):
-    name: str  # with its class, if it is a method
-    first: int  # its lines, from 1
-    last: int
 
 
 class Source:
@@ -34,14 +27,14 @@ class Source:
         self.text = (ROOT / path).read_text(encoding="utf-8")
         self.lines = self.text.splitlines()
         tree = ast.parse(self.text)
-        self.definitions = list(_definitions(tree.body))
+        self.definitions = dict(_definitions(tree))  # name: its first line, from 0
         self.modules = _imported_helpers(tree)
 
     @functools.cached_property
     def html(self) -> list[str]:
         """Each line in colours, with links to the helpers."""
         coloured = zip(_coloured(self.text), self.lines, strict=True)
-        return [linked(html, line, self.path, self.modules) for html, line in coloured]
+        return [linked(html, line, self.modules) for html, line in coloured]
 
 
 @functools.cache
@@ -49,18 +42,15 @@ def source(path: str) -> Source:
     return Source(path)
 
 
-def _definitions(body: Iterable[ast.stmt], within: str = "") -> Iterable[Definition]:
-    for node in body:
+def _definitions(tree: ast.Module) -> Iterable[tuple[str, int]]:
+    """Functions, classes and variables at the top level."""
+    for node in tree.body:
         if isinstance(node, ast.Assign | ast.AnnAssign):
             name = getattr(node.targets[0] if isinstance(node, ast.Assign) else node.target, "id", None)
         else:
             name = getattr(node, "name", None)
-        if name is None or (within and not isinstance(node, ast.FunctionDef)):
-            continue
-        first = min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", []))])
-        yield Definition(within + name, first, node.end_lineno)
-        if isinstance(node, ast.ClassDef):
-            yield from _definitions(node.body, f"{name}.")
+        if name:
+            yield name, node.lineno - 1
 
 
 def _imported_helpers(tree: ast.Module) -> dict[str, str]:
@@ -105,19 +95,10 @@ def wrapped(html: str, ranges: Sequence[Sequence[int]], opening: str, closing: s
     return out + closing * inside
 
 
-@functools.cache
-def _names(helper: str) -> set[str]:
-    return {definition.name for definition in source(helper).definitions}
-
-
-def linked(html: str, line: str, path: str, modules: dict[str, str]) -> str:
-    """Links `dist.reduce`, and in a helper's own page the calls of its functions."""
+def linked(html: str, line: str, modules: dict[str, str]) -> str:
+    """Links `dist.reduce` to the helper's file."""
     for m in re.finditer(r"(?<![\w.])(\w+)\.(\w+)", line):
         helper = modules.get(m[1], "")
-        if helper and m[2] in _names(helper):
-            html = wrapped(html, [m.span()], f'<a href="{Path(helper).stem}.html#{m[2]}">', "</a>")
-    if path in HELPERS and not line.lstrip().startswith(("def ", "class ")):
-        for m in re.finditer(r"(?<![\w.])\w+(?=\()", line):
-            if m[0] in _names(path):
-                html = wrapped(html, [m.span()], f'<a href="#{m[0]}">', "</a>")
+        if helper and m[2] in source(helper).definitions:
+            html = wrapped(html, [m.span()], f'<a href="../{helper}">', "</a>")
     return html

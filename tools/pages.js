@@ -3,7 +3,7 @@
 const one = (selector) => document.querySelector(selector);
 const all = (selector) => [...document.querySelectorAll(selector)];
 const root = document.documentElement;
-const page = one("#pair"); // a helper's page has none
+const page = one("#pair"); // steps.html has none
 const storage = (() => { try { return localStorage; } catch { return {}; } })(); // blocked: nothing is remembered
 
 // ---------------------------------------------------------------------------------------- which pair, change, and line
@@ -57,7 +57,7 @@ function turn(pair) { // the notes explain the other direction
 }
 
 function prepare() {
-  for (const part of all(".pair, .helper main")) {
+  for (const part of all(".pair")) {
     number(part, "first");
     number(part, "last");
     link(part, part === page ? shown : part.id);
@@ -67,10 +67,10 @@ function prepare() {
 }
 
 function number(part, column) { // the lines; the link to download their file
-  const lines = [...part.querySelectorAll(`.row > :${column}-child > code, .listing code`)];
+  const lines = [...part.querySelectorAll(`.row > :${column}-child > code`)];
   lines.forEach((line, index) => Object.assign(line.dataset, { column, n: index + 1 }));
   const text = lines.map((line) => line.textContent).join("");
-  const head = part.querySelector(`.heads > * > :${column}-child, :scope > .head`);
+  const head = part.querySelector(`.heads > * > :${column}-child`);
   head.querySelector("[download]").href = `data:text/x-python;charset=utf-8,${encodeURIComponent(text)}`;
 }
 
@@ -104,11 +104,11 @@ function goTo(line) {
 
 // ------------------------------------------------------------------------------------------------- from change to change
 
-let stop = null; // the change, or function, that was visited last
-document.addEventListener("focusin", (event) => { stop = event.target.closest(".note, .definition") ?? stop; });
+let stop = null; // the change that was visited last
+document.addEventListener("focusin", (event) => { stop = event.target.closest(".note") ?? stop; });
 
 function step(by) {
-  const stops = all(".note, .definition");
+  const stops = all(".note");
   visit(stops[Math.max(0, stops.indexOf(stop) + by)]);
 }
 
@@ -119,7 +119,6 @@ function visit(next) {
   for (const part of [next.previousElementSibling, next, change, change?.nextElementSibling]) part?.classList.add("now");
   next.focus({ preventScroll: true });
   next.scrollIntoView();
-  if (!next.matches(".note")) return;
   history.replaceState(null, "", `#${next.id}`); // a link to this change, to be copied
   const [number, count] = next.ariaLabel.match(/\d+/g);
   if (page) one("#count").textContent = `${number} of ${count}`;
@@ -135,13 +134,14 @@ function setPlaying(on) { // one change at a time, or all
 }
 
 function play() {
-  if (!page) return; // on a helper's page
+  if (!page) return;
   setPlaying(!playing());
   visit(page.contains(stop) ? stop : one(".note"));
 }
 
-function stepPair(by) { // on a helper's page: to the next page
-  const links = all(page ? ".chips a" : "header nav a");
+function stepPair(by) {
+  if (!page) return;
+  const links = all(".chips a");
   links[links.findIndex((link) => link.ariaCurrent) + by]?.click();
 }
 
@@ -230,9 +230,9 @@ document.addEventListener("click", (event) => {
   const line = event.target.closest("[data-n]");
   const gutter = line && parseFloat(getComputedStyle(line, "::before").width);
   if (line && event.clientX - line.getBoundingClientRect().left < gutter) {
-    const pair = page ? shown : line.closest(".pair")?.id; // of steps.html
+    const pair = page ? shown : line.closest(".pair").id;
     const side = line.dataset.column === "first" ? "left-" : "";
-    location = `${pair && !page ? "index.html" : ""}#${pair ? `${pair}:${side}` : ""}L${line.dataset.n}`;
+    location = `${page ? "" : "index.html"}#${pair}:${side}L${line.dataset.n}`;
   }
 });
 

@@ -1,7 +1,6 @@
-"""Writes the side-by-side pages: docs/index.html for all pairs of scripts, and one page for each helper file.
+"""Writes the side-by-side pages: docs/index.html for all pairs of scripts.
 
 docs/steps.html has the pairs of parent and child, one below the other: to print, and to read without JavaScript.
-Each text, such as README.md, has its page, too: see texts.py.
 
     python -m tools.build --pages           # only these pages, in about a second
     python -m tools.build                   # all that is generated
@@ -26,7 +25,6 @@ from typing import NamedTuple
 
 from tools.align import Row, aligned, counts
 from tools.highlight import HELPERS, MODULES, ROOT, Source, linked, source, wrapped
-from tools.texts import html_of, texts
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -123,7 +121,7 @@ class Tree:
     def marked_up(self, text: str) -> str:
         """`code`, with links to the helpers."""
         parts = re.split(r"`([^`]+)`", text.strip())
-        parts[1::2] = [f"<code>{linked(escape(part, quote=False), part, '', MODULES)}</code>" for part in parts[1::2]]
+        parts[1::2] = [f"<code>{linked(escape(part, quote=False), part, MODULES)}</code>" for part in parts[1::2]]
         parts[::2] = [escape(part, quote=False) for part in parts[::2]]
         return "".join(parts)
 
@@ -159,7 +157,7 @@ def _row(row: Row, old: Source, new: Source, place: Callable[..., str]) -> str:
     html = f'<div class="{css}">{cells}</div>'
     if row.kind != "folded":
         return html
-    names = [d.name for d in new.definitions if d.first - 1 in row.new and "." not in d.name]
+    names = [name for name, line in new.definitions.items() if line in row.new]
     within = f": <code>{', '.join(names)}</code>" if names else ""
     return f"<details><summary>{len(row.new)} equal lines{within}</summary>{html}</details>"
 
@@ -196,32 +194,6 @@ def pair_html(tree: Tree, before: str, after: str, place: Callable[..., str], an
     return f"{html}</div>"
 
 
-def _listing(script: Source) -> str:
-    """A helper file; each top-level definition is a section with its name as anchor."""
-    lines = [
-        in_full([_line(html)], number).replace("<code", f'<code id="L{number}"', 1)
-        for number, html in enumerate(script.html, 1)
-    ]
-    for d in script.definitions:
-        if "." in d.name:
-            lines[d.first - 1] = f'<a class="anchor" id="{d.name}"></a>{lines[d.first - 1]}'
-        else:
-            lines[d.first - 1] = f'<div class="definition" tabindex="-1" id="{d.name}">{lines[d.first - 1]}'
-            lines[d.last - 1] += "</div>"
-    return f'{_head(script)}<div class="listing">{"".join(lines)}</div>'
-
-
-def _contents(script: Source) -> str:
-    """Of a helper file: what a script calls; the rest is folded."""
-    names: dict[bool, str] = {False: "", True: ""}
-    for d in script.definitions:
-        css = ' class="inner"' if "." in d.name else ""
-        private = any(part.startswith("_") for part in d.name.split("."))
-        names[private] += f'<li{css}><a href="#{d.name}">{d.name.rpartition(".")[2]}</a></li>'
-    folded = f"<details><summary>private names</summary><ol>{names[True]}</ol></details>" if names[True] else ""
-    return f'<nav aria-label="Contents"><h2>Contents</h2><ol>{names[False]}</ol>{folded}</nav>'
-
-
 # --------------------------------------------------------------------------------------------------------------- pages
 
 
@@ -237,9 +209,9 @@ def _page(name: str, title: str, body: str) -> str:
 
 
 def _links(here: str) -> str:
-    """To the other pages."""
-    pages = [("readme.html", "README"), ("index.html", "side by side"), ("steps.html", "all steps")]
-    pages += [(f"{Path(helper).stem}.html", helper) for helper in HELPERS]
+    """To the other page, README.md and the helpers."""
+    pages = [("../README.md", "README"), ("index.html", "side by side"), ("steps.html", "all steps")]
+    pages += [(f"../{helper}", helper) for helper in HELPERS]
     current = ' aria-current="page"'
     return "".join(f'<li><a href="{page}"{current * (page == here)}>{text}</a></li>' for page, text in pages)
 
@@ -294,27 +266,10 @@ def _steps(tree: Tree) -> str:
     return _page("steps.html", "All steps: distributed training, one idea per diff", body)
 
 
-def _helper(helper: str) -> str:
-    script = source(helper)
-    code = f'<main id="code" tabindex="-1"><h1>{helper}</h1>{_listing(script)}</main>'
-    body = f'<div class="helper">{_contents(script)}{code}</div>'
-    return _page(f"{script.name}.html", f"{helper}: ddp-by-diff", body)
-
-
-def _text(path: Path, page: str) -> str:
-    body = f'<main id="code" class="text" tabindex="-1">{html_of(path)}</main>'
-    return _page(page, f"{path.name}: ddp-by-diff", body)
-
-
 def generated(steps: Iterable) -> dict[Path, str]:
     """All pages: file and text."""
     tree = Tree(steps)
-    made = {"index.html": _index(tree), "steps.html": _steps(tree)}
-    made |= {f"{Path(helper).stem}.html": _helper(helper) for helper in HELPERS}
-    for path, page in texts().items():
-        assert page not in made, f"{path.name} needs another name: {page} is taken"
-        made[page] = _text(path, page)
-    return {DOCS / name: text for name, text in made.items()}
+    return {DOCS / "index.html": _index(tree), DOCS / "steps.html": _steps(tree)}
 
 
 def report_problems(steps: Iterable) -> int:

@@ -1,6 +1,6 @@
 """Starts the programs whose output stands on a page: as a user's shell does, in two processes on a CPU.
 
-The tests start theirs in the same way, or faster: see tests/forked.py.
+The tests start theirs in the same way, or faster: see tests/world.py.
 """
 
 import contextlib

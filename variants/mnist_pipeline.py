@@ -67,7 +67,7 @@ def evaluate(model, loader, device):
 
 
 def main(local_rank, world_size, args):
-    dist.init_process_group(backend=args.backend)  # not checked: torch counts send and recv as calls of all ranks
+    dist.init_process_group(backend=args.backend)
     device = dist.get_device()
     torch.manual_seed(args.seed)  # the same weights and order every time
 

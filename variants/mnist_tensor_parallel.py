@@ -59,7 +59,7 @@ def evaluate(model, loader, device):
 
 
 def main(local_rank, world_size, args):
-    dist.init_process_group(backend=args.backend, checked=args.dry_run)
+    dist.init_process_group(backend=args.backend)
     device = dist.get_device()
     torch.manual_seed(args.seed)  # the same weights and order every time
 

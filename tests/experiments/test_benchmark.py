@@ -8,7 +8,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from forked import ENVIRONMENT, ROOT, SHELL, shell
+from world import ENVIRONMENT, ROOT, SHELL, shell
 
 import data
 from experiments import benchmark, measured
@@ -327,16 +327,6 @@ def test_a_real_run(tmp_path):
     assert (tmp_path / "benchmark.md").read_text() == done.out == results.markdown(runs)
     assert (tmp_path / "benchmark.png").read_bytes().startswith(b"\x89PNG")
     assert " % of the limit, " in done.out
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_a_script_that_fails_is_a_row_and_the_others_go_on(tmp_path):
-    """mnist_apex.py, without Apex or without a GPU."""
-    command = (*PROGRAM, *QUICK, "--nproc", "1", "--scripts", "mnist_apex.py", "mnist_dataparallel.py")
-    done = shell(*command, "--output", tmp_path, timeout=550, **ENV)
-    assert done.code == 1 and "| failed: mnist_apex.py: error: " in done.out
-    assert [bool(run.error) for run in results.from_csv(tmp_path / "benchmark.csv")] == [True, False]
 
 
 @pytest.mark.slow

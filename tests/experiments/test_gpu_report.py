@@ -1,7 +1,7 @@
 """The report that a visitor with GPUs sends in.  Its run on (simulated) GPUs is in tests/gpu/test_send_report.py."""
 
 import pytest
-from forked import shell
+from world import shell
 
 from experiments import gpu_report
 

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from forked import forker
 from torch.utils._python_dispatch import TorchDispatchMode
+from world import forker
 
 import mnist_ddp
 from experiments import network_model

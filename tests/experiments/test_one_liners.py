@@ -1,7 +1,7 @@
 """one_liners.py: the table in the docs is what the program counts; slow_variants.py: bad input."""
 
 import pytest
-from forked import forker
+from world import forker
 
 from experiments import measured
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from forked import ROOT
+from world import ROOT
 
 from experiments.redact import COMMON, without_names
 

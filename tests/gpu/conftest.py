@@ -4,8 +4,8 @@ import os
 
 import pytest
 import torch
-from forked import ROOT, Forker
 from simulated_gpus import build
+from world import ROOT, Forker
 
 from tools import programs
 

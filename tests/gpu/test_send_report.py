@@ -5,7 +5,7 @@ import os
 import socket
 
 import pytest
-from forked import ROOT
+from world import ROOT
 
 SHORT = """
 import sys

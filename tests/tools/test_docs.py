@@ -22,21 +22,31 @@ from unittest import mock
 
 import pytest
 import torch
-from forked import ROOT, forker
-from test_distributed import TRAIN
+from world import ROOT, forker
 
 from tools import build
 
 build.run_program = forker().run
 
 TEXTS = [*build.PAGES, ROOT / "CONTRIBUTING.md"]
-HELPERS = ["distributed.py", "rendezvous.py", "launcher.py"]
+HELPERS = ["distributed.py", "launcher.py"]
+TRAIN = """
+def train(model, loader):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for inputs, labels in loader:
+        loss = loss_fn(model(inputs), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return loss
+"""
 NEEDS_A_GPU = ["mnist_apex.py"]  # its output can't be shown
 ENGINES = ["variants/mnist_horovod.py", "variants/mnist_xla.py"]  # theirs is in docs/results.md: tests/test_engines.py
 VARIANTS = sorted(f"variants/{path.name}" for path in ROOT.glob("variants/mnist_*.py"))  # started with python -m
 SCRIPTS = sorted([*(path.name for path in ROOT.glob("m*.py")), "cifar10_ddp.py", *VARIANTS])
 SLOW = [f"mnist_{step}.py --dataset synthetic" for step in ("single", "ddp", "amp")]  # they train for seconds
 SLOW.append("cifar10_ddp.py --dataset synthetic --dry-run")
+RUN_VARIANTS = ["mnist_fsdp", "mnist_pipeline"]  # the others print mnist_ddp.py's lines: tests/test_variants.py
 
 
 def text():
@@ -53,6 +63,11 @@ def blocks(*kinds):
 
     found = build.blocks(*kinds)
     return [pytest.param(b, id=f"{b.page.name}: {b.kind}: {b.what}", marks=marks(b)) for b in found]
+
+
+def is_run(block):
+    """Whether a test runs the program, which takes seconds."""
+    return not block.what.startswith("-m variants.") or any(f".{name} " in block.what for name in RUN_VARIANTS)
 
 
 def script_of(words):
@@ -88,7 +103,7 @@ def test_what_is_taken_from_the_files_equals_them(block):
 
 
 @pytest.mark.timeout(300)  # bf16 on a CPU without bf16 instructions takes a while
-@pytest.mark.parametrize("block", blocks("output"))
+@pytest.mark.parametrize("block", [param for param in blocks("output") if is_run(param.values[0])])
 def test_what_a_program_prints(block):
     from cifar10_ddp import fast_dtype
 
@@ -249,8 +264,6 @@ def test_a_command_names_files_and_flags_that_exist(command):
         args = ["-m", *args] if parsed.module else args
     if program in ("srun", "mpirun"):
         program, args = "python", args[args.index("python") + 1 :]
-    if args[:2] == ["doctor.py", "run"]:
-        args = args[2:]
     if program == "python" and args[:2] != ["-m", "pytest"] and args[0] == "-m":
         if args[1] in ("variants.NAME", "folder.name") or args[1].startswith("torch."):  # any of them; torch's own
             return
@@ -334,7 +347,7 @@ def test_ci_finds_its_commands():
 @pytest.mark.timeout(240)
 def test_the_batch_script_for_slurm(tmp_path):
     """As it is in docs/launching.md, but for the data: one node, two tasks, a dry run."""
-    from test_rendezvous import srun_command
+    from test_variables import srun_command
 
     _, env = srun_command()  # skips where no SLURM serves this machine
     script = re.search(r"```bash\n(#!.*?)```", text(), re.DOTALL)[1]

@@ -7,7 +7,7 @@ comes from a file or a program (test_docs.py compares it), and code is no statem
 import re
 
 import pytest
-from forked import ROOT
+from world import ROOT
 
 from tools import build
 

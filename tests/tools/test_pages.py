@@ -26,8 +26,7 @@ import pytest
 
 from tools import build, pages
 from tools.align import aligned, changed_words, counts, faced
-from tools.highlight import HELPERS, ROOT, source
-from tools.texts import html_of, texts
+from tools.highlight import ROOT, source
 
 TREE = pages.Tree(build.STEPS)
 PAIRS = TREE.pairs()
@@ -62,10 +61,8 @@ def test_pages_are_up_to_date():
             f"{name} is out of date: run  python -m tools.build --pages"
         )
         assert len(text.encode()) < 2**21  # index.html has 0.6 MB for 13 scripts; it grows with their square
-        if page.name not in texts().values():  # those have pictures
-            assert not re.search(r'<(script|img|link|iframe)[^>]+(src|href)="(?!data:)', text), "it loads another file"
-    helpers = {f"{Path(helper).stem}.html" for helper in HELPERS}
-    assert {page.name for page in made} == {"index.html", "steps.html", *helpers, *texts().values()}
+        assert not re.search(r'<(script|img|link|iframe)[^>]+(src|href)="(?!data:)', text), "it loads another file"
+    assert set(made) == set(ROOT.glob("docs/*.html"))
 
 
 def test_every_change_has_its_note():
@@ -164,14 +161,14 @@ def test_long_equal_stretches_are_folded():
 
 @pytest.mark.slow
 def test_colours_and_links_leave_the_text_as_it_is():
-    for path in [*TREE.paths, *HELPERS]:
+    for path in TREE.paths:
         plain = [html.unescape(re.sub(r"<[^>]*>", "", line)) for line in source(path).html]
         assert plain == source(path).lines, path
 
 
 @pytest.mark.slow
 def test_links_lead_somewhere():
-    """To a page, an anchor in it, or a file; to no text that a browser shows as it is.  Scripts' calls are links."""
+    """To a page, an anchor in it, or a file.  Scripts' calls are links."""
     made = {page.name: text for page, text in generated().items()}
     anchors = {name: set(re.findall(r' id="([^"]+)"', text)) for name, text in made.items()}
     for name, text in made.items():
@@ -180,14 +177,11 @@ def test_links_lead_somewhere():
             if "://" in link or link.startswith("data:"):
                 continue
             assert path in made or not path or (ROOT / "docs" / path).exists(), f"{name}: {link}"
-            assert not path.endswith(".md") or "README" in path, f"{name}: {link}"  # of a folder
             known = anchors.get(path or name, {anchor})
             assert not anchor or html.unescape(anchor) in known, f"{name}: {link}"
-        assert 'href="readme.html"' in text
-    for call, page in [("dist.all_reduce", "distributed"), ("dist.launch", "distributed"), ("data.load", "data")]:
-        assert f'<a href="{page}.html#{call.split(".")[1]}">{call}</a>' in made["index.html"]
-    assert '<a href="rendezvous.html#get_world">rendezvous.get_world</a>' in made["distributed.html"]
-    assert '<a href="#all_reduce">all_reduce</a>' in made["distributed.html"]
+        assert 'href="../README.md"' in text
+        for call, file in [("dist.all_reduce", "distributed.py"), ("data.load", "data.py")]:
+            assert f'<a href="../{file}">{call}</a>' in text
 
 
 def test_torchs_own_dist_is_no_link():
@@ -195,21 +189,6 @@ def test_torchs_own_dist_is_no_link():
     plain = source("experiments/baselines/mnist_plain.py")
     line = next(n for n, line in enumerate(plain.lines) if "dist.all_reduce(tested)" in line)
     assert "href" not in plain.html[line] and any("href" in line for line in plain.html)  # data.load
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("path", texts(), ids=lambda path: path.name)
-def test_a_text_is_shown_whole(path):
-    """No Markdown is left, and no word is lost."""
-    written = path.read_text(encoding="utf-8")
-    shown = html_of(path)
-    prose = re.sub(r"<(pre|code).*?</\1>", "", shown, flags=re.DOTALL)
-    assert not re.search(r"\|---|```|\]\(|\*\*|^#|<!--", prose, re.MULTILINE)
-    assert shown.count("<tr>") == len(re.findall(r"^\|(?!---)", written, re.MULTILINE))
-    assert shown.count("<pre") == len(re.findall(r"^```", written, re.MULTILINE)) / 2
-    assert shown.count("<li>") == len(
-        re.findall(r"^(?:- |\d+\. )", re.sub(r"(?ms)^```.*?^```", "", written), re.MULTILINE)
-    )
 
 
 # ------------------------------------------------------------------------------------------------------- the browser
@@ -260,11 +239,6 @@ class Reader:
         self.browser.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": not script})
         self.browser.get("about:blank")  # otherwise a new hash opens nothing
         self.browser.get(url)
-
-    def follow(self, selector):
-        """A link, from the middle of the window: the buttons cover its foot."""
-        self.js("document.querySelector(arguments[0]).scrollIntoView({block: 'center'})", selector)
-        self.one(selector).click()
 
     def tap(self, selector):
         """With a finger."""
@@ -658,7 +632,7 @@ def test_the_theme(reader):
     assert reader.js(background) == dark
     reader.open()
     assert reader.js(background) == dark and reader.one("#theme").text == "dark"  # remembered
-    reader.open((ROOT / "docs" / "distributed.html").as_uri())
+    reader.open(f"{DOCS}/steps.html")
     assert reader.js(background) == dark
     reader.press("t")
     reader.open(dark=True)
@@ -667,21 +641,20 @@ def test_the_theme(reader):
 
 WIDER = """
 return [...document.querySelectorAll("body *")].filter((part) => part.scrollWidth > part.clientWidth + 1
-  && ["auto", "scroll"].includes(getComputedStyle(part).overflowX) && !part.closest(".row, .listing")).length;"""
+  && ["auto", "scroll"].includes(getComputedStyle(part).overflowX) && !part.closest(".row")).length;"""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", ["index.html", "index.html#mnist_ddp..mnist_apex", "launcher.html"])
+@pytest.mark.parametrize("page", ["index.html", "index.html#mnist_ddp..mnist_apex"])
 def test_on_a_phone(reader, page):
     reader.open(f"{ROOT.as_uri()}/docs/{page}", width=390, height=800)
     reader.js("document.querySelectorAll('details').forEach((part) => { part.open = true; })")
     assert reader.js("return document.scrollingElement.scrollWidth") <= 390
     assert reader.js(WIDER) == 0
-    if "index" in page:
-        row = reader.one(".row:not(.equal):not(:has(> :empty))")
-        old, new = row.find_elements("css selector", "[data-n]")
-        assert old.rect["y"] + old.rect["height"] <= new.rect["y"] + 1  # inline: the successor below
-        assert not any(cell.is_displayed() for cell in reader.all(".equal > :first-child"))
+    row = reader.one(".row:not(.equal):not(:has(> :empty))")
+    old, new = row.find_elements("css selector", "[data-n]")
+    assert old.rect["y"] + old.rect["height"] <= new.rect["y"] + 1  # inline: the successor below
+    assert not any(cell.is_displayed() for cell in reader.all(".equal > :first-child"))
 
 
 @pytest.mark.slow
@@ -693,7 +666,7 @@ def test_a_narrow_page(reader, width):
         reader.press("f")
         assert (
             reader.js("""
-            return [...document.querySelectorAll(".row code, .listing code")].flatMap((line) => {
+            return [...document.querySelectorAll(".row code")].flatMap((line) => {
               const walker = document.createTreeWalker(line, NodeFilter.SHOW_TEXT), range = document.createRange();
               while (walker.nextNode()) {
                 const start = walker.currentNode.data.search(/\\S/);
@@ -766,20 +739,6 @@ def test_all_steps_on_one_page(reader):
 
 
 @pytest.mark.slow
-def test_the_texts(reader):
-    """From the pages to README.md and back, without a network and without raw Markdown."""
-    reader.one('header a[href="readme.html"]').click()
-    assert reader.sees("h1", "ddp-by-diff")
-    reader.all('a[href="results.html#what-is-not-tested"]')[0].click()
-    assert reader.sees("h1", "Results") and reader.one(":target").text == "What is not tested"
-    assert reader.js("return [...document.images].every((image) => image.complete && image.naturalWidth > 0)")
-    for name in texts().values():
-        reader.open(f"{DOCS}/{name}", width=390, height=800)
-        assert reader.js("return document.scrollingElement.scrollWidth") <= 390, name
-        assert reader.complaints()[0] == []
-
-
-@pytest.mark.slow
 def test_without_javascript(reader):
     """The first pair stands in the page, and all pairs of parent and child on the page that the links lead to."""
     reader.open(script=False)
@@ -798,52 +757,6 @@ def test_without_javascript(reader):
     assert changed and all(cell.is_displayed() for cell in changed)
     reader.one("summary").click()
     assert reader.one("details .row").is_displayed()
-    name = reader.one('.change a[href*="distributed.html#"]').get_attribute("href").split("#")[1]
-    reader.follow('.change a[href*="distributed.html#"]')
-    assert reader.sees("h1", "distributed.py") and reader.one(f"#{name}").is_displayed()
-
-
-@pytest.mark.slow
-def test_a_helpers_page(reader):
-    reader.follow('.change a[href="distributed.html#all_reduce"]')
-    assert reader.sees("h1", "distributed.py")
-    shown = reader.one("#all_reduce")
-    assert shown.text.splitlines()[0].startswith("def all_reduce(") and '"""' in shown.text
-    top = reader.js("return arguments[0].getBoundingClientRect().top", shown)
-    assert 0 <= top < 300
-    text = reader.js("return [...document.querySelectorAll('[data-n]')].map((cell) => cell.textContent).join('')")
-    assert text == source("distributed.py").text
-    reader.one('nav[aria-label="Contents"] a[href="#gather"]').click()
-    assert reader.js("return location.hash") == "#gather"
-    reader.open((ROOT / "docs" / "distributed.html").as_uri() + "#L30")
-    assert reader.one(":target").get_attribute("data-n") == "30" and reader.one(":target").is_displayed()
-    lines = source("distributed.py").lines
-    first = lines.index("def get_rank() -> int:") + 1
-    last = next(number for number in range(first + 20, len(lines)) if lines[number - 1])
-    reader.select(f"#L{first}", f"#L{last}")
-    assert reader.clipboard().rstrip("\n") == "\n".join(lines[first - 1 : last])
-    line = reader.one("#L12")
-    from selenium.webdriver import ActionChains
-
-    offset = int(10 - line.rect["width"] / 2)
-    ActionChains(reader.browser).move_to_element_with_offset(line, offset, 0).click().perform()
-    assert reader.browser.current_url.endswith("distributed.html#L12")  # as the dialog of the keys says
-    reader.press("n")
-    assert reader.sees("h1", "rendezvous.py")
-    assert reader.complaints() == ([], [])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("helper", HELPERS)
-def test_the_contents_begin_with_public_names(reader, helper):
-    reader.open(f"{DOCS}/{Path(helper).stem}.html")
-    names = [name.text for name in reader.all('nav[aria-label="Contents"] > ol a')]
-    public = [d.name for d in source(helper).definitions if not re.search(r"\b_", d.name)]
-    assert public and names == [name.rpartition(".")[2] for name in public]
-    if reader.all("nav details"):
-        assert not reader.one("nav details a").is_displayed()
-        reader.one("nav summary").click()
-        assert reader.one("nav details a").is_displayed() and reader.one("nav details a").text.startswith("_")
 
 
 @pytest.mark.slow
@@ -857,7 +770,7 @@ def test_copied_is_said_for_a_moment(reader):
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize(
     "page",
-    ["index.html", "index.html#mnist_ddp..mnist_amp:L41", "distributed.html#reduce", "steps.html", "readme.html"],
+    ["index.html", "index.html#mnist_ddp..mnist_amp:L41", "steps.html"],
 )
 def test_accessibility(reader, page, dark):
     axe = ROOT / "node_modules" / "axe-core" / "axe.min.js"
@@ -906,7 +819,6 @@ def screenshots(folder):
         ("phone", "index.html#mnist_ddp..mnist_amp", 390, 1400, False),
         ("dark", "index.html", 1400, 900, True),
         ("branch", "index.html#mnist_ddp..mnist_apex:L109", 1400, 900, False),
-        ("helper", "distributed.html#all_reduce", 1400, 900, False),
     ]:
         reader.open(f"{docs}/{page}", width, height, dark, scale=2 if name == "readme" else 1)
         if name == "readme":  # the change begins below the headings

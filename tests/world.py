@@ -1,29 +1,138 @@
-"""Runs of programs, for the tests: forked from one process that has imported what they need, or as a shell starts them.
+"""Where the tests run their code: in a kept world of ranks, in forked programs, or in programs as a shell starts them.
 
-Importing torch takes seconds, so most runs are forked; what a user's shell starts is covered by a few true
-subprocesses.
+    run(body, 3, *args)            # body(*args) on three ranks that stay alive from test to test; a list of results
+    forker().run("min_DDP.py")     # a program, forked from one process that has imported what programs need
+    shell("min_DDP.py")            # python min_DDP.py
+
+Starting ranks and importing torch is what makes such tests slow, so most bodies run in the kept world.
 """
 
 import atexit
 import contextlib
 import functools
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import tempfile
+import time
+import traceback
 from pathlib import Path
 
 import pytest
+import torch
 
+import distributed as dist
 from tools.programs import ENVIRONMENT, LIMIT, ROOT, SHELL, Result, shell
 
-__all__ = ["ENVIRONMENT", "ROOT", "SEVERAL", "SHELL", "TWO", "WORLDS", "Forker", "Result", "forker", "shell"]
+__all__ = ["ENVIRONMENT", "ROOT", "SHELL", "WORLDS", "Forker", "Result", "error_of", "forker", "gone", "joined"]
+__all__ += ["launched", "run", "shell", "wait_for"]
 
-TWO = pytest.param(2, marks=pytest.mark.slow)  # three processes find what two find, and more
-WORLDS = pytest.mark.parametrize("n", [1, TWO, 3])
-SEVERAL = pytest.mark.parametrize("n", [TWO, 3])
+WORLDS = pytest.mark.parametrize("n", [1, 3])
+
+
+def wait_for(condition, seconds=60):
+    """For an event; the limit is for a test that has failed."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.01)
+
+
+def gone(pid):
+    """Whether a process has ended (a zombie has)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+# ---------------------------------------------------------------------------------------------------- a kept world
+
+
+class World:
+    """n ranks in one process group, started by `launch` in a process of their own."""
+
+    def __init__(self, n):
+        fork = multiprocessing.get_context("fork")
+        self.pipes, theirs = zip(*(fork.Pipe() for _ in range(n)), strict=True)
+        self.process = fork.Process(target=_start, args=(theirs, n))
+        self.process.start()
+        atexit.register(self.process.kill)
+
+    def run(self, body, args, limit):
+        for pipe in self.pipes:
+            pipe.send((body, args))
+        answers = [pipe.recv() if pipe.poll(limit) else (f"no answer after {limit} s", None) for pipe in self.pipes]
+        errors = [f"rank {rank}: {error}" for rank, (error, _) in enumerate(answers) if error]
+        if errors:
+            self.end()
+            raise AssertionError("\n".join(errors))
+        return [result for _, result in answers]
+
+    def end(self):
+        self.process.kill()  # its ranks end with it
+        self.process.join()
+
+
+def _start(pipes, n):
+    torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)
+    os.environ.pop("PYTEST_CURRENT_TEST", None)
+    dist.launch(_serve, pipes, nproc=n)
+
+
+def _serve(rank, n, pipes):
+    dist.init_process_group()
+    while True:
+        body, args = pipes[rank].recv()
+        try:
+            answer = "", body(*args)
+        except BaseException:
+            answer = traceback.format_exc(), None
+        pipes[rank].send(answer)
+
+
+_worlds = {}
+
+
+def run(body, n, *args, limit=60):
+    """body(*args) on each of n ranks, in a group of gloo; what it returned, in rank order.  With n = 1: right here.
+
+    body stands at the top level of a test file.  After a failure the ranks are started anew.
+    """
+    if n == 1:
+        return [body(*args)]
+    if n not in _worlds or not _worlds[n].process.is_alive():
+        _worlds[n] = World(n)
+    return _worlds[n].run(body, args, limit)
+
+
+def launched(worker, n, *args):
+    """worker(rank, n, *args) on n new ranks that have joined a group; what it returned on rank 0."""
+    if n > 1:
+        return dist.launch(joined, worker, args, nproc=n)
+    with multiprocessing.get_context("fork").Pool(1) as pool:  # pytest's own process stays fit to be forked
+        return pool.apply_async(joined, (0, 1, worker, args)).get(60)
+
+
+def joined(rank, world_size, worker, args):
+    dist.init_process_group(rank, world_size)
+    result = worker(rank, world_size, *args)
+    dist.cleanup()
+    return result
+
+
+def error_of(function, *args, **kwargs):
+    """The error as text, or what was returned."""
+    try:
+        return function(*args, **kwargs)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+# ------------------------------------------------------------------------------------------------- forked programs
 
 # For each line of stdin, a job: its process's id and its exit code, each on a line of stdout.
 PROGRAM = """
@@ -142,6 +251,10 @@ class Job:
     def wait(self):
         code, self.over = self.answer(), True
         return Result(code, *(file.read_text() for file in self.files))
+
+    def err(self):
+        """What it has printed so far."""
+        return self.files[1].read_text()
 
     def end(self):
         """If nobody has waited for it."""

@@ -1,0 +1,260 @@
+"""init_process_group, cleanup and the roll-call (P6); programs that were written for another helper."""
+
+import multiprocessing
+import os
+import re
+import socket
+import sys
+from datetime import timedelta
+
+import pytest
+import torch
+from torch import distributed as torch_dist
+from world import ROOT, WORLDS, error_of, forker, run, shell
+
+import distributed as dist
+
+VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+
+
+# --------------------------------------------------------------------------------------------------- who is who, print
+
+
+def _who():
+    return dist.get_rank(), dist.get_local_rank(), dist.get_world_size(), dist.is_primary(), str(dist.get_device())
+
+
+@WORLDS
+def test_each_rank_knows_who_it_is(n):
+    assert run(_who, n) == [(rank, rank, n, rank == 0, "cpu") for rank in range(n)]
+
+
+def test_a_process_takes_the_gpu_of_its_local_rank_or_the_one_that_it_sees(monkeypatch):
+    for name, value in zip(VARIABLES, "5823", strict=True):
+        monkeypatch.setenv(name, value)
+    for visible, device in ((4, "cuda:2"), (1, "cuda:0"), (0, "cpu")):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda visible=visible: visible)
+        assert str(dist.get_device()) == device
+
+
+def _prints(folder):
+    with open(f"{folder}/{dist.get_rank()}", "w") as file:
+        dist.print_primary("a", 1, sep="-", file=file)
+        return os.path.getsize(file.name)  # flushed at once
+
+
+@WORLDS
+def test_print_primary_prints_on_rank_0_at_once(n, tmp_path):
+    assert run(_prints, n, tmp_path) == [4] + [0] * (n - 1)
+
+
+# ---------------------------------------------------------------------------------------------------------- join, leave
+
+
+def _joins_again():
+    totals = []
+    for _ in range(2):
+        dist.cleanup()
+        dist.cleanup()
+        assert not torch_dist.is_initialized()
+        dist.init_process_group(timeout=timedelta(seconds=50))
+        totals.append(dist.all_reduce(torch.tensor(1)).item())
+    return totals, torch_dist.get_backend()
+
+
+def test_a_group_can_be_left_and_joined_again():
+    assert run(_joins_again, 3) == [([3, 3], "gloo")] * 3
+
+
+def test_one_process_can_have_a_group():
+    dist.init_process_group()
+    assert dist.gather(dist.reduce(torch.tensor(2.0)))[0] == 2
+    try:
+        raise ValueError
+    except ValueError:
+        dist.cleanup()
+    assert not torch_dist.is_initialized()
+
+
+def _cleans_up_while_failing():
+    try:
+        raise ValueError
+    except ValueError:
+        dist.cleanup()
+    return torch_dist.is_initialized()
+
+
+def test_cleanup_does_nothing_while_an_exception_is_handled():
+    assert run(_cleans_up_while_failing, 3) == [True] * 3
+
+
+def _late(rank, n):
+    dist.init_process_group(timeout=2)
+    if rank == 1:
+        dist.cleanup = lambda: None
+        while True:
+            pass
+    dist.barrier()
+
+
+def test_the_timeout_limits_each_collective_too():
+    """Torch's meaning: P5's table says who does not call it."""
+    with pytest.raises(SystemExit, match=r"rank [02] of 3 failed first(?s:.*)[Tt]imed out(?s:.*)rank 1: .*, _late"):
+        dist.launch(_late, nproc=3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ({"timeout": -3}, "ValueError: the timeout is -3: give seconds"),
+        ({"timeout": 0}, "ValueError: the timeout is 0: give seconds"),
+        ({"timeout": timedelta(seconds=-1)}, "ValueError: the timeout is "),
+        ({"timeout": float("nan")}, "ValueError: "),
+        ({"backend": "nccl"}, "ValueError: backend nccl needs a visible CUDA GPU and a torch"),
+        ({"rank": "gloo"}, "TypeError: .*type backend='gloo'"),
+        ({"rank": 2, "world_size": 2}, "ValueError: init_process_group: rank 2 of 2: ranks go from 0 to 1"),
+        ({"rank": 0, "world_size": 2}, "ValueError: MASTER_ADDR= and MASTER_PORT= must say where rank 0 is"),
+    ],
+)
+def test_bad_arguments_are_one_line(arguments, error, monkeypatch):
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    for name in VARIABLES:  # put back what init_process_group sets
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    assert re.match(error, error_of(dist.init_process_group, **arguments))
+    assert not torch_dist.is_initialized()
+
+
+def _contradicts():
+    dist.cleanup()
+    errors = error_of(dist.init_process_group, 7), error_of(dist.init_process_group, None, 2)
+    dist.init_process_group(dist.get_rank(), 3)
+    return errors
+
+
+def test_what_contradicts_the_launcher_is_an_error():
+    for rank, (first, second) in enumerate(run(_contradicts, 3)):
+        said = f"but the launcher's variables say: rank {rank} (local rank {rank}) of 3"
+        assert first == f"ValueError: init_process_group(7, None), {said}"
+        assert second == f"ValueError: init_process_group(None, 2), {said}"
+
+
+# ------------------------------------------------------------------------------------------------- P6: who is missing
+
+
+def _comes_when_it_is_named(rank, n, missing):
+    dist.REPORT_MISSING_AFTER = 0.5
+    if rank in missing:
+        while not os.pread(2, 1000, 0):  # capfd's file
+            pass
+    dist.init_process_group()
+    return dist.all_reduce(torch.tensor(1)).item()
+
+
+@pytest.mark.parametrize(("missing", "names"), [([1, 3], "rank 1, rank 3 of 4"), ([0], "rank 0 of 4")])
+def test_the_missing_are_named_and_all_goes_on_when_they_come(missing, names, capfd):
+    assert dist.launch(_comes_when_it_is_named, missing, nproc=4) == 4
+    lines = capfd.readouterr().err.splitlines()
+    assert set(lines) == {f"distributed: waiting for {names}"}
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def _by_hand(rank, n, port, pipe, timeout):
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NCCL_SOCKET_IFNAME": "mine"}
+    error = error_of(dist.init_process_group, rank, n, timeout=timeout)
+    interfaces = os.environ.get("GLOO_SOCKET_IFNAME"), os.environ["NCCL_SOCKET_IFNAME"]
+    pipe.send(error or (dist.all_reduce(torch.tensor(1)).item(), interfaces))
+    os._exit(0)
+
+
+def by_hand(ranks, n, timeout):
+    """Processes that no launcher has started; what each says, by rank."""
+    fork, port, pipes = multiprocessing.get_context("fork"), free_port(), {}
+    for rank in ranks:
+        pipes[rank], theirs = fork.Pipe()
+        fork.Process(target=_by_hand, args=(rank, n, port, theirs, timeout), daemon=True).start()
+    return {rank: pipe.recv() if pipe.poll(60) else None for rank, pipe in pipes.items()}, port
+
+
+def test_processes_that_no_launcher_has_started_meet_where_they_are_told():
+    loopback = "lo0" if sys.platform == "darwin" else "lo"  # unless the user has named one
+    answers, _ = by_hand([2, 0, 1], 3, 60)  # rank 0 serves the store, and may end first
+    assert answers == dict.fromkeys(range(3), (3, (loopback, "mine")))
+
+
+def test_a_rank_0_that_does_not_come_is_named_with_its_address():
+    answers, port = by_hand([1, 2], 3, 1)
+    assert set(answers.values()) == {
+        f"TimeoutError: init_process_group: rank 0 at 127.0.0.1:{port} did not come within 1 s"
+    }
+
+
+# ------------------------------------------------------------------------------------ other people's programs, by torch
+
+FOREIGN = """
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+import distributed as dist
+
+def main_worker(gpu, world_size):
+    is_distributed = world_size > 1
+    if is_distributed:
+        dist.init_process_group(gpu, world_size)
+    numbers = torch.arange(12.0).unsqueeze(1)
+    sampler = dist.data_sampler(TensorDataset(numbers), is_distributed, shuffle=False)
+    loader = DataLoader(TensorDataset(numbers), batch_size=2, shuffle=(sampler is None), sampler=sampler)
+    model = dist.prepare_ddp_model(torch.nn.Linear(1, 1).to(dist.get_device()), device_ids=[gpu])
+    for epoch in range(2):
+        if is_distributed:
+            sampler.set_epoch(epoch)
+        total, count, largest = torch.zeros(1), torch.zeros(1), torch.zeros(1)
+        for (x,) in loader:
+            loss = model(x).square().mean()
+            model.zero_grad()
+            loss.backward()
+            dist.wait_for_everyone()
+            loss = dist.reduce(loss.detach())
+            total += x.sum()
+            count += len(x)
+            largest = torch.maximum(largest, torch.cat(dist.gather(x), dim=0).max())
+        dist.all_reduce(total)  # in place
+        dist.all_reduce(count, op="avg")
+        dist.all_reduce(largest, torch.distributed.ReduceOp.MAX)
+        dist.print_primary(epoch, total.item(), count.item() * world_size, largest.item(), loss.ndim)
+    dist.cleanup()
+
+if __name__ == "__main__":
+    dist.launch(main_worker)
+"""
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_program_for_joh_fischers_helper_runs_unchanged(n, tmp_path):
+    file = tmp_path / "program.py"
+    file.write_text(FOREIGN)
+    done = forker().run(file, cwd=tmp_path, path=[ROOT], NPROC=n)
+    assert done.code == 0, done.err
+    # Each rank adds up its own numbers; all_reduce adds up the ranks'.
+    assert [line for line in done.out.splitlines() if line[0] in "01"] == [
+        f"{epoch} 66.0 12.0 11.0 0" for epoch in range(2)
+    ]
+
+
+def test_the_program_of_the_docstring_runs(tmp_path):
+    lines = dist.__doc__.split("\n\n    python train.py")[0].partition("\n\n")[2]
+    program = "\n".join(line[4:] for line in lines.splitlines())
+    program += "\n"
+    before = """
+import torch
+dataset = torch.utils.data.TensorDataset(torch.arange(8.0))
+Net = lambda: torch.nn.Linear(1, 1)
+def train(model, loader): return torch.tensor(sum(batch.sum() for batch, in loader))
+"""
+    (tmp_path / "train.py").write_text(before + program)
+    done = shell("train.py", cwd=tmp_path, path=[ROOT], NPROC=2)
+    assert done.code == 0, done.err
+    assert done.out.splitlines()[1:] == [f"epoch {epoch}  loss 14.0000" for epoch in range(10)]

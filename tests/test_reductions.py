@@ -1,0 +1,331 @@
+"""The collectives of distributed.py: the same assertions on one rank and on three; expected values are closed forms."""
+
+import itertools
+import math
+import time
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed import ReduceOp
+from torch.profiler import ProfilerActivity, profile
+from world import WORLDS, error_of, run
+
+import distributed as dist
+
+FLOATS = torch.float16, torch.bfloat16, torch.float32, torch.float64
+INTEGERS = torch.uint8, torch.int8, torch.int32, torch.int64
+DTYPES = *FLOATS, *INTEGERS, torch.int16, torch.bool
+
+OPS = {  # and the result, if rank r passes base + r
+    ("sum", "SUM", ReduceOp.SUM): lambda base, n: n * base + n * (n - 1) / 2,
+    ("mean", "avg", ReduceOp.AVG): lambda base, n: base + (n - 1) / 2,
+    ("min", ReduceOp.MIN): lambda base, n: base,
+    ("max", ReduceOp.MAX): lambda base, n: base + n - 1,
+    ("product", ReduceOp.PRODUCT): lambda base, n: math.prod(base + rank for rank in range(n)),
+}
+
+
+def this_rank():
+    return dist.get_rank(), dist.get_world_size()
+
+
+# ------------------------------------------------------------------------------------------- all_reduce and reduce
+
+
+def every_op():
+    rank, n = this_rank()
+    for shape in (), (0, 3), (1,), (2, 500):
+        base = torch.arange(math.prod(shape), dtype=torch.float64).view(shape) % 5
+        for names, expected in OPS.items():
+            for op in names:
+                mine = base + rank
+                before, version, memory = mine.clone(), mine._version, mine.data_ptr()
+                result = dist.reduce(mine, op)
+                assert torch.equal(result, expected(base, n)) and result.dtype == torch.float64, (op, shape)
+                assert result is not mine and torch.equal(mine, before) and mine._version == version
+                assert not shape or not base.numel() or result.data_ptr() != memory
+                assert dist.all_reduce(mine, op) is mine and mine.data_ptr() == memory
+                assert torch.equal(mine, expected(base, n)) and mine.shape == shape, (op, shape)
+    mine = torch.tensor([rank, 10.0 * rank])
+    assert dist.reduce(mine).tolist() == [(n - 1) / 2, 5.0 * (n - 1)]  # what one prints is a mean
+    assert dist.all_reduce(mine).tolist() == [n * (n - 1) / 2, 5.0 * n * (n - 1)]  # torch's name, torch's sum
+    for wrong, function in itertools.product(("median", "", 0, None, ReduceOp.BAND), (dist.all_reduce, dist.reduce)):
+        error = error_of(function, mine, wrong)
+        assert error == f"ValueError: op={wrong!r}: choose from sum, mean, min, max, product"
+
+
+@WORLDS
+def test_every_op_under_every_name(n):
+    run(every_op, n)
+
+
+def in_place_dtypes():
+    _, n = this_rank()
+    for dtype in FLOATS + INTEGERS:
+        expected = {"sum": [n, 2 * n], "min": [1, 2], "max": [1, 2], "product": [1, 2**n]}
+        for op, values in (expected | {"mean": [1, 2]} if dtype in FLOATS else expected).items():
+            mine = torch.tensor([1, 2], dtype=dtype)
+            assert dist.all_reduce(mine, op) is mine and mine.dtype == dtype and mine.tolist() == values, (dtype, op)
+    assert dist.all_reduce(torch.tensor([200], dtype=torch.uint8)).item() == 200 * n % 256  # the dtype stays
+    assert dist.all_reduce(torch.tensor(60000.0, dtype=torch.float16)).item() == (60000 if n == 1 else math.inf)
+    too_small = [(torch.int16, "sum"), (torch.bool, "sum"), (torch.bool, "max")]
+    for dtype, op in too_small + [(dtype, "mean") for dtype in (*INTEGERS, torch.bool)]:
+        mine = torch.ones(2, dtype=dtype)
+        error = error_of(dist.all_reduce, mine, op)
+        assert error == f"TypeError: all_reduce can't put the {op} into {dtype}: use dist.reduce(tensor, {op!r})"
+        assert dist.reduce(mine, op).tolist() == [n if op == "sum" else 1] * 2  # as the message says
+
+
+@WORLDS
+def test_all_reduce_keeps_the_dtype_or_refuses(n):
+    run(in_place_dtypes, n)
+
+
+def layouts():
+    """Each rank has a layout of its own: the backends alone would add up the memory as it lies there."""
+    rank, n = this_rank()
+    values = torch.arange(24.0).view(2, 3, 4, 1)
+    channels_last, reverse = torch.empty(2, 4, 1, 3).permute(0, 3, 1, 2), torch.empty(1, 4, 3, 2).permute(3, 2, 1, 0)
+    own = [torch.empty(2, 3, 4, 1), channels_last, reverse][rank]
+    for op, factor in ("sum", n), ("mean", 1), ("max", 1):
+        own.copy_(values)
+        strides = own.stride()
+        assert torch.equal(dist.reduce(own, op), factor * values)
+        assert dist.all_reduce(own, op) is own and torch.equal(own, factor * values) and own.stride() == strides
+    whole = torch.ones(4, 4)
+    for op in "sum", "max":
+        dist.all_reduce(whole[:, 1], op)  # a column, in the matrix
+    assert whole.sum(0).tolist() == [4, 4 * n, 4, 4]
+    weight = nn.Parameter(torch.full((2,), float(rank)))  # averaged by hand
+    assert dist.all_reduce(weight, "mean") is weight and weight.tolist() == [(n - 1) / 2] * 2
+    assert weight.requires_grad and weight.is_leaf
+    loss = (weight * 2).sum()
+    for result in dist.reduce(loss), *dist.gather(loss):
+        assert result.item() == 2 * (n - 1) and result.shape == () and not result.requires_grad
+    assert loss.requires_grad
+    with torch.inference_mode():
+        ones = torch.ones(2)
+    assert dist.reduce(ones, "sum").tolist() == dist.all_reduce(ones).tolist() == [n, n]
+
+
+@WORLDS
+def test_views_and_tensors_with_gradients(n):
+    run(layouts, n)
+
+
+# Its sum with some ones is right in 64 bits, and wrong in fewer.
+LARGE = {torch.float16: 2048, torch.bfloat16: 256, torch.float32: 2**24, torch.float64: 2**52}
+LARGE |= {torch.uint8: 255, torch.int8: 127, torch.int16: 2**15 - 1, torch.int32: 2**31 - 1, torch.bool: 1}
+LARGE |= {torch.int64: 2**53 + 1}  # float64 hasn't got it
+
+
+def precise():
+    rank, n = this_rank()
+    for dtype, large in LARGE.items():
+        mine = torch.tensor([large if rank == 0 else 1, 1], dtype=dtype)
+        smallest, total = large if n == 1 else 1, large + n - 1
+        expected = {"sum": [total, n], "min": [smallest, 1], "max": [large, 1], "product": [large, 1]}
+        for op, values in expected.items():
+            result = dist.reduce(mine, op)
+            assert result.tolist() == values, (dtype, op)
+            assert result.dtype == (dtype if dtype in FLOATS else torch.int64), (dtype, op)
+        mean, exact = dist.reduce(mine), torch.tensor([total / n, 1], dtype=torch.float64)
+        if dtype in FLOATS:
+            assert torch.equal(mean, exact.to(dtype)) and mean.dtype == dtype
+        elif dtype != torch.int64:
+            assert torch.equal(mean, exact) and mean.dtype == torch.float64
+    assert dist.reduce(torch.tensor([rank, -5])).tolist() == [(n - 1) / 2, -5]
+    big = torch.tensor(60000.0, dtype=torch.float16)
+    assert dist.reduce(big).item() == 60000 and dist.reduce(big, "sum").item() == (60000 if n == 1 else math.inf)
+    assert dist.reduce(torch.tensor([True, rank == 0])).tolist() == [1, 1 / n]
+    assert dist.reduce(torch.zeros(0, 2, dtype=torch.bool)).shape == (0, 2)
+
+
+@WORLDS
+def test_reduce_computes_in_64_bits(n):
+    run(precise, n)
+
+
+def not_finite():
+    rank, n = this_rank()
+    for at, (names, expected) in itertools.product(range(n), OPS.items()):
+        op = names[0]
+        mine = torch.full((1000,), 1.0 + rank)
+        if rank == at:
+            mine[0], mine[1], mine[-1] = math.inf, -math.inf, math.nan
+        for dtype, function in itertools.product(FLOATS, (dist.all_reduce, dist.reduce)):
+            plus, minus, *others, nan = function(mine.to(dtype, copy=True), op).tolist()  # plus, minus: infinity
+            assert math.isnan(nan), (op, at, dtype)  # gloo's own minimum and maximum may drop it
+            assert plus == (math.inf if op != "min" or n == 1 else 1 + (at == 0))  # or the least of the others
+            assert minus == (-math.inf if op != "max" or n == 1 else n - (at == n - 1))
+            assert others == [expected(1.0, n)] * 997
+    if n > 1:
+        mine = torch.tensor([math.inf, -math.inf, 0.0][rank])
+        assert math.isnan(dist.reduce(mine, "sum").item())
+
+
+@WORLDS
+def test_one_nan_is_in_every_answer_and_inf_is_a_number(n):
+    run(not_finite, n)
+
+
+# --------------------------------------------------------------------------------- gather, sync_params and barrier
+
+
+def gathered():
+    rank, n = this_rank()
+    for dtype in DTYPES:
+        parts = dist.gather(torch.full((rank, 2), rank, dtype=dtype))  # none of rank 0
+        assert [part.shape for part in parts] == [(r, 2) for r in range(n)] and {p.dtype for p in parts} == {dtype}
+        expected = [[float(r > 0 if dtype == torch.bool else r)] * 2 for r in range(n) for _ in range(r)]
+        assert torch.cat(parts).tolist() == expected, dtype
+    parts = dist.gather(torch.zeros(2, rank + 1, 3 - rank))
+    assert [part.shape for part in parts] == [(2, r + 1, 3 - r) for r in range(n)]
+    assert torch.stack(dist.gather(torch.tensor(10 * rank))).tolist() == [10 * r for r in range(n)]
+    assert [part.tolist() for part in dist.gather(torch.empty(0))] == [[]] * n
+    grid = torch.arange(6).view(2, 3).t()
+    assert all(torch.equal(part, grid + r) for r, part in enumerate(dist.gather(grid + rank)))
+    parts = dist.gather(nn.Parameter(torch.ones(1)))
+    assert not any(part.requires_grad or isinstance(part, nn.Parameter) for part in parts)
+
+
+@WORLDS
+def test_gather_is_in_rank_order_and_shapes_may_differ(n):
+    run(gathered, n)
+
+
+def fresh():
+    rank, n = this_rank()
+    large = torch.arange(100_000.0)
+    mine = large[rank : rank + 2]
+    parts = dist.gather(mine)
+    assert [part.tolist() for part in parts] == [[r, r + 1] for r in range(n)]
+    assert [part.untyped_storage().nbytes() for part in parts] == [8] * n  # not all that it is a view of
+    for part in parts:
+        part.zero_()
+    assert mine.tolist() == [rank, rank + 1]
+
+
+@WORLDS
+def test_what_gather_returns_is_new_and_small(n):
+    run(fresh, n)
+
+
+def synced():
+    rank, _ = this_rank()
+    for dtype, shape in itertools.product(DTYPES, [(), (0,), (2, 3)]):
+        tensor = torch.full(shape, rank == 0, dtype=dtype)  # 1 on rank 0
+        memory = tensor.data_ptr()
+        dist.sync_params(tensor)
+        assert tensor.tolist() == torch.ones(shape).tolist() and tensor.data_ptr() == memory, (dtype, shape)
+    whole = torch.full((3, 4), float(rank))
+    dist.sync_params([whole[:, 1], whole[0], whole.t()[3]])  # views of many layouts
+    assert (whole == torch.tensor([[0, 0, 0, 0], [rank, 0, rank, 0], [rank, 0, rank, 0]])).all()
+    torch.manual_seed(rank)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    model(torch.randn(5, 3))
+    held = list(model.parameters())
+    assert dist.sync_params(model.parameters()) is None
+    dist.sync_params(model.buffers())
+    assert all(new is old and new.requires_grad for new, old in zip(model.parameters(), held, strict=True))
+    return {name: tensor.tolist() for name, tensor in model.state_dict().items()}
+
+
+@WORLDS
+def test_sync_params_copies_rank_0s_values_in_place(n):
+    states = run(synced, n)
+    assert states == [states[0]] * n and states[0]["1.num_batches_tracked"] == 1
+
+
+def messages():
+    """How many rank 0 sends for one tensor of 1,000 rows."""
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        dist.sync_params(torch.ones(1000, 2))
+    return sum(event.name == "gloo:broadcast" for event in profiler.events())
+
+
+def test_sync_params_sends_a_tensor_in_one_piece():
+    assert run(messages, 3) == [1] * 3
+
+
+def waits(wait):
+    if dist.get_rank() == 2:
+        time.sleep(0.3)
+    came = time.monotonic()
+    getattr(dist, wait)()
+    return came, time.monotonic()
+
+
+@WORLDS
+@pytest.mark.parametrize("wait", ["barrier", "wait_for_everyone"])
+def test_nobody_leaves_a_barrier_before_the_last_has_come(n, wait):
+    came, left = zip(*run(waits, n, wait), strict=True)
+    assert max(came) <= min(left)
+
+
+# -------------------------------------------------------------------------------- what can't be computed is an error
+
+THREE, ALL, OUT = torch.zeros(3), "float32 [3]", "takes tensors of floats, integers or bools, not"
+MISMATCHES = {  # what the ranks call, and what one of them does; with the lines of the table
+    "function": (lambda: dist.reduce(THREE), lambda: dist.gather(THREE), "reduce mean of torch", "gather of torch"),
+    "op": (lambda: dist.all_reduce(THREE), lambda: dist.all_reduce(THREE, "max"), "all_reduce sum", "all_reduce max"),
+    "reduce's op": (lambda: dist.reduce(THREE), lambda: dist.reduce(THREE, "sum"), "reduce mean", "reduce sum"),
+    "dtype": (lambda: dist.all_reduce(THREE), lambda: dist.all_reduce(THREE.double()), ALL, "float64 [3]"),
+    "reduce's dtype": (lambda: dist.reduce(THREE), lambda: dist.reduce(THREE.double()), ALL, "float64 [3]"),
+    "size": (lambda: dist.all_reduce(THREE), lambda: dist.all_reduce(torch.zeros(5)), ALL, "float32 [5]"),
+    "shape": (lambda: dist.reduce(THREE), lambda: dist.reduce(THREE.view(3, 1)), ALL, "float32 [3, 1]"),
+    "gather's dtype": (lambda: dist.gather(THREE), lambda: dist.gather(THREE.int()), "float32", "int32"),
+    "dimensions": (lambda: dist.gather(THREE), lambda: dist.gather(THREE.sum()), "1 dimension", "0 dimension"),
+    "number": (lambda: dist.sync_params([THREE] * 2), lambda: dist.sync_params(THREE), "3), (torch", "float32, 3)]"),
+    "param": (lambda: dist.sync_params([THREE]), lambda: dist.sync_params([THREE.half()]), "float32, 3", "float16, 3"),
+    "param's shape": (lambda: dist.sync_params(THREE), lambda: dist.sync_params(THREE.view(3, 1)), "3)]", "3, 1)]"),
+    "barrier": (lambda: dist.gather(THREE), dist.barrier, "gather of torch.float32", "barrier"),
+    "no tensor": (lambda: dist.reduce(THREE), lambda: dist.reduce(0.5), ALL, "reduce of float"),
+    "None": (lambda: dist.all_reduce(THREE), lambda: dist.all_reduce(None), ALL, "all_reduce of NoneType"),
+    "uint64": (lambda: dist.gather(THREE), lambda: dist.gather(THREE.to(torch.uint64)), "float32", "torch.uint64"),
+}
+
+
+def mismatch(case, odd):
+    rank, _ = this_rank()
+    error = error_of(MISMATCHES[case][rank == odd])
+    return error, dist.all_reduce(torch.tensor(1)).item()
+
+
+def test_ranks_that_call_different_things_get_one_error_on_all():
+    for odd, (case, (_, _, usual, other)) in zip(itertools.cycle(range(3)), MISMATCHES.items(), strict=False):
+        (error, after), *others = run(mismatch, 3, case, odd)
+        assert others == [(error, after)] * 2 and after == 3, case  # and the group still works
+        first, *table = str(error).splitlines()
+        assert first == "RuntimeError: the ranks called different things, but all must call the same:"
+        assert len(table) == 3, case
+        for rank, line in enumerate(table):
+            assert line.startswith(f"  rank {rank}: ") and (other if rank == odd else usual) in line, (case, error)
+
+
+def refused():
+    _, n = this_rank()
+    functions = dist.all_reduce, dist.reduce, dist.gather, lambda value: dist.sync_params([THREE, value])
+    names = "all_reduce", "reduce", "gather", "sync_params"
+    wrong = {"float": 0.5, "int": 3, "list": [1.0], "torch.complex64": torch.ones(2, dtype=torch.complex64)}
+    wrong |= {str(dtype): torch.ones(2).to(dtype) for dtype in (torch.uint16, torch.uint64, torch.float8_e4m3fn)}
+    for function, name in zip(functions, names, strict=True):
+        for kind, value in wrong.items():
+            assert error_of(function, value) == f"TypeError: {name} {OUT} {kind}"
+        assert error_of(function, None).startswith(f"TypeError: {name} {OUT} NoneType (the .grad of a parameter")
+    assert error_of(dist.sync_params, nn.Linear(1, 1).state_dict()) == f"TypeError: sync_params {OUT} str"
+    assert dist.all_reduce(torch.tensor(1)).item() == n
+
+
+@WORLDS
+def test_what_is_no_tensor_or_of_another_dtype_is_a_type_error(n):
+    run(refused, n)
+
+
+def test_a_collective_before_init_process_group_is_an_error(monkeypatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    for call in dist.all_reduce, dist.reduce, dist.gather, dist.sync_params, lambda _: dist.barrier():
+        with pytest.raises(ValueError, match="make sure to call init_process_group"):
+            call(torch.ones(1))

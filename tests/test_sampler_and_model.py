@@ -1,0 +1,348 @@
+"""The sampler, and DDP models: N processes compute what one process computes, and what torch's own classes compute."""
+
+import copy
+import itertools
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
+from world import WORLDS, error_of, run
+
+import distributed as dist
+
+# ----------------------------------------------------------------------------------------------------------- sampler
+
+
+def samplers(monkeypatch, n, size, **options):
+    """Those of n ranks, each on a machine of its own: a sampler asks for its place when it is made."""
+    made = []
+    for rank in range(n):
+        for name, value in ("RANK", rank), ("WORLD_SIZE", n), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1):
+            monkeypatch.setenv(name, str(value))
+        made.append(dist.data_sampler(range(size), **options))
+    return made
+
+
+def draw(sampler, epoch=0, skip=0):
+    sampler.set_epoch(epoch, skip=skip)
+    mine = list(sampler)
+    assert len(sampler) == len(mine) and all(type(index) is int for index in mine)
+    return mine
+
+
+AWKWARD = [(n, size) for n in range(1, 8) for size in sorted({n, n + 1, 2 * n - 1, 13, 100, 101})]
+
+
+def test_without_padding_every_example_comes_exactly_once(monkeypatch):
+    for n, size in AWKWARD:
+        for shuffle in True, False:
+            shares = [draw(s, 3) for s in samplers(monkeypatch, n, size, shuffle=shuffle, pad=False)]
+            assert sorted(itertools.chain(*shares)) == list(range(size)), (n, size)
+            assert max(map(len, shares)) - min(map(len, shares)) <= 1 and min(map(len, shares)) >= 1
+        assert shares == [list(range(rank, size, n)) for rank in range(n)]
+
+
+def test_with_padding_it_is_torchs_distributed_sampler(monkeypatch):
+    for (n, size), shuffle, drop_last in itertools.product([*AWKWARD, (5, 2), (7, 3)], (True, False), (True, False)):
+        options = {"shuffle": shuffle, "seed": n, "drop_last": drop_last}
+        ours = samplers(monkeypatch, n, size, **options)
+        for epoch in 0, 2:
+            shares = [draw(sampler, epoch) for sampler in ours]
+            for rank, share in enumerate(shares):
+                theirs = DistributedSampler(range(size), n, rank, **options)
+                theirs.set_epoch(epoch)
+                assert share == list(theirs) and len(share) == len(theirs), (n, size, options)
+            assert len({len(share) for share in shares}) == 1
+            if drop_last:
+                assert len(set(itertools.chain(*shares))) == sum(map(len, shares)) == size // n * n
+            else:
+                assert set(itertools.chain(*shares)) == set(range(size))
+                assert sum(map(len, shares)) - size == -size % n  # as few twice as can be
+
+
+def test_the_order_depends_on_seed_and_epoch_alone_and_goes_on_in_the_middle(monkeypatch):
+    order = torch.randperm(420, generator=torch.Generator().manual_seed(3 + 2)).tolist()  # torch's, of seed + epoch
+    for n, pad in itertools.product(range(1, 8), (True, False)):
+        ours = samplers(monkeypatch, n, 420, seed=3, pad=pad)
+        shares = [draw(sampler, 2) for sampler in ours]
+        assert list(itertools.chain(*zip(*shares, strict=True))) == order  # so are global batches, for any n
+        for skip in 0, 1, 420 // n - 1, 420 // n, 420 // n + 5:
+            assert [draw(sampler, 2, skip) for sampler in ours] == [share[skip:] for share in shares]
+        assert [draw(sampler, 2) for sampler in ours] == shares  # the next epoch begins at its beginning
+        assert draw(ours[0], 3) != shares[0]
+        ours[0].set_epoch(2, skip=8)
+        batches = DataLoader(range(420), batch_size=4, sampler=ours[0])
+        assert torch.cat(list(batches)).tolist() == shares[0][8:] and len(batches) == -(-(420 // n - 8) // 4)
+    for n in 3, 5:  # unequal shares, or padded ones
+        for pad in True, False:
+            for sampler in samplers(monkeypatch, n, 13, pad=pad):
+                assert draw(sampler, 1, 2) == draw(sampler, 1)[2:]
+
+
+def test_what_a_sampler_refuses(monkeypatch):
+    for n, size in (2, 1), (7, 6), (3, 0):
+        error = rf"pad=False: {size} examples for {n} processes: each needs at least one"
+        with pytest.raises(ValueError, match=error):
+            samplers(monkeypatch, n, size, pad=False)
+    with pytest.raises(ValueError, match="pad=False keeps every example, drop_last=True leaves some out: choose one"):
+        samplers(monkeypatch, 3, 10, pad=False, drop_last=True)
+    sampler = samplers(monkeypatch, 2, 10)[1]
+    with pytest.raises(ValueError, match="set_epoch: skip is -1"):
+        sampler.set_epoch(0, skip=-1)
+    assert len(draw(sampler)) == 5
+
+
+def test_not_distributed_every_rank_has_the_whole_data_set(monkeypatch):
+    alone = dist.data_sampler(range(7))
+    assert isinstance(alone, DistributedSampler) and sorted(draw(alone)) == list(range(7))
+    for pad in True, False:
+        for sampler in samplers(monkeypatch, 3, 7, distributed=False, pad=pad):
+            assert draw(sampler) == draw(alone)
+        assert [list(s) for s in samplers(monkeypatch, 9, 7, distributed=False, shuffle=False)] == [list(range(7))] * 9
+
+
+def test_a_forgotten_set_epoch_is_a_warning():
+    sampler = dist.data_sampler(range(50))
+    text = r"call sampler.set_epoch\(epoch\) before each epoch: .* \(to evaluate, make it with shuffle=False\)"
+    for epoch in 1, 2:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            first = list(sampler)
+        with pytest.warns(UserWarning, match=text) as seen:
+            assert list(sampler) == first
+        assert [warning.filename for warning in seen] == [__file__]
+        sampler.set_epoch(epoch)
+    in_order = dist.data_sampler(range(50), shuffle=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert list(in_order) == list(in_order) == list(range(50))  # no order to forget
+
+
+# ------------------------------------------------------------------------------------------------------- a DDP model
+
+
+def batchnorm():
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
+
+
+class Centred(nn.Module):
+    """Its buffer is read in training, unlike BatchNorm's averages."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 2, bias=False)
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x):
+        if self.training:
+            with torch.no_grad():
+                self.mean.lerp_(x.mean(0), 0.5)
+        return self.linear(x - self.mean)
+
+
+class Partial(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.used, self.spare = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, x):
+        return self.used(x)
+
+
+def train(model, freeze_after=None):
+    """Three steps, with other data on each rank; returns the losses, the weights and the buffers."""
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    losses = []
+    for step in range(3):
+        if step == freeze_after:  # as in fine-tuning
+            dist.unwrap_model(model)[1].eval()
+        dtype = next(model.parameters()).dtype
+        x = torch.randn(6, 4, generator=generator, dtype=dtype) * (dist.get_rank() + 1)
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return [*losses, *model.parameters(), *model.buffers()]
+
+
+def equal(tensors, others):
+    return all(torch.equal(tensor, other) for tensor, other in zip(tensors, others, strict=True))
+
+
+def prepared():
+    rank, n = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(rank)
+    net = batchnorm()
+    before = copy.deepcopy(net.state_dict())
+    model = dist.prepare_ddp_model(net, device_ids=[rank])  # as those write it who have GPUs
+    assert (model is net) if n == 1 else (type(model) is DistributedDataParallel and model.module is net)
+    assert dist.unwrap_model(model) is net
+    assert all(equal(dist.gather(weight), [weight] * n) for weight in net.state_dict().values())
+    assert rank or equal(net.state_dict().values(), before.values())  # rank 0's
+    assert all(param.device == dist.get_device() for param in net.parameters())
+    frozen = nn.Linear(1, 1).requires_grad_(False)
+    for empty in nn.ReLU(), frozen:
+        error = error_of(dist.prepare_ddp_model, empty)
+        assert error is empty if n == 1 else error.startswith("RuntimeError: DistributedDataParallel is not needed")
+    assert n == 1 or error_of(dist.prepare_ddp_model, net, no_such_option=1).startswith("TypeError: ")
+
+
+@WORLDS
+def test_the_model_is_torchs_ddp_or_itself(n):
+    run(prepared, n)
+
+
+def options():
+    model = dist.prepare_ddp_model(
+        Partial(), find_unused_parameters=True, bucket_cap_mb=1, gradient_as_bucket_view=True
+    )
+    assert model.find_unused_parameters and model.gradient_as_bucket_view and model.bucket_bytes_cap == 2**20
+    for _ in range(2):
+        model(torch.ones(1, 2)).sum().backward()
+    assert model.module.used.weight.grad.tolist() == [[2, 2], [2, 2]] and model.module.spare.weight.grad is None
+    model = dist.prepare_ddp_model(Partial())
+    model(torch.ones(1, 2)).sum().backward()
+    assert "find_unused_parameters=True" in error_of(model, torch.ones(1, 2))  # torch's own advice
+    assert "SyncBatchNorm" in error_of(dist.prepare_ddp_model, batchnorm(), sync_bn=True)  # torch: on GPUs only
+
+
+def test_options_are_torchs():
+    run(options, 3)
+
+
+def as_torchs_ddp(make, freeze_after):
+    """Bit by bit: losses, weights and buffers."""
+    ends = []
+    for wrap in DistributedDataParallel, dist.prepare_ddp_model:
+        torch.manual_seed(dist.get_rank())
+        ends.append(train(wrap(make()), freeze_after))
+    assert equal(*ends)
+
+
+@pytest.mark.parametrize(("make", "freeze_after"), [(batchnorm, None), (batchnorm, 1), (Centred, None)])
+def test_three_steps_are_torchs_ddp_bit_by_bit(make, freeze_after):
+    run(as_torchs_ddp, 3, make, freeze_after)
+
+
+def fit():
+    """Ten steps on the same global batches, whatever the number of processes."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(1)
+    x, y = torch.randn(120, 8, dtype=torch.float64), torch.randn(120, 3, dtype=torch.float64)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3)).double()
+    if rank:  # DDP gives everyone rank 0's weights
+        nn.init.zeros_(model[0].weight)
+    model = dist.prepare_ddp_model(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    sampler = dist.data_sampler(range(120))
+    losses = []
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        for batch in DataLoader(range(120), batch_size=24 // n, sampler=sampler):
+            loss = F.mse_loss(model(x[batch]), y[batch])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(dist.reduce(loss))
+    return torch.cat([*map(torch.atleast_1d, losses), *(p.detach().flatten() for p in model.parameters())])
+
+
+def test_n_processes_are_one_with_the_whole_batch():
+    (one,) = run(fit, 1)
+    first, *others = run(fit, 3)
+    assert (first - one).abs().max() <= 1e-12
+    assert equal(others, [first] * 2)
+
+
+def evaluate(size, inference):
+    """After a training the ranks' buffers differ; then each evaluates its share, in its own number of batches."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(2)
+    net = batchnorm().double()
+    x = torch.randn(size, 4, dtype=torch.float64)
+    y = x[:, :2].argmax(1)
+    model = dist.prepare_ddp_model(net)
+    for _ in range(2):  # and again, after the next epoch
+        model.train()
+        train(model)
+        averages = dist.gather(net[1].running_mean)
+        assert len({tuple(average.tolist()) for average in averages}) == n
+        alone = copy.deepcopy(net).eval()
+        dist.sync_params(alone.buffers())
+        model.eval()
+        sampler = dist.data_sampler(x, shuffle=False, pad=False)
+        sums, outputs = torch.zeros(3, dtype=torch.float64), []
+        with torch.inference_mode() if inference else torch.no_grad():
+            for batch in DataLoader(range(size), batch_size=5, sampler=sampler):
+                outputs.append(model(x[batch]))
+                loss = F.cross_entropy(outputs[-1], y[batch], reduction="sum")
+                sums += torch.stack([loss, (outputs[-1].argmax(1) == y[batch]).sum(), torch.tensor(len(batch))])
+            expected = alone(x)
+        assert len(outputs) == len(range(rank, size, n)[::5])
+        loss, correct, count = dist.all_reduce(sums).tolist()
+        assert count == size and correct == (expected.argmax(1) == y).sum()
+        assert loss / count == pytest.approx(F.cross_entropy(expected, y).item(), rel=1e-12)
+        mine = expected[rank::n]
+        assert (torch.cat(outputs) - mine).abs().max() < 1e-12
+        assert equal(net.buffers(), alone.buffers())
+
+
+@WORLDS
+def test_an_evaluation_with_unequal_numbers_of_batches_is_exact(n):
+    for size, inference in (31, False), (47, True), (16, False), (n, True):  # 3, 2, 2 batches of 3 ranks; 4, 4, 3; ...
+        run(evaluate, n, size, inference)
+
+
+def saved_messages():
+    """sync_buffers=False: the same training of a model with BatchNorm, and each rank keeps its own averages."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    ends = []
+    for sync_buffers in True, False:
+        torch.manual_seed(0)
+        net = batchnorm()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", FutureWarning)  # of an option's old name
+            model = dist.prepare_ddp_model(net, sync_buffers=sync_buffers)
+        *_, batches = net.buffers()
+        batches.fill_(10 * rank)
+        *losses_and_weights, _, _, _ = train(model)
+        assert batches.item() == 3 + (0 if sync_buffers else 10 * rank)
+        if not sync_buffers:
+            mean = net[1].running_mean
+            assert len({tuple(part.tolist()) for part in dist.gather(mean)}) == n
+            dist.sync_params(model.buffers())
+        else:
+            model.eval()
+            with torch.no_grad():
+                model(torch.ones(1, 4))  # sends them
+        assert batches.item() == 3
+        ends.append([*losses_and_weights, *net.buffers()])
+        assert all(equal(dist.gather(buffer), [buffer] * n) for buffer in net.buffers())
+    assert equal(*ends)
+
+
+@WORLDS
+def test_buffers_can_be_sent_once_per_evaluation(n):
+    run(saved_messages, n)
+
+
+def unwrapped():
+    net = nn.Linear(1, 1)
+    model = dist.prepare_ddp_model(net)
+    compiled = torch.compile(net, backend="eager")
+    wrapped = [net, nn.DataParallel(net), model, compiled]
+    wrapped += [dist.prepare_ddp_model(compiled), torch.compile(model, backend="eager"), nn.DataParallel(compiled)]
+    for outer in wrapped:
+        assert dist.unwrap_model(outer) is net
+    assert list(dist.unwrap_model(model).state_dict()) == ["weight", "bias"]
+
+
+@WORLDS
+def test_unwrap_model_finds_the_model_in_any_wrapper(n):
+    run(unwrapped, n)

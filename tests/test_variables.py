@@ -1,0 +1,311 @@
+"""P2 and P9: torchrun's, mpirun's and srun's variables; their real programs; distributed.py alone in a folder."""
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+from world import ENVIRONMENT, ROOT, error_of, forker, gone, shell, wait_for
+
+import distributed as dist
+
+# As the launchers set them for the second of two tasks (Open MPI 4.1, MPICH 4.0, SLURM 22.05, torch 2.15).
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+OPEN_MPI = {f"OMPI_COMM_WORLD_{name}": value for name, value in zip(("RANK", "SIZE"), "12", strict=True)}
+OPEN_MPI |= {"OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+MPICH = {"PMI_FD": "8", "PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+BATCH = {"SLURM_JOB_ID": "8", "SLURM_NTASKS": "2", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
+
+
+def srun(rank=1, size=2, local_rank=1, tasks="2", node=0, nodes="node7", step="0"):
+    names = ("PROCID", "STEP_NUM_TASKS", "LOCALID", "STEP_TASKS_PER_NODE", "NODEID", "STEP_NODELIST", "STEP_ID")
+    values = (rank, size, local_rank, tasks, node, nodes, step)
+    return BATCH | {f"SLURM_{name}": str(value) for name, value in zip(names, values, strict=True)}
+
+
+ONE = srun(0, 1, 0, "1")  # srun -n 1
+SECOND_MACHINE = {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
+LAST_OF_FOUR = {"RANK": "3", "WORLD_SIZE": "4"}
+PLACES = {  # rank, world size, local rank, local world size; whether a launcher has said so
+    "nobody": ({}, (0, 1, 0, 1, False)),
+    "torchrun": (TORCHRUN, (1, 2, 1, 2, True)),
+    "Open MPI": (OPEN_MPI, (1, 2, 1, 2, True)),
+    "Open MPI, two machines": (OPEN_MPI | SECOND_MACHINE, (2, 4, 0, 2, True)),
+    "MPICH": (MPICH, (1, 2, 1, 2, True)),
+    "srun -n 2": (srun(), (1, 2, 1, 2, True)),
+    "srun -n 2 --mpi=pmi2": (srun() | {"PMI_FD": "12", "PMI_RANK": "1", "PMI_SIZE": "2"}, (1, 2, 1, 2, True)),
+    "srun, nodes of 2, 2, 2 and 1 tasks: the last": (srun(6, 7, 0, "2(x3),1", 3), (6, 7, 0, 1, True)),
+    "srun, 1 and 12 nodes of 10: the last": (srun(120, 121, 9, "1,10(x12)", 12), (120, 121, 9, 10, True)),
+    "srun -m cyclic": (srun(1, 4, 0, "2(x2)", 1), (1, 4, 0, 2, True)),
+    "sbatch without srun": (BATCH, (0, 1, 0, 1, False)),
+    "srun -n 1": (ONE, (0, 1, 0, 1, False)),
+    "srun -n 1 --mpi=pmi2": (ONE | {"PMI_FD": "12", "PMI_RANK": "0", "PMI_SIZE": "1"}, (0, 1, 0, 1, False)),
+    "MPICH in salloc": (ONE | MPICH, (1, 2, 1, 2, True)),
+    "Open MPI in a job": (srun(0, 2, 0, "1(x2)") | OPEN_MPI, (1, 2, 1, 2, True)),
+    "torchrun on each node of a job": (srun(1, 2, 0, "1(x2)", 1) | TORCHRUN | LAST_OF_FOUR, (3, 4, 1, 2, True)),
+}
+
+
+def under(environment, function, *args):
+    """function(*args) in this environment; its result and the environment after it."""
+    with mock.patch.dict(os.environ, environment, clear=True):
+        return function(*args), dict(os.environ)
+
+
+@pytest.mark.parametrize("case", PLACES)
+def test_the_place_is_the_launchers_and_is_written_into_torchruns_variables(case):
+    variables, place = PLACES[case]
+    found, after = under(variables, dist._get_place)
+    assert found == dist._Place(*place)
+    assert [after.get(name) for name in TORCHRUN] == ([str(n) for n in place[:4]] if place[4] else [None] * 4)
+    assert under(after, dist._get_place)[0] == found  # once is enough
+
+
+@pytest.mark.parametrize(
+    ("variables", "address"),
+    [
+        (OPEN_MPI, "127.0.0.1"),
+        (MPICH, "127.0.0.1"),
+        (srun(), "127.0.0.1"),
+        (srun(1, 2, 0, "1(x2)", 1, "node[08-09,12],other"), "node08"),
+        (srun(1, 2, 0, "1(x2)", 1, "gpu-a,gpu-b"), "gpu-a"),
+    ],
+)
+def test_the_meeting_point_is_implied_by_the_launchers_variables_or_told(variables, address):
+    (found, port), after = under(variables, lambda: (dist._get_place(), dist._meeting_point())[1])
+    assert found == address and 20000 <= port < 30000 and after["MASTER_PORT"] == str(port)
+    told = variables | {"MASTER_ADDR": "there", "MASTER_PORT": "7"}
+    assert under(told, lambda: (dist._get_place(), dist._meeting_point())[1])[0] == ("there", 7)
+    other_step = variables | {"SLURM_STEP_ID": "1", "PMIX_NAMESPACE": "another"}
+    if variables is not MPICH:
+        assert under(other_step, lambda: (dist._get_place(), dist._meeting_point())[1])[0] != (found, port)
+
+
+@pytest.mark.parametrize(
+    ("variables", "error"),
+    [
+        (
+            {"RANK": "1"},
+            "RANK=1, WORLD_SIZE=, LOCAL_RANK=, LOCAL_WORLD_SIZE=: set all four .* unset RANK",
+        ),
+        (TORCHRUN | {"RANK": "x"}, "RANK=x, WORLD_SIZE=2"),
+        (TORCHRUN | {"RANK": "2"}, "RANK=2, WORLD_SIZE=2"),
+        (TORCHRUN | {"LOCAL_RANK": "2"}, "RANK=1, .*LOCAL_RANK=2"),
+        (TORCHRUN | {"LOCAL_WORLD_SIZE": "3"}, "RANK=1, .*LOCAL_WORLD_SIZE=3"),
+        ({name: value for name, value in MPICH.items() if name != "PMI_SIZE"}, "RANK=1, WORLD_SIZE=,"),
+        (OPEN_MPI | SECOND_MACHINE, "MASTER_ADDR= and MASTER_PORT= must say where rank 0 is: .*-x MASTER_ADDR=HOST"),
+        (TORCHRUN | {"MASTER_ADDR": "here", "MASTER_PORT": "70000"}, "MASTER_ADDR=here and MASTER_PORT=70000 must say"),
+        (TORCHRUN | {"DIST_TIMEOUT": "3s"}, "DIST_TIMEOUT is 3s: give a number of seconds"),
+        (TORCHRUN | {"DIST_TIMEOUT": "0"}, "the timeout is 0.0: give seconds .*DIST_TIMEOUT=600"),
+    ],
+)
+def test_bad_variables_are_one_line(variables, error):
+    found, _ = under(variables, error_of, dist.init_process_group)
+    assert re.match(f"ValueError: {error}", found) and "\n" not in found
+
+
+@pytest.mark.parametrize(
+    ("args", "variables", "error"),
+    [
+        (["--nproc", "0"], {}, r"nproc \(or NPROC\) is 0: start at least 1 process"),
+        ([], {"NPROC": "two"}, r"nproc \(or NPROC\) is two: start at least 1 process"),
+        (["--backend", "nccl"], {}, "backend nccl needs a visible CUDA GPU and a torch"),
+        (["--nproc", "2"], TORCHRUN, r"2 process\(es\) were started by a launcher: leave out --nproc"),
+        (["--nproc", "3", "--batch-size", "2"], {}, "--batch-size 2 is too small for 3 processes: one example each"),
+        ([], {"DIST_GRACE": "nan"}, r"DIST_GRACE is nan: give a number of seconds \(DIST_GRACE=30\), or unset it"),
+        ([], {"WORLD_SIZE": "2"}, "RANK=, WORLD_SIZE=2,"),
+    ],
+)
+def test_a_script_exits_with_2_and_one_line_before_anything_starts(args, variables, error):
+    done = forker().run("min_DDP.py", *args, **variables)
+    assert (done.code, done.out) == (2, "")
+    assert re.match(f"min_DDP.py: error: {error}", done.err.splitlines()[-1]) and "Traceback" not in done.err
+
+
+# -------------------------------------------------------------------------------- distributed.py alone, or in a package
+
+TRAIN = """
+import os, sys, time
+import torch
+IMPORT
+
+def main_worker(local_rank, world_size, then):
+    dist.init_process_group()
+    model = dist.prepare_ddp_model(torch.nn.Linear(1, 1, bias=False).double())
+    rank = dist.get_rank()
+    model(torch.full((1, 1), rank + 1.0, dtype=torch.float64)).sum().backward()  # the gradient is rank + 1
+    mean = dist.unwrap_model(model).weight.grad.item()
+    ranks = [found.item() for found in dist.gather(torch.tensor(rank))]
+    dist.print_primary(f"{world_size} ranks, mean {mean:.6f}, gathered {ranks}")
+    while then == "stay":
+        open(f"staying{rank}", "w").close()
+        dist.barrier()
+    return "rank 0"
+
+if __name__ == "__main__":
+    result = dist.launch(main_worker, *sys.argv[1:] or [""])
+    if result:
+        print(result)
+"""
+
+
+def alone(folder, *files, text="import distributed as dist"):
+    for file in files:
+        shutil.copy(ROOT / file, folder)
+    (folder / "train.py").write_text(TRAIN.replace("IMPORT", text))
+
+
+def says(n):
+    return f"{n} ranks, mean {(n + 1) / 2:.6f}, gathered {list(range(n))}"
+
+
+def test_distributed_py_alone_runs_one_process_and_says_what_it_needs_for_more(tmp_path):
+    alone(tmp_path, "distributed.py")
+    done = forker().run(tmp_path / "train.py", cwd=tmp_path, NPROC=1)
+    assert (done.code, done.out.splitlines()[1:]) == (0, [says(1), "rank 0"]), done.err
+    done = forker().run(tmp_path / "train.py", cwd=tmp_path)
+    assert done.code == 1 and re.fullmatch(
+        "launch: to start 2 processes, copy launcher.py beside distributed.py; or type torchrun .*train.py\n", done.err
+    )
+
+
+def test_both_run_in_a_package(tmp_path):
+    package = tmp_path / "mine"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    alone(package, "distributed.py", "launcher.py", text="from . import distributed as dist")
+    for name in "distributed", "launcher":  # others of the same names, as Dask's
+        (tmp_path / f"{name}.py").write_text("raise ImportError")
+    done = shell("-m", "mine.train", cwd=tmp_path, NPROC=3)
+    assert (done.code, done.out.splitlines()[1:]) == (0, [says(3), "rank 0"]), done.err
+
+
+# ------------------------------------------------------------------------------------------------------- real launchers
+
+
+def mpirun(names, says, package):
+    for name in filter(shutil.which, names):
+        if says in subprocess.run([name, "--version"], capture_output=True, text=True, timeout=10).stdout:
+            return name
+    pytest.skip(f"not installed: apt-get install {package}")
+
+
+def torchrun_command():
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"], {}
+
+
+def open_mpi_command():
+    found = mpirun(("mpirun.openmpi", "mpirun"), "Open MPI", "openmpi-bin")
+    return [found, "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-np", "2", sys.executable], {}
+
+
+def mpich_command():
+    return [mpirun(("mpirun.mpich", "mpiexec.hydra", "mpirun"), "HYDRA", "mpich"), "-np", "2", sys.executable], {}
+
+
+def srun_command():
+    if not shutil.which("srun"):
+        pytest.skip("not installed: apt-get install slurm-wlm munge, and as root: tests/slurm_here.sh")
+    host = socket.gethostname().split(".")[0]
+    for env in {}, {"SLURM_CONF": "/run/slurm_here/slurm.conf"}:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            command = ["sinfo", "-h", "-n", host, "-o", "%t"]
+            sinfo = subprocess.run(command, capture_output=True, text=True, timeout=3, env=os.environ | env)
+            if {"idle", "mix", "alloc"} & set(sinfo.stdout.split()):
+                return ["srun", "-n", "2", "-w", host, "--overcommit", "--immediate=20", sys.executable], env
+    pytest.skip("no SLURM serves this machine: as root, tests/slurm_here.sh")
+
+
+def start(command, folder, *args, **environment):
+    clean = {n: v for n, v in ENVIRONMENT.items() if not re.match("SLURM_(?!CONF)|OMPI_|PMI|MPI_|MASTER_", n)}
+    return subprocess.Popen(
+        [*command, folder / "train.py", *args],
+        cwd=folder,
+        env=clean | environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+LAUNCHERS = [torchrun_command, open_mpi_command, mpich_command, srun_command]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", LAUNCHERS, ids=["torchrun", "Open MPI", "MPICH", "srun"])
+def test_distributed_py_alone_under_a_real_launcher(launcher, tmp_path):
+    command, environment = launcher()
+    alone(tmp_path, "distributed.py")
+    process = start(command, tmp_path, **environment)
+    out = process.communicate(timeout=100)[0]
+    assert process.returncode == 0 and says(2) in out and out.count("rank 0") == 1, out
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux ends them")
+@pytest.mark.parametrize("launcher", LAUNCHERS[:3], ids=["torchrun", "Open MPI", "MPICH"])  # srun's tasks are SLURM's
+def test_no_rank_outlives_a_launcher_that_is_killed(launcher, tmp_path):
+    command, environment = launcher()
+    alone(tmp_path, "distributed.py")
+    process = start(command, tmp_path, "stay", **environment)
+    wait_for(lambda: all((tmp_path / f"staying{rank}").exists() for rank in range(2)))
+    ranks = [
+        int(path.parent.name)
+        for path in Path("/proc").glob("[0-9]*/cmdline")
+        if path.read_bytes().endswith(f"{tmp_path}/train.py\0stay\0".encode())
+    ]
+    assert len(ranks) >= 2
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    wait_for(lambda: all(map(gone, ranks)))
+
+
+# --------------------------------------------------------------------------------------------------------- two machines
+
+
+def ip(*args):
+    return subprocess.run(["ip", *args], capture_output=True, text=True, timeout=10)
+
+
+@pytest.fixture
+def two_machines():
+    """As far as the network goes: (namespace, device, address) of each, joined by a cable."""
+    if sys.platform != "linux" or os.geteuid() or not shutil.which("ip"):
+        pytest.skip("network namespaces need root, and apt-get install iproute2")
+    machines = [(f"ddp-{os.getpid()}-{side}", f"cable-{side}", f"10.77.0.{n}") for n, side in enumerate("ab", 1)]
+    (a, cable_a, _), (b, cable_b, _) = machines
+    try:
+        for namespace, _, _ in machines:
+            if (made := ip("netns", "add", namespace)).returncode:
+                pytest.skip(f"no network namespaces here: {made.stderr.strip()}")
+        ip("link", "add", cable_a, "netns", a, "type", "veth", "peer", "name", cable_b, "netns", b).check_returncode()
+        for namespace, cable, address in machines:
+            ip("-n", namespace, "addr", "add", f"{address}/24", "dev", cable).check_returncode()
+            for device in "lo", cable:
+                ip("-n", namespace, "link", "set", device, "up").check_returncode()
+        yield machines
+    finally:
+        for namespace, _, _ in machines:
+            ip("netns", "del", namespace)
+
+
+@pytest.mark.slow
+def test_two_machines_under_torchrun(two_machines, tmp_path):
+    alone(tmp_path, "distributed.py")
+    sides = []
+    for node, (namespace, cable, _) in enumerate(two_machines):
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=2"]
+        command = ["ip", "netns", "exec", namespace, *torchrun, f"--node_rank={node}"]
+        command.append(f"--master_addr={two_machines[0][2]}")
+        sides.append(start(command, tmp_path, GLOO_SOCKET_IFNAME=cable))
+    outs = [side.communicate(timeout=100)[0] for side in sides]
+    assert [side.returncode for side in sides] == [0, 0] and says(4) in outs[0] and "rank 0" not in outs[1], outs
