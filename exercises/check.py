@@ -93,12 +93,12 @@ def asks_after(limit: float, said: io.StringIO):
 
     def ask(number, frame):
         if TABLE in said.getvalue():
-            signal.setitimer(signal.ITIMER_REAL, 0)
             raise TimeoutError
         os.kill(os.getpid(), signal.SIGUSR1)
+        signal.setitimer(signal.ITIMER_REAL, 1)  # look again
 
     before = signal.signal(signal.SIGALRM, ask)
-    signal.setitimer(signal.ITIMER_REAL, limit, 3)  # then every 3 s
+    signal.setitimer(signal.ITIMER_REAL, limit)
     try:
         yield
     finally:
