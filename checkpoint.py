@@ -52,6 +52,8 @@ if __package__:
 else:
     import distributed as dist
 
+LOCK_TIMEOUT = 10  # seconds: the processes of a killed run may still be ending
+
 
 class CheckpointError(Exception):
     """Can't be saved or read, or doesn't fit; the message is one line."""
@@ -161,7 +163,7 @@ class Keeper:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self.lock = FileLock(self.folder / ".lock", is_singleton=True)  # free again however this process ends
-            self.lock.acquire(timeout=10)  # seconds: the processes of a killed run may still be ending
+            self.lock.acquire(LOCK_TIMEOUT)
             for temporary in self.folder.glob(".step-*.tmp"):  # of a run that was killed
                 temporary.unlink()
         except Timeout:
@@ -181,12 +183,13 @@ class Keeper:
             dist.print_primary(f"{line}: going on from {path}", file=sys.stderr)
         if path is None:
             return {}
-        seen = from_all(_checksums(path))
+        mine = self.folder / path.name  # on another machine this may be another file
+        seen = from_all(_checksums(mine))
         others = [str(rank) for rank in range(len(seen)) if seen[rank] != seen[0]]
         if others:
             missing = f"rank {', '.join(others)} doesn't see rank 0's {path}"
             raise CheckpointError(f"{missing}: put the run's folder where all machines see it")
-        state = read(path)
+        state = read(mine)
         for name, part in self.parts.items():
             try:
                 part.load_state_dict(state["parts"][name])
