@@ -402,6 +402,7 @@ def told(rank, n, which):
     dist.barrier()
     answers.append(stop.agreed())
     assert stop.asked == (rank == which)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     return answers
 
 
@@ -420,7 +421,9 @@ def fork_and_terminate(rank, n):
             time.sleep(0.01)
     os.read(ours, 1)  # it runs: Python forgets what comes during a fork
     os.kill(pid, signal.SIGTERM)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), stop.asked
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    return code, stop.asked
 
 
 @WORLDS
