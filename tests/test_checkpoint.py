@@ -3,7 +3,7 @@
 import os
 import resource
 import signal
-import threading
+import subprocess
 import time
 from pathlib import Path
 
@@ -384,8 +384,10 @@ def test_a_second_run_in_the_folder(tmp_path, n):
     pid = hold(tmp_path)
     error, files = launched(take, n, tmp_path, 0.1)
     assert error == f"CheckpointError: another run is writing to {tmp_path}: end it, or take another folder"
-    threading.Timer(0.5, os.kill, (pid, signal.SIGKILL)).start()  # the last process of a killed run is still ending
-    _, files = launched(take, n, tmp_path, 60)
+    with subprocess.Popen(
+        ["sh", "-c", f"sleep 0.5; kill -9 {pid}"]
+    ):  # the last process of a killed run is still ending
+        _, files = launched(take, n, tmp_path, 60)
     os.waitpid(pid, 0)
     assert files == ["step-1.pt", "step-2.pt"]
 
