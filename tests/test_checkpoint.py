@@ -384,9 +384,7 @@ def test_a_second_run_in_the_folder(tmp_path, n):
     pid = hold(tmp_path)
     error, files = launched(take, n, tmp_path, 0.1)
     assert error == f"CheckpointError: another run is writing to {tmp_path}: end it, or take another folder"
-    with subprocess.Popen(
-        ["sh", "-c", f"sleep 0.5; kill -9 {pid}"]
-    ):  # the last process of a killed run is still ending
+    with subprocess.Popen(["sh", "-c", f"sleep 0.5; kill -9 {pid}"]):  # the killed run still ends
         _, files = launched(take, n, tmp_path, 60)
     os.waitpid(pid, 0)
     assert files == ["step-1.pt", "step-2.pt"]
