@@ -141,7 +141,7 @@ class Progress:
         # The losses and the examples of this epoch: each process its own, but rank 0 goes on from those of all.
         self.sums = torch.zeros(2, dtype=torch.float64, device=dist.get_device())
         if dist.is_primary():
-            self.sums += torch.tensor(state["sums"], device=self.sums.device)
+            self.sums += torch.tensor(state["sums"], dtype=torch.float64, device=self.sums.device)
         self.stop = checkpoint.Preemption()  # from here on, SIGTERM is noted and doesn't end the process
 
     def __str__(self):
