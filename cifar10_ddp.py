@@ -10,6 +10,7 @@ The same line again continues a run that was stopped.  --run-dir names its folde
 """
 
 import argparse
+import contextlib
 import csv
 import importlib.util
 import math
@@ -391,13 +392,12 @@ def as_flag(name, value):
     flag = f"--{name.replace('_', '-')}"
     if name == "batch_size":
         return f"{flag} {value} and a number of processes that divides it"
-    if value is True:
-        return flag
-    return f"{flag} {value}" if value else f"no {flag}"
+    if value is None or value is False:
+        return f"no {flag}"
+    return flag if value is True else f"{flag} {value}"
 
 
 if __name__ == "__main__":
     args = parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        args.run_dir = folder if args.dry_run else args.run_dir
+    with tempfile.TemporaryDirectory() if args.dry_run else contextlib.nullcontext(args.run_dir) as args.run_dir:
         dist.launch(main, args, nproc=args.nproc)
