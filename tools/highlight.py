@@ -12,7 +12,7 @@ from pygments.lexers import PythonLexer
 from pygments.token import Comment, Keyword, Name, Number, Operator, String
 
 ROOT = Path(__file__).resolve().parent.parent
-HELPERS = ["distributed.py", "launcher.py", "data.py", "checkpoint.py", "report.py"]
+HELPERS = ["distributed.py", "launcher.py", "data.py", "checkpoint.py"]
 COLOURS = [(Comment, "c"), (Keyword, "k"), (Operator.Word, "k"), (String, "s"), (Number, "m")]
 COLOURS += [(Name.Function, "f"), (Name.Class, "f")]
 MODULES = {"dist": "distributed.py"} | {Path(helper).stem: helper for helper in HELPERS}  # as the notes call them
