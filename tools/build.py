@@ -11,7 +11,6 @@ A block stands between <!-- kind: what --> and <!-- end -->:
     lines       PARENT FILE               +added -removed, as git counts them
     diff        PARENT FILE [N]           the diff, with N (1) lines of context
     output      [VARIABLE=VALUE] ARGS     what `python ARGS` prints, with the end of its error if it fails
-    source      FILE [NAME]               the file, or a function of it
     snippet     FILE                      the program in the file's docstring
     reference   FILE                      a table of the file's public functions, from their docstrings
     mistake     [VARIABLE=VALUE] NAME     a mistake of exercises/mistakes.py, wrong and right: its lines, their output
@@ -38,7 +37,8 @@ from tools import programs, side_by_side
 from tools.programs import ROOT, SHELL, Result
 from tools.steps import STEPS, diff_lines, git_diff
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted(ROOT.glob("[ev]*/README.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES += [ROOT / "exercises/README.md", ROOT / "variants/README.md"]
 
 
 # ----------------------------------------------------------------------------------------------------- from the sources
@@ -74,10 +74,6 @@ def definition(file: str, name: str) -> list[str]:
     text = (ROOT / file).read_text(encoding="utf-8")
     node = next(node for node in ast.parse(text).body if getattr(node, "name", None) == name)
     return text.splitlines()[node.lineno - 1 : node.end_lineno]
-
-
-def source(file: str, name: str = "") -> str:
-    return block("python", "\n".join(definition(file, name)) if name else (ROOT / file).read_text(encoding="utf-8"))
 
 
 def snippet(file: str) -> str:
@@ -152,8 +148,9 @@ def mistake(what: str) -> str:
 def collective(name: str) -> str:
     command = f"-m exercises.collectives {name}"
     picture = f"![{name}: three ranks before and after; the output below has its numbers](collectives/{name}.svg)"
+    lines = block("python", "\n".join(definition("exercises/collectives.py", name)))
     printed = re.sub(r"^distributed: .*\n", "", run(command).out)
-    return f"\n{picture}\n{source('exercises/collectives.py', name)}{session(command, printed)}"
+    return f"\n{picture}\n{lines}{session(command, printed)}"
 
 
 def told(stderr: str) -> str:
@@ -188,7 +185,7 @@ def same_output(shown: str, now: str) -> bool:
 # ---------------------------------------------------------------------------------------------------------- the pages
 
 PROGRAMS: dict[str, Callable[..., str]] = {"output": output, "mistake": mistake, "collective": collective}
-KINDS = {kind.__name__: kind for kind in (steps, lines, diff, source, snippet, reference, result)} | PROGRAMS
+KINDS = {kind.__name__: kind for kind in (steps, lines, diff, snippet, reference, result)} | PROGRAMS
 BLOCK = re.compile(rf"<!-- ({'|'.join(KINDS)})(?:: (.+?))? -->(.*?)<!-- end -->", re.DOTALL)
 
 
@@ -214,7 +211,10 @@ def blocks(page: Path) -> list[Block]:
 
 def rewrite(page: Path, check: bool, quick: bool) -> list[str]:
     """Bring a page's blocks up to date (check: nothing is written); returns what is wrong with it, line by line."""
-    text, wrong = page.read_text(encoding="utf-8"), []
+    text = page.read_text(encoding="utf-8")
+    markers = re.findall(r"^<!-- (\w+).*? -->", text, re.MULTILINE)
+    unknown = {*markers} - {*KINDS, "end", "command"}  # README.md's commands are for .ci/run
+    wrong = [f"{page.relative_to(ROOT)}: no kind of block is called {kind}" for kind in sorted(unknown)]
     for found, one in zip(list(BLOCK.finditer(text)), blocks(page), strict=True):
         if quick and one.kind in PROGRAMS:
             continue
