@@ -1,7 +1,6 @@
 """Checkpoints that are complete or not there, on every rank: copy this file beside distributed.py.
 
     import sys
-    from pathlib import Path
 
     import torch
 
@@ -13,9 +12,8 @@
         stop = ckpt.Preemption()                      # SIGTERM to any of the processes
         model = dist.prepare_ddp_model(Net().to(dist.get_device()))
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        keeper = ckpt.Keeper(Path("run"), model=model, optimizer=optimizer)
-        last = Path("run/last.pt")
-        state = keeper.restore(last if last.exists() else None)
+        keeper = ckpt.Keeper("run", model=model, optimizer=optimizer)
+        state = keeper.restore()                      # {}: it is a new run
         for step in range(state.get("step", 0) + 1, last_step + 1):
             ...                                       # one step of the training
             stopping = stop.agreed()
@@ -29,29 +27,24 @@
     if __name__ == "__main__":
         dist.launch(main_worker, 1000)
 
-A script with a flag --resume, logs and metrics also takes report.py, which looks after a run's folder.
-
-A checkpoint is a file that torch.load reads with weights_only=True: a dictionary with "step", "config", what `save` was
-given by name, "parts" (each part's state dict, the model's without "module.") and "random" (each rank's state of
-torch's random numbers; Python's and numpy's are not in it).  Rank 0 alone reads and writes: no shared disk is needed.
+A checkpoint is a file that torch.load reads with weights_only=True: a dictionary with "step", "config", "parts" (each
+part's state dict, the model's without "module."), "random" (each rank's state of torch's random numbers; Python's and
+numpy's are not in it), and what `save` was given by name.
 """
 
 import contextlib
-import io
 import math
 import os
-import pickle
 import re
 import signal
-import threading
-import weakref
+import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import AcquireReturnProxy, FileLock, Timeout
+from filelock import FileLock, Timeout
 from torch import distributed as torch_dist
 
 if __package__:
@@ -59,301 +52,229 @@ if __package__:
 else:
     import distributed as dist
 
-LOCK_TIMEOUT = 10  # seconds to wait for the processes of a killed run to be gone
-_BEST = r"best-(-?[\d.]+(?:e[+-]\d+)?)-step-(\d+)\.pt"
-_KEYS = {"step", "config", "parts", "random"}  # of every checkpoint
+LOCK_TIMEOUT = 10  # seconds: the processes of a killed run may still be ending
 
 
 class CheckpointError(Exception):
-    """Can't be saved, or read, or doesn't fit; the message is one line that says what is wrong, and what is good."""
+    """Can't be saved or read, or doesn't fit; the message is one line."""
 
 
-# ------------------------------------------------------------------------------------------------------------- files
+def write(path: Path, state: dict) -> None:
+    """torch.save, atomic: readers see the old file or the complete new one, even if this process is killed.
 
-
-def write(path: Path, content: bytes, previous: Path | None = None) -> None:
-    """Write the file atomically: readers see the old file or the complete new one, even if this process is killed.
-
-    `previous` gets the old file.  If it can't be written (a full disk, say): CheckpointError, and nothing has changed.
+    CheckpointError if that can't be done (the disk is full) or torch.load couldn't read it; `path` is then as it was.
     """
     temporary = path.with_name(f".{path.name}.tmp")  # in the same folder: a rename doesn't cross file systems
     try:
         with open(temporary, "wb") as file:
-            file.write(content)
+            torch.save(state, file)
             file.flush()
             os.fsync(file.fileno())  # or the rename may reach the disk before the bytes
-        if previous and path.exists():
-            second = previous.with_name(f".{previous.name}.tmp")
-            second.unlink(missing_ok=True)
-            try:
-                os.link(path, second)  # a second name for it, so that `path` is never missing
-            except OSError:  # on a file system without hard links it is, for a moment
-                os.replace(path, previous)
-            else:
-                os.replace(second, previous)
-                second.unlink(missing_ok=True)  # renaming does nothing if both are the same file
+        torch.load(temporary, mmap=True, weights_only=True)  # maps the tensors: costs no memory, and little time
         os.replace(temporary, path)
-        with contextlib.suppress(OSError):  # some file systems can't sync a folder
-            folder = os.open(path.parent, os.O_RDONLY)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
-    except OSError as problem:
+        folder = os.open(path.parent, os.O_RDONLY)
+        os.fsync(folder)  # the new name, too
+        os.close(folder)
+    except Exception as problem:
         with contextlib.suppress(OSError):
             temporary.unlink()
-        kept = f"; {path} is as it was" if path.exists() else ""
-        raise CheckpointError(f"can't write {path} ({problem.strerror}){kept}") from None
+        raise CheckpointError(f"can't write {path} ({_reason(problem)})") from None
 
 
-def read(path: Path) -> dict:
-    """The checkpoint in this file, on the CPU.  CheckpointError if it is missing, corrupt, or something else."""
+def read(path: Path, test: bool = False) -> dict:
+    """The checkpoint in this file.  Its tensors are on the CPU, mapped: what is not looked at takes no memory.
+
+    test: compare the checksums, as torch.load doesn't; that reads the whole file.
+    CheckpointError if the file is missing, damaged, or something else.
+    """
     try:
-        with zipfile.ZipFile(path) as archive:  # torch's format; torch.load itself doesn't compare the checksums
-            # An attribute, which torch never sets, would make it take a tensor for a folder, and not read it.
-            damaged = archive.testzip() or next((e.filename for e in archive.infolist() if e.external_attr), None)
-        if damaged:
-            raise ValueError(f"wrong checksum of {damaged}")
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except OSError as problem:
-        raise CheckpointError(f"can't read {path} ({problem.strerror})") from None
-    except pickle.UnpicklingError:  # weights_only refuses it
-        raise CheckpointError(f"{path} is no checkpoint of this program: it holds more than tensors and data") from None
+        if test:
+            with zipfile.ZipFile(path) as archive:  # torch's format
+                damaged = archive.testzip()
+            if damaged:
+                raise ValueError(f"wrong checksum of {damaged}")
+        state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        if not state.keys() >= {"step", "config", "parts", "random"}:
+            raise ValueError("it has no step, config, parts and random")
     except Exception as problem:  # whatever a damaged file leads to
-        reason = re.sub(r"[^ -~]", "?", str(problem).strip().partition("\n")[0][:100]) or type(problem).__name__
-        raise CheckpointError(f"{path} is corrupt, or no checkpoint ({reason})") from None
-    if not isinstance(state, dict) or not state.keys() >= _KEYS:
-        raise CheckpointError(f"{path} is no checkpoint of this program, which has {', '.join(sorted(_KEYS))}")
+        raise CheckpointError(f"{path} is damaged, or no checkpoint ({_reason(problem)})") from None
     return state
 
 
-def locked(folder: Path) -> AcquireReturnProxy:
-    """Let no other process write to this run's folder: until this one ends, however it ends; or inside a `with`."""
-    try:  # again in the same process: the exception of a run that failed can keep its lock alive
-        return FileLock(folder / ".lock", is_singleton=True).acquire(timeout=LOCK_TIMEOUT)
-    except Timeout:
-        raise CheckpointError(f"another process is writing to {folder}: end it first") from None
-    except OSError as problem:
-        wrong = f"can't write to {folder} ({problem.strerror})"
-        raise CheckpointError(f"{wrong}: copy it, or start a new run from a checkpoint in it") from None
+def _reason(problem: Exception) -> str:
+    unknown = re.search(r"GLOBAL (\S+)", str(problem))
+    if unknown:  # weights_only refuses it
+        return f"{unknown[1]} in it is no tensor, number, string, list or dictionary"
+    if isinstance(problem, RuntimeError) and problem.__context__:  # torch.save hides that the disk is full
+        problem = problem.__context__
+    return str(problem).partition("\n")[0]
 
 
-def newest(folder: Path) -> tuple[Path, list[str]]:
-    """The newest good checkpoint in a run's folder, and a line for each that is not good, where last.pt is not.
+def newest(folder: Path) -> tuple[Path | None, list[str]]:
+    """The newest checkpoint in the folder that is not damaged, and a line for each newer one; None if there is none.
 
-    CheckpointError, with these lines, if none is good.
+    CheckpointError if all are damaged.
     """
-    last, good, problems = folder / "last.pt", {}, []
-    for path in [last, *sorted(set(folder.glob("*.pt")) - {last})]:
-        if last in good or (path == last and not path.exists()):  # missing: see `write`
-            continue
+    problems = []
+    for _, _, path in reversed(_saved(folder)):
         try:
-            good[path] = read(path)["step"]
+            read(path, test=True)
+            return path, problems
         except CheckpointError as problem:
             problems.append(str(problem))
-    if not good:
-        raise CheckpointError("; ".join(problems) or f"there is no checkpoint in {folder}")
-    return max(good, key=good.get), problems
+    if problems:
+        raise CheckpointError("; ".join(problems))
+    return None, []
 
 
-# ------------------------------------------------------------------------------------------------------------ a run
+def _saved(folder: Path) -> list[tuple[int, float, Path]]:
+    """(step, score, path) of each checkpoint in the folder, the oldest first; the score is -inf where there is none."""
+    saved = []
+    for path in folder.glob("step-*.pt"):
+        match = re.fullmatch(r"step-(\d+)(?:-score-(-?[\d.]+(?:e[+-]\d+)?))?\.pt", path.name)
+        if match:
+            saved.append((int(match[1]), float(match[2] or "-inf"), path))
+    return sorted(saved)
+
+
+def _checksums(path: Path) -> str:
+    """The names and checksums of the file's parts; "" if it can't be read."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return str([(part.filename, part.CRC) for part in archive.infolist()])
+    except (OSError, zipfile.BadZipFile):
+        return ""
 
 
 class Keeper:
     """Saves the state of `parts` (whatever has state_dict and load_state_dict), and brings it back, on every rank.
 
-    In `folder` rank 0 keeps last.pt, previous.pt (the one before) and the best `keep`; other ranks never look at it.
-    One process at a time can have a folder: CheckpointError, on rank 0, while another one has it.
+    Every rank must make one.  `folder` then belongs to this run: CheckpointError, on all ranks, if another one has it.
+    In it are step-STEP.pt or step-STEP-score-SCORE.pt: the last two, and the best `keep`.
     config: what must be known to go on: numbers, strings, lists and dictionaries.
     """
 
-    def __init__(self, folder: Path, config: dict | None = None, keep: int = 2, **parts: Any) -> None:
-        self.folder = Path(folder).absolute()  # os.chdir doesn't move it
-        self.config, self.keep = config or {}, keep
+    def __init__(self, folder: str | Path, config: dict | None = None, keep: int = 2, **parts: Any) -> None:
+        self.folder, self.config, self.keep = Path(folder), config or {}, keep
         self.parts = {name: dist.unwrap_model(part) for name, part in parts.items()}
-        if dist.is_primary():
+        _on_primary(self._take_folder)
+
+    def _take_folder(self) -> None:
+        try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self.lock = locked(self.folder).lock
-            for temporary in self.folder.glob(".*.tmp"):  # of one that was killed
+            self.lock = FileLock(self.folder / ".lock", is_singleton=True)  # free again however this process ends
+            self.lock.acquire(LOCK_TIMEOUT)
+            for temporary in self.folder.glob(".step-*.tmp"):  # of a run that was killed
                 temporary.unlink()
+        except Timeout:
+            raise CheckpointError(f"another run is writing to {self.folder}: end it, or take another folder") from None
+        except OSError as problem:
+            raise CheckpointError(f"can't write to {self.folder} ({problem.strerror})") from None
 
-    def restore(self, path: Path | None) -> dict:
-        """Load all parts and the random state from this file; returns the checkpoint, or {}, doing nothing, for None.
+    def restore(self) -> dict:
+        """Load all parts and the random states from the newest good checkpoint; returns it, or {} if there is none.
 
-        Every rank must call it; rank 0's path counts.  With another number of processes than the checkpoint's the
-        random states stay as they are.  CheckpointError, on all ranks, if it can't be read or doesn't fit.
+        Every rank must call it.  Rank 0 tests the checksums, and says on stderr which newer ones are damaged; then each
+        rank reads the file.  The random states stay as they are if the checkpoint has another number of processes.
+        CheckpointError, on all ranks, if all are damaged, if a rank doesn't see the file, or if it doesn't fit.
         """
-        path = from_primary(path)
-        state = on_primary(read, path) if path else None
-        if not state:
+        path, damaged = _on_primary(newest, self.folder)
+        for line in damaged:
+            dist.print_primary(f"{line}: going on from {path}", file=sys.stderr)
+        if path is None:
             return {}
+        mine = self.folder / path.name  # on another machine this may be another file
+        seen = from_all(_checksums(mine))
+        others = [str(rank) for rank in range(len(seen)) if seen[rank] != seen[0]]
+        if others:
+            missing = f"rank {', '.join(others)} doesn't see rank 0's {path}"
+            raise CheckpointError(f"{missing}: put the run's folder where all machines see it")
+        state = read(mine)
         for name, part in self.parts.items():
             try:
                 part.load_state_dict(state["parts"][name])
-            except (KeyError, ValueError, RuntimeError) as error:
-                reason = " ".join(str(error).split())[:200]
+            except (KeyError, ValueError, RuntimeError) as problem:
+                reason = " ".join(str(problem).split())
                 raise CheckpointError(f"{path} doesn't fit this {name} ({reason})") from None
         if len(state["random"]) == dist.get_world_size():
             random = state["random"][dist.get_rank()]
             torch.set_rng_state(random["cpu"])
             if "cuda" in random and torch.cuda.is_available():
                 torch.cuda.set_rng_state(random["cuda"])
-        last = self.folder / "last.pt"
-        if dist.is_primary() and Path(path).absolute() != last and last.exists():
-            try:
-                read(last)
-            except CheckpointError:  # out of the way, or the next `save` would put it in previous.pt's place
-                os.replace(last, last.with_suffix(".pt.corrupt"))
         return state
 
     def save(self, step: int, score: float | None = None, **extra: Any) -> None:
-        """Write last.pt, and best-SCORE-step-STEP.pt if the score is among the best `keep` (the higher the better).
+        """Write a checkpoint, and remove those that are neither among the last two nor among the best `keep`.
 
-        A score of NaN or infinity, of a run that has diverged, is never among them: only last.pt is written then.
-        Every rank must call it, after `step` steps; it returns when rank 0 has written.  extra: more that `restore`
-        returns: rank 0's numbers, strings, tensors, lists and dictionaries (`dist.gather` first what differs by rank).
-        If a file can't be written: CheckpointError, on all ranks, and what was saved before is untouched.
+        Every rank must call it, after `step` steps; it returns when rank 0 has written.
+        score: the higher the better; among equal ones the earlier is the better.
+        extra: more that `restore` returns: rank 0's tensors, numbers, strings, lists and dictionaries.
+        CheckpointError, on all ranks, if it can't be written: what was saved before is untouched.
         """
-        if taken := _KEYS & extra.keys():
-            raise ValueError(f"save: {', '.join(sorted(taken))} is the checkpoint's own entry: choose another name")
-        random = [{"cpu": state} for state in dist.gather(torch.get_rng_state())]
+        if step < 0 or (score is not None and not math.isfinite(score)):
+            raise ValueError(f"save: step {step}, score {score}: give a step of at least 0 and a finite score")
+        random = {"cpu": torch.get_rng_state()}
         if dist.get_device().type == "cuda":
-            for mine, state in zip(random, dist.gather(torch.cuda.get_rng_state()), strict=True):
-                mine["cuda"] = state
-        on_primary(self._write, {**extra, "step": step, "config": self.config, "random": random}, score)
+            random["cuda"] = torch.cuda.get_rng_state()
+        state = {**extra, "step": step, "config": self.config, "random": from_all(random)}
+        _on_primary(self._write, state, "" if score is None else f"-score-{float(score)}")
 
-    def _write(self, state: dict, score: float | None) -> None:
-        buffer = io.BytesIO()
-        torch.save({**state, "parts": {name: part.state_dict() for name, part in self.parts.items()}}, buffer)
-        content, last = buffer.getvalue(), self.folder / "last.pt"
-        try:
-            torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-        except pickle.UnpicklingError as problem:
-            found = re.search(r"GLOBAL ([\w.]+)", str(problem))
-            kind = found[1] if found else "something in it"
-            raise TypeError(f"{kind} can't be read back from a checkpoint: make it a number, a string...") from None
-        if score is not None and math.isfinite(score):
-            digits = f"{score:.4f}"
-            if abs(score) >= 1e15 or float(digits) != score:  # too long for a name, or not exact: names are ranked
-                digits = repr(float(score))
-            best = self.folder / f"best-{digits}-step-{state['step']}.pt"
-            others = [path for path in self.folder.glob("best-*.pt") if re.fullmatch(_BEST, path.name)]
-            ranked = sorted({best, *others}, key=_rank_of, reverse=True)
-            if best in ranked[: self.keep]:
-                try:
-                    write(best, content)
-                except CheckpointError as problem:
-                    raise CheckpointError(f"{problem}; {last} is as it was" if last.exists() else problem) from None
-            for worse in ranked[self.keep :]:
-                worse.unlink(missing_ok=True)
-        write(last, content, previous=self.folder / "previous.pt")
+    def _write(self, state: dict, score: str) -> None:
+        parts = {name: part.state_dict() for name, part in self.parts.items()}
+        write(self.folder / f"step-{state['step']}{score}.pt", {**state, "parts": parts})
+        saved = _saved(self.folder)
+        scored = [(score, -step, path) for step, score, path in saved if score > -math.inf]
+        best = [path for _, _, path in sorted(scored, reverse=True)[: self.keep]]
+        for _, _, path in saved[:-2]:
+            if path not in best:
+                path.unlink()
 
 
-def _rank_of(best: Path) -> tuple[float, int]:
-    """Of best-0.9412-step-970.pt: its score; among equal ones the earlier is the better."""
-    score, step = re.fullmatch(_BEST, best.name).groups()
-    return float(score), -int(step)
+def from_all(value: Any) -> list:
+    """Every rank's value, in rank order, on every rank: anything that can be pickled.  Every rank must call it."""
+    values = [value] * dist.get_world_size()
+    if len(values) > 1:
+        torch_dist.all_gather_object(values, value)
+    return values
 
 
-def from_primary(value: Any) -> Any:
-    """Rank 0's value, on every rank: anything that can be pickled.  Every rank must call it."""
-    if dist.get_world_size() == 1:
-        return value
-    # Not torch's broadcast_object_list: with TORCH_DISTRIBUTED_DEBUG it prints a debug line for each call.
-    content = bytearray(pickle.dumps(value)) if dist.is_primary() else bytearray()
-    size = torch.tensor(len(content))
-    dist.sync_params([size])
-    content = content or bytearray(int(size))
-    dist.sync_params([torch.frombuffer(content, dtype=torch.uint8)])  # the tensor is this memory: rank 0's bytes
-    return pickle.loads(content)
-
-
-def on_primary(function: Callable, *args: Any) -> Any:
+def _on_primary(function: Callable, *args: Any) -> Any:
     """Call function(*args) on rank 0; returns its result, or raises its CheckpointError, on every rank."""
     result = problem = None
     if dist.is_primary():
         try:
             result = function(*args)
         except CheckpointError as error:
-            problem = str(error)
-    result, problem = from_primary((result, problem))
+            problem = error
+    result, problem = from_all((result, problem))[0]
     if problem:
-        raise CheckpointError(problem)
+        raise problem
     return result
-
-
-# ---------------------------------------------------------------------------------------------- told to stop (SIGTERM)
 
 
 class Preemption:
     """SIGTERM, which clusters send to a job that must end: all ranks learn of it at the same step, and can save.
 
     Make one on every rank, in the main thread, after init_process_group.  It replaces the process's SIGTERM handler.
-    The old one comes back when nothing refers to the object any more; processes that are forked meanwhile have it, too.
-    `asked`: whether this very process was told; the ranks' answers differ, so a decision that all must share needs
-    `agreed`.
+    `asked`: whether this very process was told.  The ranks' answers differ; a common decision needs `agreed`.
     """
 
     def __init__(self) -> None:
-        self.handler, self.group = _Handler(), None
-        weakref.finalize(self, self.handler.put_back)
+        self.asked, self.process, self.group = False, os.getpid(), None
         if dist.get_world_size() > 1:  # on the CPU, so that no GPU waits for it
             self.group = torch_dist.new_group(backend="gloo", timeout=dist.get_timeout())
+        signal.signal(signal.SIGTERM, self._handle)
 
-    @property
-    def asked(self) -> bool:
-        return self.handler.asked
+    def _handle(self, number: int, frame: Any) -> None:
+        if os.getpid() == self.process:
+            self.asked = True
+        else:  # a forked process, such as a data loader's worker, ends as if this were not there
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
 
     def agreed(self) -> bool:
         """Whether any rank was told to stop.  Every rank must call it, and gets the same answer."""
-        if self.group is None:
-            return self.asked
         flag = torch.tensor([int(self.asked)])
-        torch_dist.all_reduce(flag, torch_dist.ReduceOp.MAX, group=self.group)
+        if self.group is not None:
+            torch_dist.all_reduce(flag, torch_dist.ReduceOp.MAX, group=self.group)
         return bool(flag)
-
-
-class _Handler:
-    """Notes a SIGTERM, and knows the handler that it has replaced."""
-
-    def __init__(self) -> None:
-        self.asked = self.is_over = False
-        self.replaced = signal.signal(signal.SIGTERM, self) or signal.SIG_DFL  # None: not installed from Python
-
-    def __call__(self, number: int, frame: Any) -> None:
-        self.asked = True
-
-    def put_back(self) -> None:
-        self.is_over = True
-        handler = signal.getsignal(signal.SIGTERM)
-        if threading.current_thread() is not threading.main_thread():
-            return  # Python lets no other thread handle signals
-        while isinstance(handler, _Handler) and handler.is_over:
-            handler = handler.replaced
-            signal.signal(signal.SIGTERM, handler)
-
-
-# A forked process inherits the handler, but never calls `agreed`: it would ignore SIGTERM, and multiprocessing, which
-# ends daemon processes by SIGTERM and then waits for them, would wait for ever.  So a child gets back the handler from
-# before Preemption.  Until it has it, SIGTERM is blocked: the kernel keeps the signal, and delivers it then.
-_forking = threading.local()
-
-
-def _before_fork() -> None:
-    masks = _forking.__dict__.setdefault("masks", [])
-    masks.append(signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM]))
-
-
-def _after_fork_in_parent() -> None:
-    signal.pthread_sigmask(signal.SIG_SETMASK, _forking.masks.pop())
-
-
-def _after_fork_in_child() -> None:
-    handler = signal.getsignal(signal.SIGTERM)
-    while isinstance(handler, _Handler):
-        handler = handler.replaced
-        signal.signal(signal.SIGTERM, handler)
-    _after_fork_in_parent()
-
-
-os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)

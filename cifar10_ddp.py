@@ -2,22 +2,22 @@
 
     python cifar10_ddp.py --amp                                        # all visible GPUs; without one, two processes
     CUDA_VISIBLE_DEVICES=0 python cifar10_ddp.py --amp                 # one GPU
-    python cifar10_ddp.py --amp --resume runs/NAME                     # continue a stopped run, with the same flags
-    torchrun --standalone --nproc_per_node=8 --max-restarts=3 cifar10_ddp.py --amp         # resumes by itself
+    torchrun --standalone --nproc_per_node=8 --max-restarts=3 cifar10_ddp.py --amp         # continues by itself
     torchrun --nnodes=2 --node_rank=0 --nproc_per_node=8 --master_addr=HOST --master_port=29500 cifar10_ddp.py --amp
 
---dataset synthetic needs no download, --help lists the flags, docs/cifar10.md describes the files in the run's folder.
+The same line again continues a run that was stopped.  --run-dir names its folder, which all machines must see.
+--dataset synthetic needs no download, --help lists the flags, docs/cifar10.md describes the files in the folder.
 """
 
 import argparse
-import difflib
+import contextlib
+import csv
 import importlib.util
+import math
 import sys
+import tempfile
 import time
-import warnings
-from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -27,14 +27,10 @@ from torch import nn
 import checkpoint
 import data
 import distributed as dist
-import report
 
-# These flags change the result, so a resumed run must have the same values.
-MUST_MATCH = ["dataset", "model", "width", "amp", "epochs", "batch_size", "lr"]
-MUST_MATCH += ["weight_decay", "warmup", "label_smoothing", "seed", "dry_run"]
-
-
-# ------------------------------------------------------------------------------------------------------------ models
+# These flags change the result, so a run is continued with the same values.
+MUST_MATCH = ["dataset", "model", "width", "amp", "dtype", "epochs", "batch_size", "lr"]
+MUST_MATCH += ["weight_decay", "warmup", "label_smoothing", "seed"]
 
 
 def conv(inputs, outputs, pool=False):
@@ -72,78 +68,35 @@ def resnet9(width: int) -> nn.Module:
     )
 
 
-def build(name: str, width: int | None) -> nn.Module:
-    """The model with this name: [N, 3, 32, 32] -> [N, 10].  width: for resnet9.  ValueError if the name is unknown."""
-    known = ["resnet9", *torchvision.models.list_models(module=torchvision.models)]
-    if name not in known:
-        near = difflib.get_close_matches(name, known, n=3, cutoff=0.4) or ["resnet9", "resnet18"]
-        raise ValueError(f"--model {name} is unknown; the nearest: {', '.join(near)}")
+def build(name: str, width: int) -> nn.Module:
+    """[N, 3, 32, 32] -> [N, 10]: resnet9, or a classification model of torchvision."""
     if name == "resnet9":
         return resnet9(width)
-    options = {}
-    if name.startswith("vit_"):
-        options["image_size"] = 32
-    if name == "googlenet":
-        options["aux_logits"] = False
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # two models warn that their initial weights will change one day
-        model = torchvision.models.get_model(name, weights=None, num_classes=10, **options)
+    model = torchvision.models.get_model(name, weights=None, num_classes=10)
     if name == "resnet18":  # the usual first layer for small images; the original is for 224 x 224
         model.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
         model.maxpool = nn.Identity()
     return model
 
 
-def check_model(name: str, width: int | None, error: Callable[[str], None]) -> None:
-    """Call `error` with one line if the model is unknown, or can't take images of 32 x 32."""
-    try:
-        with torch.device("meta"):  # tensors without data: this needs no memory and no time
-            build(name, width).eval()(torch.empty(1, 3, 32, 32))
-    except NotImplementedError:  # a few models can't run on "meta", but they can take 32 x 32
-        pass
-    except ValueError as problem:  # from `build`
-        error(str(problem))
-    except (RuntimeError, AssertionError) as problem:
-        reason = str(problem).partition("\n")[0][:120]
-        error(f"--model {name} can't take pictures of 32 x 32 ({reason}): try resnet18")
-
-
-# --------------------------------------------------------------------------------------------- training and evaluation
-
-
-def train_step(images, labels, dtype, label_smoothing, model, optimizer, scheduler, scaler):
-    """One step on this process's share of a batch; returns the mean loss of this share."""
-    with torch.autocast(images.device.type, dtype, enabled=dtype != torch.float32):
-        loss = F.cross_entropy(model(images), labels, label_smoothing=label_smoothing)
-    scaler.scale(loss).backward()
-    scaler.step(optimizer)
-    scaler.update()
-    optimizer.zero_grad()
-    scheduler.step()
-    return loss.detach()
-
-
-class Evaluation(NamedTuple):
-    """Means over all examples of a data set: the loss, and how many are right in the top 1, 3 and 5."""
-
-    loss: float
-    top1: float
-    top3: float
-    top5: float
-    count: int  # the number of examples
-
-    def metrics(self, prefix):
-        """The means, by the names that they have in metrics.csv."""
-        means = {"loss": self.loss, "top1": self.top1, "top3": self.top3, "top5": self.top5}
-        return {f"{prefix}_{name}": mean for name, mean in means.items()}
+def train(model, loader, optimizer, scheduler, dtype, scaler, label_smoothing, progress):
+    """What is left of an epoch; `progress` adds up the losses, and saves checkpoints."""
+    model.train()
+    device = progress.sums.device
+    for images, labels in data.batches(loader, device):
+        with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+            loss = F.cross_entropy(model(images), labels, label_smoothing=label_smoothing)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        scheduler.step()
+        progress.add_batch(loss.detach(), len(labels))
 
 
 @torch.no_grad()
 def evaluate(model, loader, device, dtype, stop):
-    """Every process evaluates its share, and gets the means over all examples.
-
-    If this process has received SIGTERM, it stops early: the means are then wrong, and the run ends.
-    """
+    """{"loss": ..., "top1": ..., "top3": ..., "top5": ...}: means over all examples, the same on every rank."""
     model.eval()
     sums = torch.zeros(5, dtype=torch.float64, device=device)
     for images, labels in data.batches(loader, device):
@@ -155,49 +108,42 @@ def evaluate(model, loader, device, dtype, stop):
         sums[2] += right[:, :3].sum()
         sums[3] += right[:, :5].sum()
         sums[4] += len(labels)
-        if stop.asked:
+        if stop.asked:  # the means are then wrong, but the run ends
             break
-    loss, top1, top3, top5, count = dist.all_reduce(sums.cpu()).tolist()
-    return Evaluation(loss / count, top1 / count, top3 / count, top5 / count, int(count))
+    *sums, count = dist.all_reduce(sums.cpu()).tolist()
+    check_finite(sums[0])
+    return {name: total / count for name, total in zip(("loss", "top1", "top3", "top5"), sums, strict=True)}
 
 
-def lr_factor(step, args, steps_per_epoch):
+def check_finite(loss):
+    """End the run if the loss, the same on every rank, is infinite or NaN: what is saved can be continued."""
+    if not math.isfinite(loss):
+        sys.exit(f"cifar10_ddp.py: error: the loss is {loss}: try a lower --lr, and another --run-dir")
+
+
+def lr_factor(step, args, steps):
     """The learning rate of this step, divided by --lr: it rises linearly during the warm-up, then falls linearly."""
-    total = args.epochs * steps_per_epoch
-    rise = max(1, round(args.warmup * args.epochs * steps_per_epoch))
+    total = args.epochs * steps
+    rise = max(1, round(args.warmup * total))
     fall = max(1, total - rise)
     return min((step + 1) / rise, (total - step) / fall)
 
 
-def fast_dtype(device):
-    """The fast precision of this device: float16 on GPUs before Ampere (8.0), float32 on CPUs without bf16 units."""
-    if device.type == "cuda":
-        return torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
-    try:
-        flags = Path("/proc/cpuinfo").read_text().split()
-    except OSError:
-        flags = []
-    return torch.bfloat16 if {"avx512_bf16", "amx_bf16", "bf16"} & set(flags) else torch.float32
-
-
-# ---------------------------------------------------------------------------------------------------------- the run
-
-
 class Progress:
-    """How far the run is: `epoch` epochs are done, and `batch` batches of the current one.
+    """How far the run is: `epoch` epochs are done, and `batch` batches of the current one, which has `steps`.
 
-    steps: the number of batches in an epoch.  state: what `keeper.restore` has returned; {} for a new run.
+    history: a dictionary of numbers for each epoch that is done.
     """
 
-    def __init__(self, keeper, reporter, steps, state, device):
-        self.keeper, self.reporter, self.steps = keeper, reporter, steps
-        self.epoch = state.get("epoch", 0)
-        self.batch = state.get("batch", 0)
-        self.sums = torch.zeros(2, dtype=torch.float64, device=device)  # this process's losses and examples, this epoch
-        if state and len(state["sums"]) == dist.get_world_size():
-            self.sums += state["sums"][dist.get_rank()].to(device)
-        elif state and dist.is_primary():  # the number of processes has changed: rank 0 takes the sums of all
-            self.sums += state["sums"].sum(0).to(device)
+    def __init__(self, args, keeper, steps):
+        self.args, self.keeper, self.steps = args, keeper, steps
+        state = keeper.restore() or {"epoch": 0, "batch": 0, "history": [], "sums": [0, 0]}
+        self.epoch, self.batch, self.history = state["epoch"], state["batch"], state["history"]
+        # The losses and the examples of this epoch: each process its own, but rank 0 goes on from those of all.
+        self.sums = torch.zeros(2, dtype=torch.float64, device=dist.get_device())
+        if dist.is_primary():
+            self.sums += torch.tensor(state["sums"], dtype=torch.float64, device=self.sums.device)
+        self.stop = checkpoint.Preemption()  # from here on, SIGTERM is noted and doesn't end the process
 
     def __str__(self):
         return f"epoch {self.epoch + 1}, batch {self.batch} of {self.steps}"
@@ -206,158 +152,168 @@ class Progress:
         self.batch += 1
         self.sums[0] += loss * examples
         self.sums[1] += examples
+        self.end_if_told()
+        if self.batch % self.args.checkpoint_every == 0 and self.batch < self.steps:
+            self.save()
 
-    def next_epoch(self):
+    def add_epoch(self, row):
+        self.history.append(row)
         self.epoch += 1
         self.batch = 0
         self.sums.zero_()
+        self.save(row.get("test_top1"))
 
-    def mean_loss(self):
-        """Over the examples that all processes have seen in this epoch."""
-        loss, seen = dist.reduce(self.sums, "sum").tolist()
-        return loss / seen
+    def totals(self):
+        """The losses and the examples of all processes in this epoch."""
+        loss, examples = dist.reduce(self.sums, "sum").tolist()
+        check_finite(loss)
+        return loss, examples
 
     def save(self, score=None):
-        """Save a checkpoint, on every rank."""
-        sums = torch.stack(dist.gather(self.sums))
-        done = {"history": self.reporter.history, "epoch": self.epoch, "batch": self.batch, "sums": sums}
-        self.keeper.save(self.epoch * self.steps + self.batch, score, **done)
+        state = {"epoch": self.epoch, "batch": self.batch, "sums": self.totals(), "history": self.history}
+        self.keeper.save(self.epoch * self.steps + self.batch, score, **state)
 
-    def stop_if_told(self, stop, folder):
+    def end_if_told(self):
         """If any process has received SIGTERM: save a checkpoint, and exit with 143."""
-        if stop.agreed():
+        if self.stop.agreed():
             self.save()
-            self.reporter.log(f"SIGTERM: saved at {self}; go on with --resume {folder}")
+            log(self.args, f"SIGTERM: saved at {self}; the same command continues")
             dist.cleanup()
             sys.exit(143)
 
 
-def main(local_rank, world_size, args, start):
+def log(args, text):
+    """Rank 0 prints the line, and writes it to log.txt with the time."""
+    dist.print_primary(text)
+    if dist.is_primary():
+        with open(Path(args.run_dir, "log.txt"), "a", encoding="utf-8") as file:
+            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {text}\n")
+
+
+def open_events(args, history):
+    """A writer of TensorBoard's events, which ClearML reads, too."""
+    if args.clearml:
+        from clearml import Task
+
+        Task.init("cifar10_ddp", args.run_dir, reuse_last_task_id=False).connect(vars(args).copy())
+    from torch.utils.tensorboard import SummaryWriter  # takes a second to import, and only rank 0 needs it
+
+    return SummaryWriter(args.run_dir, purge_step=len(history) + 1)  # hides an epoch that was not saved any more
+
+
+def report(args, history, events):
+    """After an epoch: the table metrics.csv, and the last epoch's numbers to TensorBoard."""
+    with open(Path(args.run_dir, "metrics.csv"), "w", encoding="utf-8", newline="") as file:
+        table = csv.DictWriter(file, max(history, key=len))
+        table.writeheader()
+        table.writerows(history)
+    for name, value in history[-1].items():
+        events.add_scalar(name.replace("_", "/", 1), value, len(history))
+    events.flush()
+
+
+def draw(args, history):
+    """curves.png: loss, accuracy and learning rate over the epochs."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 4), layout="constrained")
+    for axes, metric in zip(figure.subplots(1, 3), ("loss", "top1", "lr"), strict=True):
+        for name in history[-1]:
+            if name.endswith(metric):
+                rows = [row for row in history if name in row]
+                axes.plot([row["epoch"] for row in rows], [row[name] for row in rows], marker=".", label=name)
+        axes.set(title=metric, xlabel="epoch")
+        axes.legend()
+    figure.savefig(Path(args.run_dir, "curves.png"))
+
+
+def main(local_rank, world_size, args):
     dist.init_process_group(backend=args.backend)
-    stop = checkpoint.Preemption()  # from here on, SIGTERM is noted and doesn't end the process
-    start = checkpoint.from_primary(start)  # under torchrun only rank 0 has it
-    name = f"{args.model}-{torch.distributed.get_backend()}-{world_size}"
-    folder = start.folder or report.new_folder(Path(args.output_dir), name)
     try:
-        run(args, start, folder, stop)
+        run(world_size, args)
     except checkpoint.CheckpointError as problem:  # for example, the disk is full
-        again = f": mend that, then go on with --resume {folder}" if (folder / "last.pt").exists() else ""
-        sys.exit(f"{Path(__file__).name}: error: {problem}{again}")
+        sys.exit(f"cifar10_ddp.py: error: {problem}")
     dist.cleanup()
 
 
-def run(args, start, folder, stop):
+def run(world_size, args):
     device = dist.get_device()
-    batch_size = args.batch_size // dist.get_world_size()  # this process's share of the global batch
-    augmented_loader, train_loader, test_loader = make_loaders(args, batch_size)
-    steps = len(augmented_loader)  # of one epoch
-    dtype = choose_dtype(args, start, device)
-    parts = make_parts(args, steps, dtype, device)
-    progress, reporter = start_or_resume(args, start, folder, parts, dtype, steps)
+    before_ampere = any(torch.cuda.get_device_capability(i) < (8, 0) for i in range(torch.cuda.device_count()))
+    fast = args.dtype or ("float16" if before_ampere else "bfloat16")
+    args.dtype = checkpoint.from_all(fast if args.amp else "float32")[0]  # rank 0's, on every rank
+    loaders = make_loaders(args, world_size)
+    steps = len(loaders[0])
+    parts = make_parts(args, steps, device)
+    keeper = checkpoint.Keeper(args.run_dir, {name: getattr(args, name) for name in MUST_MATCH}, **parts)
+    progress = Progress(args, keeper, steps)
+    if progress.epoch == args.epochs:
+        dist.print_primary(f"{args.run_dir} is finished: {args.epochs} epochs; for a new run choose another --run-dir")
+        return
+    events = open_events(args, progress.history) if dist.is_primary() else None
 
+    shares = f"global batch {args.batch_size} = {world_size} x {args.batch_size // world_size}"
+    log(args, f"{args.model} on {args.dataset}, {device}, {args.dtype}, {shares}")
+    log(args, f"{args.run_dir}: {progress}")
     started = time.perf_counter()
     while progress.epoch < args.epochs:
-        row = {"epoch": progress.epoch + 1}
-        augmented_loader.sampler.set_epoch(progress.epoch, skip=progress.batch * batch_size)  # another order
-        augmented_loader.dataset.set_epoch(progress.epoch)  # other crops and flips
-        first_batch, epoch_started = progress.batch, time.perf_counter()
-        parts["model"].train()
-        for images, labels in data.batches(augmented_loader, device):
-            loss = train_step(images, labels, dtype, args.label_smoothing, **parts)
-            progress.add_batch(loss, len(labels))
-            progress.stop_if_told(stop, folder)
-            if progress.batch % args.checkpoint_every == 0 and progress.batch < steps:
-                progress.save()
-        row["training_loss"] = progress.mean_loss()
-        row["training_lr"] = args.lr * lr_factor(row["epoch"] * steps - 1, args, steps)  # of the last step
-        if progress.batch > first_batch:  # if the run was stopped in the evaluation, no batch was left
-            trained_on = (progress.batch - first_batch) * batch_size * dist.get_world_size()
-            row["training_images_per_s"] = trained_on / (time.perf_counter() - epoch_started)
-        tested = None
-        if row["epoch"] % args.validate_every == 0 or row["epoch"] == args.epochs:
-            trained = evaluate(parts["model"], train_loader, device, dtype, stop)
-            tested = evaluate(parts["model"], test_loader, device, dtype, stop)
-            progress.stop_if_told(stop, folder)
-            row |= trained.metrics("train") | tested.metrics("test")
-        reporter.add(row)
-        progress.next_epoch()
-        progress.save(row.get("test_top1"))
-        reporter.log(epoch_line(row, args.epochs, tested))
-    reporter.close()
-    report.note_run(folder, done=True)
-    reporter.log(f"done in {time.perf_counter() - started:.1f} s")
+        text = run_epoch(args, loaders, parts, progress, device)
+        if dist.is_primary():
+            report(args, progress.history, events)
+        log(args, text)
+    if dist.is_primary():
+        draw(args, progress.history)
+    log(args, f"done in {time.perf_counter() - started:.1f} s")
 
 
-def epoch_line(row, epochs, tested):
-    """What is printed after an epoch; tested: the `Evaluation` of the test set, or None."""
-    text = f"epoch {row['epoch']}/{epochs}  loss {row['training_loss']:.4f}"
-    if "training_images_per_s" in row:
-        text += f"  {row['training_images_per_s']:.0f} images/s"
-    if tested:
-        text += f"  train {row['train_top1']:.2%}"
-        text += f"  test {tested.top1:.2%} ({tested.top1 * tested.count:.0f}/{tested.count})"
-        text += f"  top-3 {tested.top3:.2%}  top-5 {tested.top5:.2%}"
+def run_epoch(args, loaders, parts, progress, device):
+    """What is left of this epoch, its evaluation, and a checkpoint; returns what is printed."""
+    augmented_loader, train_loader, test_loader = loaders
+    dtype, first_batch, started = getattr(torch, args.dtype), progress.batch, time.perf_counter()
+    augmented_loader.sampler.set_epoch(progress.epoch, skip=first_batch * augmented_loader.batch_size)  # another order
+    augmented_loader.dataset.set_epoch(progress.epoch)  # other crops and flips
+    train(**parts, loader=augmented_loader, dtype=dtype, label_smoothing=args.label_smoothing, progress=progress)
+    loss, seen = progress.totals()
+    speed = (progress.batch - first_batch) * args.batch_size / (time.perf_counter() - started)
+    row = {"epoch": progress.epoch + 1, "training_loss": loss / seen, "training_images_per_s": speed}
+    row["training_lr"] = parts["scheduler"].get_last_lr()[0]
+    text = f"epoch {row['epoch']}/{args.epochs}  loss {loss / seen:.4f}  {speed:.0f} images/s"
+    if row["epoch"] % args.validate_every == 0 or row["epoch"] == args.epochs:
+        for name, loader in ("train", train_loader), ("test", test_loader):
+            means = evaluate(parts["model"], loader, device, dtype, progress.stop)
+            progress.end_if_told()
+            row |= {f"{name}_{metric}": mean for metric, mean in means.items()}
+        text += f"  train {row['train_top1']:.2%}  test {row['test_top1']:.2%}"
+        text += f"  top-3 {row['test_top3']:.2%}  top-5 {row['test_top5']:.2%}"
+    progress.add_epoch(row)
     return text
 
 
-def make_loaders(args, batch_size):
+def make_loaders(args, world_size):
     """Three loaders: the augmented train set for training, the train set and the test set for evaluation."""
-    limit = 2 * batch_size * dist.get_world_size() if args.dry_run else None
+    limit = 2 * args.batch_size if args.dry_run else None
     train_set, test_set = data.load(args.dataset, args.data_dir, limit, colour=True)
+    if args.batch_size > len(train_set):
+        sys.exit(f"--batch-size {args.batch_size} is too large for the {len(train_set)} examples of {args.dataset}")
     augmented_set = data.Augmented(train_set, args.seed)
     sampler = dist.data_sampler(augmented_set, seed=args.seed)
-    loaders = [data.loader(augmented_set, batch_size, sampler, drop_last=True)]
-    if not len(loaders[0]):
-        sys.exit(f"--batch-size {args.batch_size} is too large for the {len(train_set)} examples of {args.dataset}")
+    loaders = [data.loader(augmented_set, args.batch_size // world_size, sampler, drop_last=True)]
     for dataset in train_set, test_set:
         sampler = dist.data_sampler(dataset, shuffle=False, pad=False)  # every example exactly once
         loaders.append(data.loader(dataset, 512, sampler))
     return loaders
 
 
-def choose_dtype(args, start, device):
-    """The precision: the same on every rank, and the same before and after resuming."""
-    if start.path:
-        return getattr(torch, start.config["dtype"])
-    return checkpoint.from_primary(fast_dtype(device) if args.amp else torch.float32)
-
-
-def make_parts(args, steps, dtype, device):
-    """All that training changes and a checkpoint holds: model, optimizer, scheduler and scaler."""
+def make_parts(args, steps, device):
+    """All that training changes and a checkpoint holds."""
     torch.manual_seed(args.seed)  # the same initial weights in every process
     model = build(args.model, args.width).to(device, memory_format=torch.channels_last)
-    torch.manual_seed(args.seed + dist.get_rank())  # from here on, each process draws its own numbers, for dropout
+    torch.manual_seed(args.seed + dist.get_rank())  # from here on each process draws its own numbers, for dropout
     options = {"momentum": 0.9, "nesterov": True, "weight_decay": args.weight_decay}
     optimizer = torch.optim.SGD(model.parameters(), args.lr, **options)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(step, args, steps))
-    scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)  # bfloat16 has float32's range
+    scaler = torch.amp.GradScaler(device.type, enabled=args.dtype == "float16")  # bfloat16 has float32's range
     model = dist.prepare_ddp_model(model)  # averages the gradients of all processes
     return {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
-
-
-def start_or_resume(args, start, folder, parts, dtype, steps):
-    """Restore `parts` from the checkpoint, if there is one.  Returns how far the run is, and its report."""
-    world_size, device = dist.get_world_size(), dist.get_device()
-    batch_size = args.batch_size // world_size
-    config = {name: getattr(args, name) for name in MUST_MATCH} | {"global_batch": batch_size * world_size}
-    config |= {"dtype": str(dtype).removeprefix("torch."), "processes": world_size, "torch": str(torch.__version__)}
-    keeper = checkpoint.Keeper(folder, config, **parts)
-    state = keeper.restore(start.path)
-    reporter = report.Report(folder, config, state.get("history"), args.clearml)
-    progress = Progress(keeper, reporter, steps, state, device)
-
-    parameters = sum(parameter.numel() for parameter in parts["model"].parameters())
-    reporter.log(f"{args.model}, {parameters:,} parameters, on {args.dataset}, {device}, {config['dtype']}")
-    if args.amp and dtype == torch.float32:
-        reporter.log("--amp does nothing here: this CPU has no bf16 instructions, and computes faster in float32")
-    shares = f"{config['global_batch']} = {world_size} x {batch_size}"
-    reporter.log(f"global batch {shares}; everything is in {folder}")
-    if start.path:
-        reporter.log(f"resuming {start.path} at {progress}")
-    if not start.folder:
-        progress.save()  # now, because a full disk should be noticed before the training
-    report.note_run(folder)
-    return progress, reporter
 
 
 def parse_args():
@@ -371,8 +327,9 @@ def parse_args():
     add("--batch-size", type=int, default=512, help=f"of all processes together {default}")
     add("--lr", type=float, default=0.4, help=f"peak learning rate {default}")
     add("--seed", type=int, default=0, help=f"of weights, order and augmentation {default}")
-    add("--dry-run", action="store_true", help="one epoch of two batches, to see that all of it runs")
-    add("--amp", action="store_true", help="mixed precision: bfloat16, or float16 on GPUs before Ampere")
+    add("--dry-run", action="store_true", help="one epoch of two batches, in a temporary folder")
+    add("--amp", action="store_true", help="mixed precision")
+    add("--dtype", choices=["bfloat16", "float16"], help="of --amp (default: bfloat16; float16 on GPUs before Ampere)")
     add("--model", default="resnet9", help=f"resnet9, or a classification model of torchvision {default}")
     add("--width", type=int, help="channels of resnet9's first layer (default: 64; without a GPU, 24)")
     add("--weight-decay", type=float, default=5e-4, help=default)
@@ -380,14 +337,18 @@ def parse_args():
     add("--label-smoothing", type=float, default=0.1, help=default)
     add("--validate-every", type=int, default=1, help=f"epochs; on the train and the test set {default}")
     add("--checkpoint-every", type=int, default=100, help=f"iterations; and after each epoch {default}")
-    add("--output-dir", default="runs", help=f"gets a folder for each run {default}")
-    add("--resume", metavar="PATH", help="a run's folder, to go on in it; or a checkpoint, to start a new run from it")
+    add("--run-dir", default="runs/cifar10", help=f"of a new run, or of one to continue {default}")
     add("--clearml", action="store_true", help="report to ClearML, too")
     args = dist.parse_args(parser)  # with --nproc and --backend
     check_flags(parser, args)
     data.prepare(args.dataset, args.data_dir, error=parser.error)
     args.epochs = 1 if args.dry_run else args.epochs
-    return args, find_start(parser, args)
+    args.batch_size -= args.batch_size % max(args.nproc, dist.get_world_size())  # all processes have equal shares
+    if args.model == "resnet9" and args.width is None:
+        args.width = 64 if torch.cuda.device_count() else 24
+    if dist.is_primary() and not args.dry_run:
+        check_run_dir(parser, args)
+    return args
 
 
 def check_flags(parser, args):
@@ -395,32 +356,48 @@ def check_flags(parser, args):
         parser.error("--epochs, --batch-size, --validate-every and --checkpoint-every must be at least 1")
     if not (0 < args.lr < float("inf") and 0 <= args.weight_decay < float("inf")):
         parser.error("--lr must be greater than 0, --weight-decay at least 0, both finite")
-    if not (0 <= args.warmup <= 1 and 0 <= args.label_smoothing < 1):
-        parser.error("--warmup must be from 0 to 1, --label-smoothing from 0 to less than 1")
+    if not (0 <= args.warmup <= 1 and 0 <= args.label_smoothing < 1 and 0 <= args.seed < 2**32):
+        parser.error(
+            "--warmup must be from 0 to 1, --label-smoothing from 0 to less than 1, --seed from 0 to 2**32 - 1"
+        )
+    if args.model != "resnet9" and args.model not in torchvision.models.list_models(module=torchvision.models):
+        parser.error(f"--model {args.model} is unknown: type resnet9, resnet18, or another model of torchvision")
     if args.width is not None and (args.width < 1 or args.model != "resnet9"):
         parser.error("--width is for resnet9 alone, and must be at least 1")
+    if args.dtype and not args.amp:
+        parser.error("--dtype is for mixed precision: add --amp")
     if args.clearml and not importlib.util.find_spec("clearml"):
         parser.error("--clearml needs the package of that name: pip install clearml")
-    if args.model == "resnet9" and args.width is None:
-        args.width = 64 if torch.cuda.device_count() else 24
-    check_model(args.model, args.width, error=parser.error)
 
 
-def find_start(parser, args):
-    """Where the run starts, on rank 0, which is the only one that reads and writes; None on the others."""
-    if not dist.is_primary():
-        return None
-    flags = {name: getattr(args, name) for name in MUST_MATCH}
-    start = report.find_start(args.output_dir, args.resume, flags, error=parser.error)
-    processes = max(args.nproc, dist.get_world_size())
-    if start.path and start.config["global_batch"] != args.batch_size // processes * processes:
-        parser.error(
-            f"{start.path} was trained with a global batch of {start.config['global_batch']}, "
-            f"which {processes} processes can't share equally: start another number"
-        )
-    return start
+def check_run_dir(parser, args):
+    """A checkpoint there must have the same flags.  Its precision is taken."""
+    try:
+        Path(args.run_dir).mkdir(parents=True, exist_ok=True)
+        path, _ = checkpoint.newest(Path(args.run_dir))
+        config = checkpoint.read(path)["config"] if path else {}
+    except OSError as problem:
+        parser.error(f"can't write to --run-dir {args.run_dir} ({problem.strerror}): choose another")
+    except checkpoint.CheckpointError as problem:
+        parser.error(f"{problem}: choose another --run-dir")
+    args.dtype = args.dtype or config.get("dtype")
+    wrong = [name for name in MUST_MATCH if config and config.get(name) != getattr(args, name)]
+    if wrong:
+        flags = ", ".join(as_flag(name, config.get(name)) for name in wrong)
+        parser.error(f"{path} was trained with other flags: type {flags}; or choose another --run-dir")
+
+
+def as_flag(name, value):
+    """What to type on the command line: ("lr", 0.1) is "--lr 0.1", and ("amp", False) is "no --amp"."""
+    flag = f"--{name.replace('_', '-')}"
+    if name == "batch_size":
+        return f"{flag} {value} and a number of processes that divides it"
+    if value is None or value is False:
+        return f"no {flag}"
+    return flag if value is True else f"{flag} {value}"
 
 
 if __name__ == "__main__":
-    args, start = parse_args()
-    dist.launch(main, args, start, nproc=args.nproc)
+    args = parse_args()
+    with tempfile.TemporaryDirectory() if args.dry_run else contextlib.nullcontext(args.run_dir) as args.run_dir:
+        dist.launch(main, args, nproc=args.nproc)

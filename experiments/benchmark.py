@@ -21,14 +21,13 @@ A row whose range is wider than a fifth of its median is measured once more.  If
 
 Every program may use all cores: processes x threads = cores.  `launch` sees to that by itself; for the baselines
 OMP_NUM_THREADS is set, as torchrun tells its users to.  Every program keeps the memory that a step frees: the scripts
-by data.py; the baselines get the same two limits (data.MALLOC_LIMITS) as environment variables.
+by data.py; the baselines get the same two limits (MALLOC_LIMITS) as environment variables.
 """
 
 import argparse
 import contextlib
 import datetime
 import importlib.metadata
-import json
 import os
 import platform
 import re
@@ -81,11 +80,15 @@ LOST = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)")  # torchrun
 # ------------------------------------------------------------------------------------------------------ what to measure
 
 # With torch, so not in this process.
-PREPARE = "import json, sys, data; data.prepare(*sys.argv[1:], error=sys.exit); print(json.dumps(data.MALLOC_LIMITS))"
+PREPARE = "import sys, data; data.prepare(*sys.argv[1:], error=sys.exit)"
+MALLOC_LIMITS = {  # what data.py sets with mallopt, as environment variables; in bytes
+    "MALLOC_MMAP_THRESHOLD_": str(32 * 2**20),
+    "MALLOC_TRIM_THRESHOLD_": str(1024 * 2**20),
+}
 
 
 def look(dataset: str, data_dir: str, error: Callable[[str], None]) -> tuple[Machine, dict[str, str]]:
-    """This machine, and data.MALLOC_LIMITS as environment variables; the data set is prepared, too.
+    """This machine, and MALLOC_LIMITS; the data set is prepared, too.
 
     What can't run is a call of `error` with one line.
     """
@@ -93,8 +96,7 @@ def look(dataset: str, data_dir: str, error: Callable[[str], None]) -> tuple[Mac
     done = subprocess.run(command, cwd=ROOT, env=measured.environment(), capture_output=True, text=True)
     if done.returncode:
         error(reason(done.stderr, done.returncode))
-    limits = json.loads(done.stdout.splitlines()[-1])
-    return measured.machine(), {name: str(value) for name, value in limits.items()}
+    return measured.machine(), MALLOC_LIMITS
 
 
 def conditions_of(args: argparse.Namespace) -> dict:

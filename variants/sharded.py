@@ -7,7 +7,6 @@
 Every rank must call these functions, with a model that `torch.distributed.fsdp.fully_shard` has sharded.
 """
 
-import io
 import resource
 import sys
 from collections.abc import Callable, Iterable
@@ -91,9 +90,7 @@ def save(file: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer) -
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer, options=options), strict=True))
     if dist.is_primary():
-        content = io.BytesIO()
-        torch.save(state, content)
-        checkpoint.write(Path(file), content.getvalue())
+        checkpoint.write(Path(file), state)
     dist.barrier()  # whoever reads it next finds it
 
 
