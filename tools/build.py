@@ -10,7 +10,7 @@ A block stands between <!-- kind: what --> and <!-- end -->:
     steps       [FOLDER]                  the table of the steps in the root, or in a folder
     lines       PARENT FILE               +added -removed, as git counts them
     diff        PARENT FILE [N]           the diff, with N (1) lines of context
-    output      [VARIABLE=VALUE] ARGS     what `python ARGS` prints, with the end of its error if it fails
+    output      [VARIABLE=VALUE] ARGS     what `python ARGS` prints, with the end of its error; ARGS | grep WORD: a part
     snippet     FILE                      the program in the file's docstring
     reference   FILE                      a table of the file's public functions, from their docstrings
     mistake     [VARIABLE=VALUE] NAME     a mistake of exercises/mistakes.py, wrong and right: its lines, their output
@@ -126,8 +126,10 @@ def session(command: str, printed: str) -> str:
 
 
 def output(command: str) -> str:
-    done = run(command)
-    return session(command, done.out + (told(done.err) if done.code else ""))
+    program, _, word = command.partition(" | grep ")
+    done = run(program)
+    printed = done.out + (told(done.err) if done.code else "")
+    return session(command, "".join(line for line in printed.splitlines(keepends=True) if word in line))
 
 
 def mistake(what: str) -> str:
