@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from world import ROOT, forker
 
+from tools import build
+
 NOTEBOOK = ROOT / "mnist_notebook.ipynb"
 
 
@@ -86,13 +88,6 @@ def test_two_processes_start_on_one_gpu_too(tmp_path):
     assert done.out.splitlines()[-1] == "0.5"
 
 
-def test_its_messages_are_in_the_source():
-    quoted = re.search(r"\*(a new process can't import .+?)\*", "\n".join(cells("markdown")))[1]
-    launcher = (ROOT / "launcher.py").read_text(encoding="utf-8")
-    text = re.sub(r'"\s*f?"', "", launcher)  # strings that go on in the next line
-    assert quoted in text
-
-
 def execute():
     """The notebook after a run in a fresh kernel, with no trace of this machine in it."""
     import nbclient
@@ -127,7 +122,7 @@ def test_the_stored_outputs_are_those_of_a_run():
     assert str(ROOT) not in text and "/home/" not in text
     outputs = told(json.loads(text))
     assert [kind for kind, _ in outputs].count("error") == 1
-    assert sum("done in # s" in said for _, said in outputs) == 2, "two runs, one after the other"
+    assert sum("done in " in said for _, said in outputs) == 2, "two runs, one after the other"
 
 
 @pytest.mark.slow
@@ -138,7 +133,9 @@ def test_it_runs_in_a_kernel():
             pytest.skip(f"{package} is not installed: pip install nbclient ipykernel")
     stored = json.loads(NOTEBOOK.read_text(encoding="utf-8"))
     now = execute()
-    assert told(now) == told(stored), "PYTHONPATH=. python tests/test_notebook.py stores the outputs anew"
+    assert [kind for kind, _ in told(now)] == [kind for kind, _ in told(stored)]
+    for (_, before), (_, after) in zip(told(stored), told(now), strict=True):
+        assert build.same_output(before, after), "PYTHONPATH=. python tests/test_notebook.py stores the outputs anew"
     accuracy = re.search(r"3/3 .*?accuracy ([\d.]+)%", json.dumps(now))[1]
     assert float(accuracy) >= 97
 

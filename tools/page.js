@@ -1,0 +1,52 @@
+"use strict";
+
+const all = (selector) => [...document.querySelectorAll(selector)];
+const section = () => all("section").find((one) => one.checkVisibility());
+const notes = () => [...section().querySelectorAll(".note")];
+
+function here() { // the number of the change in the address, from 0; -1: none
+  return notes().findIndex((note) => `#${note.id}` === decodeURI(location.hash));
+}
+
+function step(by) {
+  const target = notes()[Math.max(0, here() + by)];
+  if (target) location.hash = target.id;
+}
+
+function stepPair(by) {
+  const links = all("li a");
+  links[links.findIndex((link) => link.ariaCurrent) + by]?.click();
+}
+
+function fold() {
+  const folds = [...section().querySelectorAll("details")];
+  const open = folds.some((one) => !one.open);
+  for (const one of folds) one.open = open;
+}
+
+function theme() {
+  const dark = getComputedStyle(document.body).backgroundColor !== "rgb(255, 255, 255)";
+  document.documentElement.style.colorScheme = dark ? "light" : "dark";
+}
+
+const KEYS = { j: () => step(1), k: () => step(-1), n: () => stepPair(1), p: () => stepPair(-1), f: fold, t: theme };
+
+addEventListener("keydown", (event) => {
+  if (!event.ctrlKey && !event.metaKey && !event.altKey && Object.hasOwn(KEYS, event.key)) KEYS[event.key]();
+});
+for (const button of all("button")) button.addEventListener("click", KEYS[button.dataset.key]);
+
+function show() {
+  for (const link of all("li a")) link.ariaCurrent = link.hash === `#${section().id}` ? "true" : null;
+  all("[role=status]")[0].textContent = here() < 0 ? `${notes().length} changes` : `${here() + 1} of ${notes().length}`;
+}
+addEventListener("hashchange", show);
+addEventListener("load", show);
+all(".bar")[0].hidden = false;
+
+// On GitHub Pages a text or a source is not beside this page: its links lead to github.com, which shows them.
+const [, owner] = /^(.+)\.github\.io$/.exec(location.hostname) ?? [];
+if (owner) {
+  const docs = `https://github.com/${owner}/${location.pathname.split("/")[1]}/blob/HEAD/docs/`;
+  for (const link of all('a:not([href^="#"])')) link.href = new URL(link.getAttribute("href"), docs);
+}

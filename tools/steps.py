@@ -1,0 +1,52 @@
+"""The steps of the course: each script, its parents, and what it adds.  Tables, diffs and docs/index.html follow it."""
+
+import os
+import subprocess
+from typing import NamedTuple
+
+from tools.programs import ROOT
+
+
+class Step(NamedTuple):
+    script: str
+    parents: list[str]
+    adds: str
+
+
+STEPS = [
+    Step("mnist_single.py", [], "one device: the plain loop"),
+    Step("mnist_dataparallel.py", ["mnist_single.py"], "`nn.DataParallel`: one process, all GPUs of a machine"),
+    Step("mnist_ddp.py", ["mnist_dataparallel.py", "mnist_single.py"], "DDP: one process per GPU, or share of the CPU"),
+    Step("mnist_ddp_plain.py", ["mnist_ddp.py"], "the same in plain torch, without `distributed.py`, under torchrun"),
+    Step("mnist_amp.py", ["mnist_ddp.py"], "mixed precision with `torch.amp`: 16-bit numbers where that is safe"),
+    Step("mnist_apex.py", ["mnist_ddp.py"], "mixed precision with NVIDIA Apex, as older code has it"),
+    Step("variants/mnist_by_hand.py", ["mnist_ddp.py"], "what DDP does, written out"),
+    Step("variants/mnist_overlap.py", ["variants/mnist_by_hand.py"], "the all-reduces run while backward goes on"),
+    Step("variants/mnist_zero.py", ["variants/mnist_by_hand.py"], "ZeRO-1: the optimizer's state in slices"),
+    Step("variants/mnist_accumulate.py", ["mnist_ddp.py"], "gradient accumulation: the batch doesn't fit"),
+    Step("variants/mnist_fsdp.py", ["mnist_ddp.py"], "`fully_shard` (FSDP2): the model doesn't fit"),
+    Step(
+        "variants/mnist_tensor_parallel.py", ["mnist_ddp.py"], "tensor parallelism: a layer's channels are shared out"
+    ),
+    Step("variants/mnist_pipeline.py", ["mnist_ddp.py"], "a pipeline: each process has some of the layers"),
+    Step("variants/mnist_local_sgd.py", ["mnist_ddp.py"], "local SGD: averages the weights, every few steps"),
+    Step("variants/mnist_compile.py", ["mnist_ddp.py"], "`torch.compile`: fewer and larger operations"),
+    Step("variants/mnist_horovod.py", ["mnist_ddp.py"], "the same under Horovod, to read older code"),
+    Step("variants/mnist_xla.py", ["mnist_ddp.py"], "the same under PyTorch/XLA, for TPUs"),
+]
+
+
+def git_diff(*args: str) -> str:
+    """git's own diff, whatever the user's configuration says."""
+    command = ["git", "diff", "--no-index", "--no-ext-diff", "--no-color", "--diff-algorithm=myers", *args]
+    env = os.environ | {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, encoding="utf-8")
+    if done.returncode not in (0, 1) or done.stderr:
+        raise OSError(done.stderr.strip())
+    return done.stdout
+
+
+def diff_lines(before: str, after: str) -> tuple[int, int]:
+    """Lines that git counts as added and removed."""
+    added, removed, _ = git_diff("--numstat", before, after).split(maxsplit=2)
+    return int(added), int(removed)
