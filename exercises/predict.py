@@ -35,7 +35,7 @@ def given(function: Callable) -> str:
 
 def heading(name: str) -> str:
     """Of the mistake's part of the page."""
-    before = PAGE.read_text(encoding="utf-8").partition(f"<!-- mistake: {name} -->")[0]
+    before = PAGE.read_text(encoding="utf-8").partition(f" {name} -->")[0]
     return before.rpartition("\n## ")[2].partition("\n")[0]
 
 
