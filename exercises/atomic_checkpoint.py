@@ -1,10 +1,4 @@
-"""Exercise 9: a checkpoint that survives kill -9.   python -m exercises.check atomic_checkpoint
-
-All ranks call it.  Rank 0 alone writes its state (a dictionary with tensors) to path, so that torch.load reads it.
-It returns on every rank when the file is complete: the others may read it then.
-Whenever the process is killed, a complete file must be there: the old one, or the new one.
-After that it must work again, whatever the killed process has left; otherwise it leaves no second file behind.
-"""
+"""Exercise 9: a checkpoint that survives kill -9.   python -m exercises.check atomic_checkpoint"""
 
 import os
 
@@ -13,50 +7,11 @@ import torch
 import distributed as dist
 
 
-def atomic_checkpoint(state, path):
+def atomic_checkpoint(state: dict, path: str) -> None:
+    """Rank 0 alone writes its state (a dictionary with tensors) to path, so that torch.load reads it.
+
+    All ranks call it.  It returns on every rank when the file is complete: the others may read it then.  Whenever the
+    process is killed, a complete file must be there: the old one, or the new one.  After that it must work again,
+    whatever the killed process has left; otherwise it leaves no second file behind.
+    """
     raise NotImplementedError
-
-
-# A hint: scroll down.
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-# Write a second file in the same folder, close it, and then give it the name of the first: os.replace does that in one
-# moment.  dist.barrier() waits until all ranks have called it: outside of the `if`.

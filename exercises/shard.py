@@ -1,60 +1,15 @@
-"""Exercise 1: which examples of the data set does this rank train on?   python -m exercises.check shard
-
-Return a list: the numbers of this rank's examples, of 0, 1, ... count - 1.  All ranks together have every example
-exactly once, and the numbers of examples on two ranks differ by at most one, also if count doesn't divide.
-Each epoch has an order of its own (shuffled), and the same call always returns the same numbers.
-dist.get_rank() and dist.get_world_size() say who is asking.  All ranks call it; no message is needed.
-"""
+"""Exercise 1: which examples of the data set does this rank train on?   python -m exercises.check shard"""
 
 import torch
 
 import distributed as dist
 
 
-def shard(count, epoch):
+def shard(count: int, epoch: int) -> list[int]:
+    """The numbers of this rank's examples, of 0, 1, ... count - 1.
+
+    All ranks together have every example exactly once, and the numbers of examples on two ranks differ by at most one,
+    also if count doesn't divide.  Each epoch has an order of its own (shuffled), and the same call always returns the
+    same numbers.  dist.get_rank() and dist.get_world_size() say who is asking.  All ranks call it; it needs no message.
+    """
     raise NotImplementedError
-
-
-# A hint: scroll down.
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-#
-# All ranks must draw the same order: a generator of its own, torch.Generator().manual_seed(epoch), does not depend on
-# what this rank has drawn before.  Then deal the order out like cards: a slice with a start and a step.

@@ -10,6 +10,11 @@ from torch import nn
 import distributed as dist
 from exercises.checks import common
 
+HINT = """
+backward adds to p.grad.  A chunk's mean loss counts for len(chunk) of len(inputs) examples: multiply by that
+fraction.  All but the last micro-batch stand inside no_sync(), with their forward pass: there DDP decides whether it
+averages.  contextlib.nullcontext() is a `with` that does nothing.
+"""
 SHARE, LR = 10, 0.5
 PARTS = (4, 3, 1)  # 3 + 3 + 3 + 1, 4 + 4 + 2, and all at once
 
@@ -109,18 +114,18 @@ def judge(answers):
 
     not_weighted = "the parts' means are averaged, but the last part is smaller than the others"
     ways = {
-        "each rank kept its own gradient": lambda own: [weighted(parts) for parts in own],
-        f"each rank kept its own gradient, and {not_weighted}": lambda own: [
-            add_up([(1 / len(parts), grads) for grads, _ in parts]) for parts in own
-        ],
+        # Of the parts first: with one process nothing can be wrong with the ranks.
         not_weighted: lambda own: mean([add_up([(1 / len(p), grads) for grads, _ in p]) for p in own]),
         "a sum over the parts where a mean was meant": lambda own: mean(
             [add_up([(1, grads) for grads, _ in p]) for p in own]
         ),
         "only the last part's gradient is left": lambda own: mean([p[-1][0] for p in own]),
         "only the last part's gradient is left, and it is divided": lambda own: mean([weighted(p[-1:]) for p in own]),
+        "each rank kept its own gradient": lambda own: [weighted(p) for p in own],
+        f"each rank kept its own gradient, and {not_weighted}": lambda own: [
+            add_up([(1 / len(p), grads) for grads, _ in p]) for p in own
+        ],
         "a sum over the ranks where a mean was meant": lambda own: [add_up([(1, weighted(p)) for p in own])] * n,
-        "divided by the number of ranks twice": lambda own: [add_up([(1 / n**2, weighted(p)) for p in own])] * n,
     }
     problem = common.compare(answers, one_process(n), {way: train(n, combine) for way, combine in ways.items()})
     if not problem and n > 1 and max(map(max, messages)) > 1:

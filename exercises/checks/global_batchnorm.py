@@ -5,6 +5,10 @@ import torch
 import distributed as dist
 from exercises.checks import common
 
+HINT = """
+Three sums over all ranks: the number of examples, the inputs (for the mean), and the squares of inputs - mean (for
+the variance).  Divide after the sum, not before: the ranks' means can't be averaged.
+"""
 SHARES = {1: [12], 2: [7, 5], 3: [6, 4, 2]}
 CASES = {"eps 1e-5": 1e-5, "eps 0.1": 0.1}
 

@@ -5,6 +5,9 @@ import torch
 import distributed as dist
 from exercises.checks import common
 
+HINT = """
+Sums and counts can be added up, means can't.  Add up both in one message of two numbers.  Divide once, at the end.
+"""
 COUNTS = {"equal counts": (4, 4, 4), "unequal counts": (5, 2, 3), "a rank without numbers": (3, 0, 4)}
 
 
@@ -39,12 +42,10 @@ def judge(answers):
         f"{mean_of_means} (a rank without numbers counts as 0)": zeros,
         f"{mean_of_means} (a rank without numbers is left out)": with_any,
         "a sum where a mean was meant": on_all(lambda parts: torch.cat(parts).sum()),
-        "a sum of means": on_all(lambda parts: sum(part.mean() for part in parts)),
         "the sum of all ranks, divided by this rank's count": [
             {case: torch.cat(parts).sum() / len(parts[rank]) for case, parts in shares.items()} for rank in range(n)
         ],
         "the sum of all ranks, divided by the number of ranks": on_all(lambda parts: torch.cat(parts).sum() / n),
-        "the mean is divided by the number of ranks once more": on_all(lambda parts: torch.cat(parts).mean() / n),
         "rank 0 alone has the mean": [right[0], *[dict.fromkeys(COUNTS)] * (n - 1)],
     }
     return common.compare(answers, right, wrong)

@@ -6,6 +6,10 @@ import torch
 
 import distributed as dist
 
+HINT = """
+All ranks must draw the same order: a generator of its own, torch.Generator().manual_seed(epoch), does not depend on
+what this rank has drawn before.  Then deal the order out like cards: a slice with a start and a step.
+"""
 COUNTS = (12, 11, 2)  # the last: with 3 processes a rank has none
 EPOCHS = (0, 1, 2, 5)
 
