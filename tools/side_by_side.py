@@ -1,7 +1,7 @@
 """Writes docs/index.html: each script beside its parents, line by line, with a note at each change.
 
 Changed lines face each other, their changed words are marked, and long equal stretches are folded.  All pairs stand in
-the page; style.css shows one of them, so that it can be read without JavaScript.  page.html, page.css and page.js are
+the page; page.css shows one of them, so that it can be read without JavaScript.  page.html, page.css and page.js are
 written into it: it needs no other file and no network.  The notes are in notes.toml.
 """
 
@@ -134,7 +134,7 @@ def compared(before: str, after: str) -> list[Part]:
 
 TOKEN = re.compile(
     r'(?P<s>[frb]*(?:"""(?:.|\n)*?"""|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\'))|(?P<c>#[^\n]*)'
-    rf"|(?P<f>(?<=def )\w+|(?<=class )\w+)|(?P<k>\b(?:{'|'.join(keyword.kwlist)})\b)|(?P<m>\b\d[\w.]*)"
+    rf"|(?P<f>(?<=def )\w+|(?<=class )\w+)|(?P<k>\b(?:{'|'.join(keyword.kwlist)})\b)"
     r"|(?P<name>(?<![\w.])\w+\.\w+)"
 )
 
