@@ -178,17 +178,16 @@ source = functools.cache(Source)
 
 
 def link(name: str, modules: dict[str, str]) -> str:
-    """The tag that leads from `dist.reduce` to its function, and shows its docstring's first sentence; or ""."""
+    """The tag that leads from `dist.reduce` to its file, and shows its docstring's first sentence; or ""."""
     module, _, function = name.partition(".")
     node = source(modules[module]).definitions.get(function) if module in modules else None
     if node is None:
         return ""
-    kind = "class" if isinstance(node, ast.ClassDef) else "def"
-    return f'<a href="../{modules[module]}#:~:text={kind}%20{function}" title="{escape(first_sentence(node))}">'
+    return f'<a href="../{modules[module]}" title="{escape(first_sentence(node))}">'
 
 
 def first_sentence(node: ast.AST) -> str:
-    return re.split(r"(?<=[.?:])\s", " ".join((ast.get_docstring(node) or "").split()))[0]
+    return re.split(r"(?<=[.?])\s", " ".join((ast.get_docstring(node) or "").split()))[0]
 
 
 # --------------------------------------------------------------------------------------------------------------- notes
@@ -220,7 +219,7 @@ def problems() -> list[str]:
                 notes = notes_on(part, parent, step.script)
                 used.update(list(notes) if parent == step.parents[0] else [])
                 if not notes:
-                    line = next(j for _, j in part.rows if j is not None)
+                    line = next((j for _, j in part.rows if j is not None), 0)
                     found.append(f"no note on {step.script}, line {line + 1} (compared with {parent})")
         for line, note in all_notes().get(Path(step.script).stem, {}).items():
             if used[line] != 1:
