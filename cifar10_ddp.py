@@ -253,7 +253,8 @@ def run(world_size, args):
 
     shares = f"global batch {args.batch_size} = {world_size} x {args.batch_size // world_size}"
     log(args, f"{args.model} on {args.dataset}, {device}, {args.dtype}, {shares}")
-    log(args, f"{args.run_dir}: {progress}")
+    if not args.dry_run:
+        log(args, f"{args.run_dir}: {progress}")
     started = time.perf_counter()
     while progress.epoch < args.epochs:
         text = run_epoch(args, loaders, parts, progress, device)

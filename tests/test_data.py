@@ -9,12 +9,14 @@ import http.server
 import io
 import json
 import os
+import pickle
 import platform
 import socket
 import sys
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DistributedSampler
@@ -238,6 +240,32 @@ def test_bad_names_and_folders(tmp_path):
         text = message(name, str(tmp_path / "file"))
         assert f"{name} can't be read from {tmp_path / 'file'}" in text and "--dataset synthetic" in text
     assert (tmp_path / "file").read_text() == "precious"
+
+
+def test_cifar10_is_read_normalised_and_checked(tmp_path, monkeypatch):
+    """Six files of two images each, with the numbers that torchvision's checksums want replaced."""
+    folder = tmp_path / "cifar-10-batches-py"
+    folder.mkdir()
+    names = [*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"]
+    pixels = np.repeat(np.array([[0, 255, 51], [102, 0, 255]], dtype=np.uint8), 1024, axis=1)  # red, green, blue
+    for number, name in enumerate(names):
+        (folder / name).write_bytes(pickle.dumps({"data": pixels, "labels": [number, number + 1]}))
+    (folder / "batches.meta").write_bytes(pickle.dumps({"label_names": list("0123456789")}))
+    sums = [[name, hashlib.md5((folder / name).read_bytes()).hexdigest()] for name in [*names, "batches.meta"]]
+    monkeypatch.setattr(datasets.CIFAR10, "train_list", sums[:5])
+    monkeypatch.setattr(datasets.CIFAR10, "test_list", sums[5:6])
+    monkeypatch.setattr(datasets.CIFAR10, "meta", datasets.CIFAR10.meta | {"md5": sums[6][1]})
+    monkeypatch.setattr(datasets.CIFAR10, "url", "http://127.0.0.1:0/")
+    data.prepare("cifar10", str(tmp_path))
+    train, test = data.load("cifar10", str(tmp_path))
+    assert (train.channels, train.side, len(train), test.labels.tolist()) == (3, 32, 10, [5, 6])
+    ((images, _),) = data.batches(data.loader(test, 2, [0, 1]), CPU)
+    for channel, mean, std in (0, 0.4914, 0.2470), (1, 0.4822, 0.2435), (2, 0.4465, 0.2616):  # everybody's numbers
+        for image in range(2):
+            expected = (pixels[image, 1024 * channel] / 255 - mean) / std
+            assert images[image, channel].flatten().tolist() == pytest.approx([expected] * 1024, abs=1e-5)
+    (folder / "data_batch_3").write_bytes(b"?")
+    assert f"cifar10 can't be read from {folder}" in message("cifar10", str(tmp_path))
 
 
 # ---------------------------------------------------------------------------------------------------------- downloads

@@ -110,15 +110,17 @@ def test_plain_torch_prints_what_the_helper_prints(dry_run, n, tmp_path):
     assert printed(helper._replace(err="")) == dry_run("mnist_ddp.py", n)[0]
 
 
-FOURTEEN = "import data; digits = data._digits; data._digits = lambda count, seed: digits(14, seed)"
+FOURTEEN = "import data; digits = data._digits; data._digits = lambda count, seed: digits(14, seed)\n"
+SAME_WEIGHTS = "import torch; seeded = torch.manual_seed; torch.manual_seed = lambda seed: seeded(0)"
 
 
 def test_every_test_example_once_and_the_seed_chooses_weights_and_order():
     """14 don't divide by 3: a padded sampler would make them 15."""
     flags = ("--dataset", "synthetic", "--epochs", 2, "--batch-size", 7, "--nproc", 3)
-    runs = [printed(forker().run("mnist_ddp.py", *flags, "--seed", seed, before=FOURTEEN)) for seed in (0, 0, 1)]
-    assert runs[0] == runs[1] != runs[2]
-    assert [figures(line)[2] for lines in runs for line in lines[2:]] == [14] * 6
+    cases = [(0, ""), (0, ""), (1, SAME_WEIGHTS), (1, "")]
+    runs = [printed(forker().run("mnist_ddp.py", *flags, "--seed", n, before=FOURTEEN + more)) for n, more in cases]
+    assert runs[0] == runs[1] != runs[2] != runs[3]  # by another order, by other weights
+    assert [figures(line)[2] for lines in runs for line in lines[2:]] == [14] * 8
 
 
 @pytest.mark.parametrize("module", ["mnist_single", "mnist_ddp", "mnist_amp", "mnist_ddp_plain"])
