@@ -13,12 +13,12 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import distributed as dist
+import distributed as dist  # this project's file, not torch.distributed
 
 
 def main_worker(local_rank, world_size, args):
     dist.init_process_group(backend=args.backend)
-    device = dist.get_device()
+    device = dist.get_device()  # the GPU with number local_rank, or the CPU
     torch.manual_seed(0)  # the same data and the same weights in every process
 
     points = torch.randn(1000, 8)

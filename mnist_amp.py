@@ -1,6 +1,7 @@
 """MNIST with DDP and mixed precision, step 4 of 4.  python mnist_amp.py  or  torchrun --nproc_per_node=2 mnist_amp.py
 
 --dataset synthetic needs no download, --help lists the flags, docs/progression.md walks through the steps.
+On a CPU without bfloat16 instructions (grep bf16 /proc/cpuinfo finds none) it is far slower than mnist_ddp.py.
 """
 
 import argparse
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import data
-import distributed as dist
+import distributed as dist  # this project's file, not torch.distributed
 
 
 class ConvNet(nn.Sequential):
@@ -62,7 +63,7 @@ def evaluate(model, loader, device):
 
 def main(local_rank, world_size, args):
     dist.init_process_group(backend=args.backend)
-    device = dist.get_device()
+    device = dist.get_device()  # the GPU with number local_rank, or the CPU
     torch.manual_seed(args.seed)  # the same weights and order every time
 
     batch_size = args.batch_size // world_size  # each process's share
@@ -76,8 +77,8 @@ def main(local_rank, world_size, args):
     model = ConvNet(train_set.channels, train_set.side)
     model = model.to(device, memory_format=torch.channels_last)  # the faster layout for convolutions
     optimizer = torch.optim.SGD(model.parameters(), args.lr, momentum=0.9)
-    before_ampere = device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)
-    dtype = torch.float16 if dist.reduce(torch.tensor(before_ampere), "max") else torch.bfloat16  # the same for all
+    before_ampere = any(torch.cuda.get_device_capability(i) < (8, 0) for i in range(torch.cuda.device_count()))
+    dtype = getattr(torch, args.dtype or ("float16" if before_ampere else "bfloat16"))
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)  # bfloat16 needs no scaling
     model = dist.prepare_ddp_model(model)  # averages the gradients of all processes
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, total_steps=args.epochs * len(train_loader))
@@ -90,7 +91,7 @@ def main(local_rank, world_size, args):
         trained = train(model, train_loader, optimizer, scheduler, device, dtype, scaler)
         seconds = time.perf_counter() - epoch_started
         tested = evaluate(model, test_loader, device)
-        dist.all_reduce(trained)  # in place: now the sums over all processes
+        dist.all_reduce(trained)  # in place: now the sums over all processes; the helper takes them to the GPU for NCCL
         dist.all_reduce(tested)
         loss, seen = trained.tolist()
         correct, count = tested.tolist()
@@ -113,6 +114,7 @@ def parse_args():
     parser.add_argument("--lr", type=float, default=0.1, help="peak learning rate (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of weights and order (default: %(default)s)")
     parser.add_argument("--dry-run", action="store_true", help="one epoch of two batches, to see that all of it runs")
+    parser.add_argument("--dtype", choices=["float16", "bfloat16"], help="(default: bfloat16; float16 before Ampere)")
     args = dist.parse_args(parser)  # with --nproc and --backend
     if min(args.epochs, args.batch_size) < 1 or not 0 < args.lr < float("inf"):
         parser.error("--epochs and --batch-size must be at least 1, --lr greater than 0 and finite")

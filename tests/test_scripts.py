@@ -1,298 +1,222 @@
 """The scripts as programs: what they print, what they count, that they learn, and how they refuse bad input."""
 
+import contextlib
 import functools
 import importlib
 import math
 import re
-import socket
 import sys
 from collections import Counter
 from types import SimpleNamespace
-from typing import NamedTuple
 
 import pytest
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
-from world import ROOT, forker, shell
-from world import launched as of_processes
+from world import ROOT, forker, launched, run, shell
 
 import data
 import distributed as dist
 import mnist_amp
 import mnist_apex
 
-MNIST_SCRIPTS = ["mnist_single.py", "mnist_dataparallel.py", "mnist_ddp.py", "mnist_amp.py"]
-DDP_SCRIPTS = ["mnist_ddp.py", "mnist_amp.py"]
-LAUNCHED_SCRIPTS = ["min_DDP.py", *DDP_SCRIPTS]
-DRY = ("--dataset", "synthetic", "--dry-run")
-
-
+CPU = torch.device("cpu")
+ONE_PROCESS = ["mnist_single.py", "mnist_dataparallel.py"]
+DDP = ["mnist_ddp.py", "mnist_amp.py"]
+PLAIN = "mnist_ddp_plain.py"
 BATCH = 50  # of the dry runs: by three, 16 each
+DRY = ("--dataset", "synthetic", "--dry-run", "--batch-size", BATCH)
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone")
 
-
-def dry(script):
-    return () if script == "min_DDP.py" else (*DRY, "--batch-size", BATCH)
-
-
-NOTE_WEIGHTS = """
-import hashlib, os, torch
-step = torch.optim.SGD.step
-def noted(self, *args, **kwargs):
+NOTE_STEPS = """
+import hashlib, os, torch, torch.nn.functional as F
+step, cross_entropy = torch.optim.SGD.step, F.cross_entropy
+def noted_step(self, *args, **kwargs):
     step(self, *args, **kwargs)
     weights = b"".join(p.detach().numpy().tobytes() for group in self.param_groups for p in group["params"])
-    with open(os.environ["NOTES"], "a") as notes:
-        notes.write(hashlib.sha256(weights).hexdigest() + "\\n")
-torch.optim.SGD.step = noted
+    with open(f"weights-{os.environ.get('RANK', 0)}", "a") as notes:
+        print(hashlib.sha256(weights).hexdigest(), file=notes)
+def noted_loss(*args):
+    loss = cross_entropy(*args)
+    with open(f"losses-{os.environ.get('RANK', 0)}", "a") as notes:
+        print(loss.item(), file=notes)
+    return loss
+torch.optim.SGD.step, F.cross_entropy = noted_step, noted_loss
 """
 
 
 @pytest.fixture(scope="module")
 def dry_run(tmp_path_factory):
-    """dry_run(script, world_size): the result of a dry run, and the hash of each rank's weights after each step.
-
-    As nobody says otherwise, with two processes; with --nproc if it is another number.  Each is run once only.
-    """
+    """dry_run(script, n): its lines, and how many ranks had the same weights after each step.  Each is run once."""
 
     @functools.cache
-    def dry_run(script, world_size):
-        folder = tmp_path_factory.mktemp("dry_run")
-        nproc = ("--nproc", world_size) if script in LAUNCHED_SCRIPTS and world_size != 2 else ()
-        notes = folder / "notes"
-        result = forker().run(script, *dry(script), *nproc, cwd=folder / "cwd", before=NOTE_WEIGHTS, NOTES=notes)
-        return result, Counter(notes.read_text().split())
+    def dry_run(script, n):
+        folder = tmp_path_factory.mktemp("dry_run") / "cwd"
+        nproc = ("--nproc", n) if script in DDP else ()
+        lines = printed(forker().run(script, *DRY, *nproc, cwd=folder, before=NOTE_STEPS))
+        return lines, Counter(" ".join(path.read_text() for path in folder.glob("weights-*")).split())
 
     return dry_run
 
 
-@pytest.fixture
-def run(tmp_path):
-    """run(script, *args): as `python script args` in tmp_path/cwd, see Forker.start."""
-    return lambda script, *args, **options: forker().run(script, *args, cwd=tmp_path / "cwd", **options)
-
-
-class Epoch(NamedTuple):
-    loss: float
-    correct: int
-    count: int
-
-
-def epochs(result, before, total=1):
-    """The epochs that a good run printed; the lines around them must be `before` and the time, and nothing else."""
-    assert result.code == 0, result.err
-    assert result.err == ""  # no progress bar and no warning, where stderr is no terminal
-    *head, last = result.out.splitlines()
-    head, lines = head[: len(before)], head[len(before) :]
-    assert head == before
+def printed(result):
+    """The lines of a good run, without the machine's own figures; nothing on stderr, where that is no terminal."""
+    assert result.code == 0 and result.err == "", result.err
+    *lines, last = re.sub(r"  [1-9]\d* images/s$", "", result.out, flags=re.MULTILINE).splitlines()
     assert re.fullmatch(r"done in \d+\.\d s", last)
-    assert len(lines) == total
-    found = []
-    for number, line in enumerate(lines, 1):
-        pattern = (
-            rf"epoch {number}/{total}  loss (\d+\.\d{{4}})  accuracy (\d+\.\d\d%) \((\d+)/(\d+)\)  [1-9]\d* images/s"
-        )
-        loss, percent, correct, count = re.fullmatch(pattern, line).groups()
-        assert percent == f"{int(correct) / int(count):.2%}"
-        found.append(Epoch(float(loss), int(correct), int(count)))
-    return found
+    return lines
 
 
-def banner(script, world_size, batch_size=BATCH):
-    used = f"synthetic on cpu, batch size {batch_size}"
-    if script == "mnist_single.py":
-        return [used]
-    if script == "mnist_dataparallel.py":
-        return ["DataParallel on 0 GPUs (with fewer than two it calls the model directly)", used]
-    share = batch_size // world_size
-    used = f"synthetic on cpu, global batch {share * world_size} = {world_size} x {share}"
-    return [f"distributed: {world_size} process{'es' if world_size > 1 else ''}, gloo, cpu", used]
+def figures(line):
+    """Loss, right answers and examples of an epoch's line."""
+    pattern = r"epoch \d+/\d+  loss (\d+\.\d{4})  accuracy (\d+\.\d\d%) \((\d+)/(\d+)\)"
+    loss, percent, correct, count = re.fullmatch(pattern, line).groups()
+    assert percent == f"{int(correct) / int(count):.2%}"
+    return float(loss), int(correct), int(count)
 
 
 # --------------------------------------------------------------------------------------------------------- good runs
 
 
-@pytest.mark.parametrize("script", MNIST_SCRIPTS[:2])
-def test_one_process(dry_run, script):
-    (epoch,) = epochs(dry_run(script, 1)[0], banner(script, 1))
-    assert epoch.count == 2 * BATCH  # two batches
+def test_one_process(dry_run):
+    """Nothing but the wrapper differs, and without GPUs that calls the model directly: the weights are bit-equal."""
+    (single, weights), (parallel, same) = (dry_run(script, 1) for script in ONE_PROCESS)
+    assert single[0] == f"synthetic on cpu, batch size {BATCH}" and figures(single[1])[2] == 2 * BATCH
+    assert parallel == ["DataParallel on 0 GPUs (with fewer than two it calls the model directly)", *single]
+    assert weights == same and len(weights) == 2
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 3])
-@pytest.mark.parametrize("script", DDP_SCRIPTS)
-def test_ddp(dry_run, script, world_size):
-    result, weights = dry_run(script, world_size)
-    (epoch,) = epochs(result, banner(script, world_size))
-    assert epoch.count == {1: 100, 3: 96}[world_size]  # two whole batches: 96 = 2 x 3 x 16
-    # Each rank has other data: without DistributedDataParallel the weights part at the first step.
-    assert len(weights) == 2 and set(weights.values()) == {world_size}
+@pytest.mark.parametrize(("script", "n"), [("mnist_ddp.py", 1), ("mnist_ddp.py", 3), ("mnist_amp.py", 3)])
+def test_ddp(dry_run, script, n):
+    (first, banner, epoch), weights = dry_run(script, n)
+    assert first == f"distributed: {n} process{'es' if n > 1 else ''}, gloo, cpu"
+    share = BATCH // n
+    assert banner == f"synthetic on cpu, global batch {share * n} = {n} x {share}"
+    assert figures(epoch)[2] == 2 * share * n  # two whole batches
+    assert len(weights) == 2 and set(weights.values()) == {n}  # each rank has other data: DDP makes them equal
 
 
-FOURTEEN = """
-import data
-digits = data._digits
-data._digits = lambda count, seed: digits(14, seed)
-"""
-
-
-@pytest.mark.parametrize("script", MNIST_SCRIPTS)
-def test_an_evaluation_is_in_evaluation_mode(script):
-    module, modes = importlib.import_module(script.removesuffix(".py")), []
-    test_set = data.load("synthetic", "", 10)[1]
-    model = module.ConvNet(test_set.channels, test_set.side)
-    model.register_forward_pre_hook(lambda model, inputs: modes.append(model.training))
-    loader = data.loader(test_set, 5, torch.utils.data.SequentialSampler(test_set))
-    module.evaluate(model, loader, torch.device("cpu"))
-    assert modes == [False] * math.ceil(len(test_set) / 5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("script", DDP_SCRIPTS)
-def test_every_test_example_once(run, script):
-    # 14 don't divide by 3: a padded sampler would make them 15.
-    flags = ("--dataset", "synthetic", "--epochs", 1, "--batch-size", 7, "--nproc", 3)
-    result = run(script, *flags, before=FOURTEEN)
-    assert epochs(result, banner(script, 3, 7))[0].count == 14
-
-
-def test_one_process_is_the_same_in_single_and_dataparallel(dry_run):
-    # Nothing but the wrapper differs, and without GPUs that calls the model directly.
-    single, parallel = (epochs(dry_run(s, 1)[0], banner(s, 1)) for s in MNIST_SCRIPTS[:2])
-    assert single == parallel
-    assert dry_run(MNIST_SCRIPTS[0], 1)[1] == dry_run(MNIST_SCRIPTS[1], 1)[1]  # the weights after each step, bit by bit
-
-
-@pytest.mark.slow
-def test_seed(run, dry_run):
-    results = dry_run("mnist_ddp.py", 2)[0], *(run("mnist_ddp.py", *dry("mnist_ddp.py"), "--seed", n) for n in (0, 1))
-    first, again, other = (epochs(result, banner("mnist_ddp.py", 2)) for result in results)
-    assert first == again != other
-
-
-SAME_WEIGHTS = "import torch; seeded = torch.manual_seed; torch.manual_seed = lambda seed: seeded(0)"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("script", DDP_SCRIPTS)
-def test_seed_chooses_the_order_too(run, script):
-    results = [run(script, *dry(script), "--seed", seed, before=SAME_WEIGHTS) for seed in (0, 1)]
-    first, other = (epochs(result, banner(script, 2)) for result in results)
-    assert first != other
-
-
-@pytest.mark.slow
 def test_amp_computes_almost_what_ddp_computes(dry_run):
-    amp, ddp = (epochs(dry_run(s, 2)[0], banner(s, 2))[0] for s in ("mnist_amp.py", "mnist_ddp.py"))
-    assert amp.loss == pytest.approx(ddp.loss, rel=0.05)
-    assert amp.loss != ddp.loss  # bfloat16 has three digits: were they equal, autocast would be off
+    amp, ddp = (figures(dry_run(script, 3)[0][-1])[0] for script in reversed(DDP))
+    assert amp == pytest.approx(ddp, rel=0.05)
+    assert amp != ddp  # bfloat16 has three digits: were they equal, autocast would be off
 
 
-def three_steps(rank, n, train):
-    """Three steps of `train`, by numbers that are known: each step uses the gradient of its own batch alone.
+@pytest.mark.slow
+@pytest.mark.parametrize("n", [1, 3])
+def test_plain_torch_prints_what_the_helper_prints(dry_run, n, tmp_path):
+    plain = shell(*TORCHRUN, f"--nproc_per_node={n}", ROOT / PLAIN, *DRY, cwd=tmp_path)
+    assert printed(plain._replace(err="")) == dry_run("mnist_ddp.py", n)[0][1:]  # torchrun warns of its threads
+    helper = shell(*TORCHRUN, f"--nproc_per_node={n}", ROOT / "mnist_ddp.py", *DRY, cwd=tmp_path)
+    assert printed(helper._replace(err="")) == dry_run("mnist_ddp.py", n)[0]
 
-    The model is one weight for each of two classes, (w, -w); the pixel of every example is 1, its class 0.  So the
-    probability of class 1 is 1 / (1 + exp(2 w)), w grows by it times the learning rate 1, and the loss is minus the
-    logarithm of the rest.
+
+FOURTEEN = "import data; digits = data._digits; data._digits = lambda count, seed: digits(14, seed)"
+
+
+def test_every_test_example_once_and_the_seed_chooses_weights_and_order():
+    """14 don't divide by 3: a padded sampler would make them 15."""
+    flags = ("--dataset", "synthetic", "--epochs", 2, "--batch-size", 7, "--nproc", 3)
+    runs = [printed(forker().run("mnist_ddp.py", *flags, "--seed", seed, before=FOURTEEN)) for seed in (0, 0, 1)]
+    assert runs[0] == runs[1] != runs[2]
+    assert [figures(line)[2] for lines in runs for line in lines[2:]] == [14] * 6
+
+
+@pytest.mark.parametrize("module", ["mnist_single", "mnist_ddp", "mnist_amp", "mnist_ddp_plain"])
+def test_an_evaluation_is_in_evaluation_mode_and_changes_nothing(module):
+    module = importlib.import_module(module)
+    digits, _ = data.load("synthetic", "", 10)
+    model, modes = module.ConvNet(1, 28), []
+    model.register_forward_pre_hook(lambda model, inputs: modes.append((model.training, torch.is_grad_enabled())))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    correct, count = module.evaluate(model, data.loader(digits, 4, range(10)), CPU).tolist()
+    assert modes == [(False, False)] * 3 and 0 <= correct <= count == 10
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+# -------------------------------------------------------------------------------------------- steps, by closed forms
+
+
+def two_weights(pixels):
+    """A model of one weight for each of two classes, 0 at first; examples of one pixel each, of class 0.
+
+    So with the weights (w, -w) and the pixel 1 the probability of class 1 is 1 / (1 + exp(2 w)), and at a learning rate
+    of 1 a step adds it to w.
     """
-    dataset = data.Images(
-        torch.ones(3, 1, 1, 1, dtype=torch.uint8), torch.zeros(3, dtype=torch.int64), (0.0,), (1 / 255,)
-    )
+    pixels = torch.tensor(pixels, dtype=torch.uint8).view(-1, 1, 1, 1)
+    dataset = data.Images(pixels, torch.zeros(len(pixels), dtype=torch.int64), (0.0,), (1 / 255,))
     model = nn.Sequential(nn.Flatten(), nn.Linear(1, 2, bias=False))
     nn.init.zeros_(model[1].weight)
     model = dist.prepare_ddp_model(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    return model, data.loader(dataset, 1, range(len(pixels))), torch.optim.SGD(model.parameters(), lr=1.0)
+
+
+def three_steps(name):
+    model, loader, optimizer = two_weights([1, 1, 1])
     weights = []
     scheduler = SimpleNamespace(step=lambda: weights.append(dist.unwrap_model(model)[1].weight.flatten().tolist()))
-    loss, seen = train(model, data.loader(dataset, 1, range(3)), optimizer, scheduler, torch.device("cpu")).tolist()
-
+    sums = importlib.import_module(name).train(model, loader, optimizer, scheduler, CPU)
     w, expected, losses = 0.0, [], 0.0
-    for _ in range(3):
+    for _ in range(3):  # each step uses the gradient of its own batch alone
         wrong = 1 / (1 + math.exp(2 * w))
         w, losses = w + wrong, losses - math.log(1 - wrong)
         expected += [w, -w]
     assert sum(weights, []) == pytest.approx(expected, rel=1e-5)
-    assert (loss, seen) == (pytest.approx(losses, rel=1e-5), 3)
+    assert sums.tolist() == [pytest.approx(losses, rel=1e-5), 3]
 
 
-@pytest.mark.parametrize(("module", "n"), [("single", 1), ("dataparallel", 1), ("ddp", 1), ("ddp", 3)])
-def test_each_step_uses_the_gradient_of_its_own_batch_alone(module, n):
-    of_processes(three_steps, n, importlib.import_module(f"mnist_{module}").train)
+@pytest.mark.parametrize(("name", "n"), [("mnist_single", 1), ("mnist_ddp", 1), ("mnist_ddp", 3), (PLAIN[:-3], 3)])
+def test_each_step_uses_the_gradient_of_its_own_batch_alone(name, n):
+    run(three_steps, n, name)
 
 
-def in_float16(rank, n, train):
-    """Loss scaling, by numbers that are known: three steps of `train` in float16 on the CPU, of which one overflows.
-
-    The model is one weight for each of two classes, the pixel of every example is 1, its class 0: the gradients are
-    (p - 1, 1 - p), p being the probability of class 0, 1/2 at first.  In the last rank's first example the pixel is 2.
-    """
-    pixels = torch.tensor([2 if rank == n - 1 else 1, 1, 1], dtype=torch.uint8).view(3, 1, 1, 1)
-    dataset = data.Images(pixels, torch.zeros(3, dtype=torch.int64), (0.0,), (1 / 255,))
-    model = nn.Sequential(nn.Flatten(), nn.Linear(1, 2, bias=False))
-    nn.init.zeros_(model[1].weight)
-    model = dist.prepare_ddp_model(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+def in_float16(rank, n):
+    """Three steps in float16, of which the first overflows: in the last rank's first example the pixel is 2."""
+    model, loader, optimizer = two_weights([2 if rank == n - 1 else 1, 1, 1])
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=2)
     weights, scales = [], []
 
-    def step():  # what the scripts call after each step
+    def step():  # what the script calls after each step
         weights.append(dist.unwrap_model(model)[1].weight.flatten().tolist())
         scales.append(scaler.get_scale())
 
-    loader, scheduler = data.loader(dataset, 1, range(3)), SimpleNamespace(step=step)
-    train(model, loader, optimizer, scheduler, torch.device("cpu"), torch.float16, scaler)
-
+    mnist_amp.train(model, loader, optimizer, SimpleNamespace(step=step), CPU, torch.float16, scaler)
     # The first gradient, 2^16 x 1/2 x 2, is more than float16's 65504: all ranks skip the step, and halve the scale.
     # The other two fit; after two such steps the scale is doubled.
     assert scales == [2.0**15, 2.0**15, 2.0**16]
-    assert weights[0] == [0.0, 0.0]
-    assert weights[1] == pytest.approx([0.5, -0.5], rel=1e-3)
-    w = 0.5 + 1 / (1 + math.exp(0.5 - -0.5))  # 1 - p
-    assert weights[2] == pytest.approx([w, -w], rel=1e-3)
+    w = 0.5 + 1 / (1 + math.exp(1))
+    assert sum(weights, []) == pytest.approx([0, 0, 0.5, -0.5, w, -w], rel=1e-3)
 
 
 @pytest.mark.parametrize("n", [1, 2])
 def test_loss_scaling(n):
-    of_processes(in_float16, n, mnist_amp.train)
+    launched(in_float16, n)
 
 
-# Rank 1's card is older than Ampere, rank 0's is not; the sums are the CPU's, and each rank notes its precision.
-MIXED_CARDS = """
-import os, sys, torch
-import distributed as dist
-class Card(str):
-    type = "cuda"
-get_device, autocast = dist.get_device, torch.autocast
-dist.get_device = lambda: Card("cpu") if sys._getframe(1).f_code.co_name == "main" else get_device()
-torch.cuda.get_device_capability = lambda device: (7, 5) if os.environ["RANK"] == "1" else (8, 0)
-def noted(device_type, dtype):
-    with open(f"dtype-{os.environ['RANK']}", "w") as file:
-        file.write(f"{device_type} {dtype}")
-    return autocast("cpu", torch.bfloat16)
-torch.autocast = noted
-"""
+@pytest.mark.parametrize(
+    ("cards", "flag", "expected"),
+    [
+        ([], None, torch.bfloat16),
+        ([(8, 0), (9, 0)], None, torch.bfloat16),
+        ([(8, 0), (7, 5)], None, torch.float16),  # a rank without loss scaling would get scaled gradients
+        ([(7, 5)], "bfloat16", torch.bfloat16),
+        ([(9, 0)], "float16", torch.float16),
+    ],
+)
+def test_the_oldest_visible_card_chooses_the_precision(monkeypatch, cards, flag, expected):
+    """The cards are made up, the device is the CPU."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(cards))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: cards[index])
+    monkeypatch.setattr(dist, "init_process_group", lambda backend: None)
+    monkeypatch.setattr(dist, "get_device", lambda: CPU)
+    used = []
+    monkeypatch.setattr(mnist_amp, "train", lambda *args: used.extend(args[-2:]) or torch.ones(2))
+    args = SimpleNamespace(backend=None, seed=0, batch_size=5, dataset="synthetic", data_dir="", dry_run=True)
+    mnist_amp.main(0, 1, SimpleNamespace(lr=0.1, epochs=1, dtype=flag, **vars(args)))
+    dtype, scaler = used
+    assert dtype == expected and scaler.is_enabled() == (expected == torch.float16)
 
 
-@pytest.mark.slow
-def test_one_precision_for_different_cards(run, tmp_path):
-    """Else the gradients of the rank without loss scaling are added to scaled ones: the loss is nan."""
-    result = run("mnist_amp.py", *dry("mnist_amp.py"), before=MIXED_CARDS)
-    assert result.code == 0, result.err
-    noted = [(tmp_path / "cwd" / f"dtype-{rank}").read_text() for rank in range(2)]
-    assert noted == ["cuda torch.float16"] * 2
-
-
-NOTE_LOSSES = """
-import os, torch.nn.functional as F
-cross_entropy = F.cross_entropy
-def noted(*args):
-    loss = cross_entropy(*args)
-    with open(f"losses-{os.environ.get('RANK', 0)}", "a") as file:
-        print(loss.item(), file=file)
-    return loss
-F.cross_entropy = noted
-"""
-
-
-def losses_of_plain_sgd(world_size):
+def losses_of_plain_sgd(n):
     """Of min_DDP.py's steps, computed without DataLoader, sampler, optimizer and DDP, on the whole of each batch."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -300,8 +224,8 @@ def losses_of_plain_sgd(world_size):
     losses = []
     for epoch in range(5):
         order = torch.randperm(1000, generator=torch.Generator().manual_seed(epoch))
-        order = torch.cat([order, order[: -1000 % world_size]])  # equal shares
-        for batch in order.split(40 // world_size * world_size):
+        order = torch.cat([order, order[: -1000 % n]])  # equal shares
+        for batch in order.split(40 // n * n):
             loss = nn.functional.cross_entropy(model(points[batch]), points[batch].argmax(1))
             gradients = torch.autograd.grad(loss, list(model.parameters()))
             with torch.no_grad():
@@ -311,56 +235,19 @@ def losses_of_plain_sgd(world_size):
     return losses
 
 
-@pytest.mark.parametrize(("world_size", "steps", "last_batch"), [(1, 25, 40), (2, 25, 40), (3, 26, 27)])
-def test_min_ddp(run, tmp_path, world_size, steps, last_batch):
-    # 1000 points: 25 batches of 1 x 40 or 2 x 20; with three, 334 each are 25 batches of 13 and one of 9.
-    result = run("min_DDP.py", "--nproc", world_size, before=NOTE_LOSSES)
+@pytest.mark.parametrize(("n", "steps", "last_batch"), [(1, 25, 40), (3, 26, 27)])
+def test_min_ddp(tmp_path, n, steps, last_batch):
+    """1000 points: 25 batches of 40; with three processes 334 each are 25 batches of 13 and one of 9."""
+    result = forker().run("min_DDP.py", "--nproc", n, cwd=tmp_path / "cwd", before=NOTE_STEPS)
     assert result.code == 0 and result.err == "", result.err
-    first, *lines = result.out.splitlines()
-    assert first == f"distributed: {world_size} process{'es' if world_size > 1 else ''}, gloo, cpu"
-    assert len(lines) == 5
-    losses = []
-    for epoch, line in enumerate(lines):
-        pattern = rf"epoch {epoch}  loss (\d+\.\d{{4}})  right (\d+) of {last_batch} in the last batch"
-        loss, right = re.fullmatch(pattern, line).groups()
-        losses.append(float(loss))
-    assert losses[-1] < 0.7 * losses[0] and int(right) > 0.7 * last_batch
-    of_ranks = [(tmp_path / "cwd" / f"losses-{rank}").read_text().split() for rank in range(world_size)]
-    last = [[float(loss) for loss in of_rank[steps - 1 :: steps]] for of_rank in of_ranks]
-    assert losses == pytest.approx([sum(of_epoch) / world_size for of_epoch in zip(*last, strict=True)], abs=6e-5)
-    steps_of_all = zip(*(map(float, of_rank) for of_rank in of_ranks), strict=True)
-    means = [sum(of_step) / world_size for of_step in steps_of_all]
-    assert means == pytest.approx(losses_of_plain_sgd(world_size), rel=1e-4)
-
-
-def test_min_ddp_by_default(dry_run):
-    """Two processes, with the same weights after each of 5 x 25 steps, though each has other data."""
-    result, weights = dry_run("min_DDP.py", 2)
-    assert result.code == 0 and result.out.startswith("distributed: 2 processes, gloo, cpu\n"), result.err
-    assert len(weights) == 125 and set(weights.values()) == {2}
-
-
-@pytest.mark.parametrize("script", ["min_DDP.py", *MNIST_SCRIPTS])
-def test_help_gives_every_default(run, script):
-    result = run(script, "--help")
-    assert result.code == 0 and result.err == ""
-    flags = {
-        re.search(r"--[\w-]+", text)[0]: text for text in re.split(r"^  (?=-)", result.out, flags=re.MULTILINE)[1:]
-    }
-    if script in MNIST_SCRIPTS:  # the same flags in the same order
-        common = ["--help", "--dataset", "--data-dir", "--epochs", "--batch-size", "--lr", "--seed", "--dry-run"]
-        assert list(flags)[: len(common)] == common
-    assert ("--nproc" in flags) == ("--backend" in flags) == (script in LAUNCHED_SCRIPTS)
-    assert {flag for flag, text in flags.items() if "(default: " not in text} <= {"--help", "--dry-run"}
-
-
-@pytest.mark.slow
-def test_torchrun_gives_the_same_lines(run, tmp_path):
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
-    flags = dry("mnist_ddp.py")
-    under_torchrun = shell(*torchrun, ROOT / "mnist_ddp.py", *flags, cwd=tmp_path)
-    expected = banner("mnist_ddp.py", 2)
-    assert epochs(under_torchrun, expected) == epochs(run("mnist_ddp.py", *flags, "--nproc", 2), expected)
+    _, *lines = result.out.splitlines()
+    of_ranks = [[float(x) for x in file.read_text().split()] for file in (tmp_path / "cwd").glob("losses-*")]
+    means = [sum(of_step) / n for of_step in zip(*of_ranks, strict=True)]
+    assert means == pytest.approx(losses_of_plain_sgd(n), rel=1e-4)
+    pattern = rf"epoch (\d)  loss (\d+\.\d{{4}})  right (\d+) of {last_batch} in the last batch"
+    epochs, losses, right = zip(*(re.fullmatch(pattern, line).groups() for line in lines), strict=True)
+    assert epochs == tuple("01234") and int(right[-1]) > 0.7 * last_batch
+    assert [float(loss) for loss in losses] == pytest.approx(means[steps - 1 :: steps], abs=6e-5)
 
 
 # --------------------------------------------------------------------------------------------------------- bad input
@@ -368,138 +255,68 @@ def test_torchrun_gives_the_same_lines(run, tmp_path):
 
 def refused(result, script, *words):
     """One line on stderr that starts with the script's name and has all the words; exit code 2; nothing else."""
-    assert result.code == 2, result
-    assert result.out == ""
+    assert (result.code, result.out) == (2, ""), result
     assert re.fullmatch(rf"{re.escape(script)}: error: [^\n]+\n", result.err), result.err
-    for word in words:
-        assert word in result.err
-    return True
+    assert [word for word in words if word not in result.err] == []
 
 
-def table(rows, scripts):
-    return [pytest.param(s, args, words, id=f"{s} {' '.join(args)}") for args, words in rows for s in scripts]
-
-
-COMMON = [
-    (["--epochs", "0"], ["--epochs", "at least 1"]),
-    (["--epochs", "-1"], ["--epochs", "at least 1"]),
-    (["--epochs", "x"], ["--epochs", "'x'"]),
-    (["--batch-size", "0"], ["--batch-size"]),
-    (["--batch-size", "-8"], ["--batch-size"]),
-    (["--batch-size", "1.5"], ["--batch-size", "'1.5'"]),
-    (["--lr", "0"], ["--lr", "greater than 0"]),
-    (["--lr", "-0.1"], ["--lr", "greater than 0"]),
-    (["--lr", "nan"], ["--lr", "greater than 0"]),
-    (["--lr", "inf"], ["--lr"]),
-    (["--dataset", "nope"], ["--dataset", "nope", "mnist", "synthetic"]),
-    (["--nope"], ["--nope"]),
-]
-LAUNCHED = [
-    (["--nproc", "0"], ["NPROC) is 0", "at least 1"]),
-    (["--nproc", "-1"], ["NPROC) is -1", "at least 1"]),
-    (["--nproc", "x"], ["--nproc", "'x'"]),
-    (["--backend", "nccl"], ["nccl", "GPU", "gloo"]),
-    (["--backend", "nope"], ["--backend", "nope"]),
-    (["--nproc", "2", "--batch-size", "1"], ["--batch-size 1", "2 processes"]),
+PLACE = dict(RANK="0", WORLD_SIZE="3", LOCAL_RANK="0", LOCAL_WORLD_SIZE="3")
+BAD = [  # test_progression.py sees to it that all scripts check the same: so one row for each of the others
+    ("mnist_ddp.py", "--epochs 0", {}, "--epochs", "at least 1"),
+    ("mnist_ddp.py", "--epochs x", {}, "--epochs", "'x'"),
+    ("mnist_ddp.py", "--batch-size -8", {}, "--batch-size"),
+    ("mnist_ddp.py", "--lr 0", {}, "--lr", "greater than 0"),
+    ("mnist_ddp.py", "--lr nan", {}, "--lr", "greater than 0"),
+    ("mnist_ddp.py", "--lr inf", {}, "--lr", "finite"),
+    ("mnist_ddp.py", "--dataset nope", {}, "--dataset", "nope", "mnist", "synthetic"),
+    ("mnist_ddp.py", "--nope", {}, "--nope"),
+    ("mnist_ddp.py", "--nproc 0", {}, "NPROC) is 0", "at least 1"),
+    ("mnist_ddp.py", "--backend nccl", {}, "nccl", "GPU", "gloo"),
+    ("mnist_ddp.py", "--nproc 2 --batch-size 1", {}, "--batch-size 1", "2 processes"),
+    ("mnist_ddp.py", "--batch-size 2", {"NPROC": "3"}, "--batch-size 2", "3 processes"),
+    ("mnist_ddp.py", "--nproc 3", PLACE, "launcher", "--nproc"),
+    ("mnist_single.py", "--epochs -1", {}, "--epochs", "at least 1"),
+    ("mnist_dataparallel.py", "--epochs 0", {}, "--epochs", "at least 1"),
+    ("mnist_amp.py", "--dtype float64", {}, "--dtype", "float16", "bfloat16"),
+    ("min_DDP.py", "--nproc x", {}, "--nproc", "'x'"),
+    ("min_DDP.py", "", {"RANK": "0"}, "WORLD_SIZE"),
+    (PLAIN, "", {}, "torchrun --nproc_per_node=2 mnist_ddp_plain.py"),
+    (PLAIN, "--batch-size 2", PLACE, "at least the number of processes"),
 ]
 
 
-# All rows for one script, one for each of the others: test_progression.py sees to it that they check the same.
-BAD_VALUES = table(COMMON + LAUNCHED, ["mnist_ddp.py"]) + table(
-    COMMON[:1], ["mnist_single.py", "mnist_dataparallel.py"]
-)
-BAD_VALUES += table(COMMON[:1] + LAUNCHED[:1], ["mnist_amp.py"]) + table(LAUNCHED, ["min_DDP.py"])
+@pytest.mark.parametrize("row", BAD, ids=lambda row: f"{row[0]} {row[1]}")
+def test_bad_flags_and_variables(row):
+    script, flags, environment, *words = row
+    dry = () if script == "min_DDP.py" else DRY
+    refused(forker().run(script, *dry, *flags.split(), **environment), script, *words)
 
 
-@pytest.mark.parametrize(("script", "args", "words"), BAD_VALUES)
-def test_bad_value(run, script, args, words):
-    assert refused(run(script, *dry(script), *args), script, *words)
+@pytest.mark.parametrize("script", [*ONE_PROCESS, *DDP])
+def test_data_that_cannot_be_had(script, tmp_path):
+    """test_data.py has the other ways to fail; here the folder is a file."""
+    (tmp_path / "file").write_text("")
+    result = forker().run(script, "--data-dir", tmp_path / "file")
+    refused(result, script, f"mnist can't be read from {tmp_path / 'file'}", "--dataset synthetic")
 
 
-@pytest.mark.parametrize(
-    ("args", "environment", "words"),
-    [
-        ([], {"NPROC": "x"}, ["NPROC) is x"]),
-        ([], {"NPROC": "0"}, ["NPROC) is 0"]),
-        (["--batch-size", "2"], {"NPROC": "3"}, ["--batch-size 2", "3 processes"]),
-        (
-            ["--nproc", "2"],
-            dict(RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", LOCAL_WORLD_SIZE="2"),
-            ["launcher", "--nproc"],
-        ),
-        ([], {"RANK": "0"}, ["WORLD_SIZE"]),
-    ],
-    ids=["NPROC=x", "NPROC=0", "NPROC above the batch", "--nproc under torchrun", "RANK alone"],
-)
-@pytest.mark.parametrize("script", LAUNCHED_SCRIPTS)
-def test_bad_environment(run, script, args, environment, words):
-    assert refused(run(script, *dry(script), *args, **environment), script, *words)
-
-
-@pytest.mark.parametrize("script", LAUNCHED_SCRIPTS)
-def test_more_processes_than_gpus(run, script):
-    gpus = "torch.cuda.device_count = lambda: 2"
-    result = run(script, *dry(script), "--nproc", 3, before=gpus)
-    assert refused(result, script, "3 processes", "2 visible GPU", "gloo")
-
-
-@pytest.mark.parametrize("script", MNIST_SCRIPTS)
-def test_missing_data(run, script, tmp_path):
-    folder = tmp_path / "empty"
-    with socket.socket() as holder:  # bound, so that nobody else gets the port, and not listened on: it refuses
-        holder.bind(("127.0.0.1", 0))
-        mirror = f"http://127.0.0.1:{holder.getsockname()[1]}/"
-        before = f"from torchvision import datasets; datasets.MNIST.mirrors = [{mirror!r}]"
-        result = run(script, "--data-dir", folder, before=before)
-    assert refused(result, script, f"MNIST is not in {folder / 'MNIST' / 'raw'}", "refused", "--dataset synthetic")
-    assert [path.name for path in folder.rglob("*") if path.is_file()] in ([], [".lock"])
-
-
-@pytest.mark.parametrize("script", MNIST_SCRIPTS)
-def test_corrupt_data(run, script, tmp_path):
-    raw = tmp_path / "MNIST" / "raw"
-    raw.mkdir(parents=True)
-    for name in ("train-images", "t10k-images"):
-        (raw / f"{name}-idx3-ubyte").write_bytes(b"?")
-        (raw / f"{name.replace('images', 'labels')}-idx1-ubyte").write_bytes(b"?")
-    result = run(script, "--data-dir", tmp_path)
-    assert refused(result, script, str(raw), "is corrupt", "--dataset synthetic")
-
-
-@pytest.mark.parametrize("script", MNIST_SCRIPTS)
-def test_data_dir_is_a_file(run, script, tmp_path):
-    file = tmp_path / "file"
-    file.write_text("")
-    result = run(script, "--data-dir", file)
-    assert refused(result, script, f"--data-dir {file}")
-
-
-@pytest.mark.slow
-def test_bad_value_from_a_shell(tmp_path):
-    result = shell(ROOT / "mnist_ddp.py", *DRY, "--nproc", "0", cwd=tmp_path)
-    assert refused(result, "mnist_ddp.py", "NPROC) is 0", "at least 1")
+@pytest.mark.parametrize("script", ["min_DDP.py", *ONE_PROCESS, *DDP, PLAIN])
+def test_help_gives_every_default(script):
+    result = forker().run(script, "--help")
+    assert result.code == 0 and result.err == ""
+    flags = re.split(r"^  (?=-)", result.out, flags=re.MULTILINE)[1:]
+    without = {re.search(r"--[\w-]+", text)[0] for text in flags if "(default: " not in text}
+    assert without <= {"--help", "--dry-run"} and len(flags) >= 5
 
 
 # -------------------------------------------------------------------------------------------------------------- Apex
 
-
-def write(folder, files):
-    for name, content in files.items():
-        file = folder / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(content)
-
-
-NVIDIAS = {"apex/__init__.py": "", "apex/multi_tensor_apply/__init__.py": ""}
-APEXES = {
-    "none": ({}, "not installed"),
-    "a clone that is not installed": ({"apex/setup.py": "", "apex/apex/__init__.py": ""}, "not installed"),
-    "another package": ({"apex/__init__.py": ""}, "not NVIDIA's"),
-    # `pip install apex` gives one that can't even be imported: it needs an old version of another package
-    "another package, broken": ({"apex/__init__.py": "from no_such_module import nothing"}, "not NVIDIA's"),
-    "another module": ({"apex.py": ""}, "not NVIDIA's"),
-    "without amp": (NVIDIAS, "no apex.amp"),
-    "without CUDA": (NVIDIAS | {"apex/amp/__init__.py": ""}, "CUDA"),
+APEXES = {  # files, and what is said
+    "none": ({}, "not installed", "25.04"),
+    "a clone that is not installed": ({"setup.py": "", "apex/__init__.py": ""}, "not installed", "25.04"),
+    "another package": ({"__init__.py": "from no_such_module import nothing"}, "not NVIDIA's", "25.04"),
+    "without amp": ({"__init__.py": "", "multi_tensor_apply/__init__.py": ""}, "no apex.amp", "25.04"),
+    "without CUDA": ({"__init__.py": "", "multi_tensor_apply/__init__.py": "", "amp/__init__.py": ""}, "CUDA"),
 }
 HIDE_APEX = """
 import importlib.util
@@ -509,85 +326,34 @@ importlib.util.find_spec = lambda name, *args: None if name.split(".")[0] == "ap
 
 
 @pytest.mark.parametrize("kind", APEXES)
-def test_apex_that_cant_be_used(run, tmp_path, kind):
-    files, words = APEXES[kind]
-    write(tmp_path / "lib", files)
-    hide = HIDE_APEX if kind == "none" else ""  # even if this machine has one
-    result = run("mnist_apex.py", *DRY, path=[tmp_path / "lib"], before=hide)
-    assert refused(result, "mnist_apex.py", words, "mnist_amp.py")
-    assert ("25.04" in result.err) == (kind != "without CUDA")  # no other Apex would help there
-    assert ("pip install --no-build-isolation ./apex" in result.err) == (kind != "without CUDA")
+def test_apex_that_cannot_be_used(tmp_path, kind):
+    files, *words = APEXES[kind]
+    for name, content in files.items():
+        (tmp_path / "apex" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "apex" / name).write_text(content)
+    before = HIDE_APEX if kind == "none" else ""  # even if this machine has one
+    result = forker().run("mnist_apex.py", *DRY, path=[tmp_path], before=before)
+    refused(result, "mnist_apex.py", *words, "mnist_amp.py")
 
 
-class ApexO1(TorchFunctionMode):
-    """Apex's rule for arithmetic under --opt-level O1: of float types it can mix float16 and float32 only."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        found = {arg.dtype for arg in args if isinstance(arg, torch.Tensor) and arg.is_floating_point()}
-        arithmetic = func.__name__.strip("_") in ("add", "iadd", "sub", "mul", "imul", "truediv", "eq")
-        if arithmetic and len(found) > 1 and not found <= {torch.float16, torch.float32}:
-            raise NotImplementedError(f"Do not know how to handle these types to promote: {found}")
-        return func(*args, **(kwargs or {}))
-
-
-def test_apex_o1_can_add_up_every_sum(tmp_path, monkeypatch):
-    write(tmp_path, {"apex/__init__.py": "", "apex/amp.py": AMP})
-    monkeypatch.syspath_prepend(str(tmp_path))
-    for name in ("apex", "apex.amp"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    digits, _ = data.load("synthetic", "", limit=40)
-    loader, device, model = data.loader(digits, 20, range(40)), torch.device("cpu"), mnist_apex.ConvNet(1, 28)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with ApexO1():
-        _, seen = mnist_apex.train(model, loader, optimizer, SimpleNamespace(step=lambda: None), device)
-        _, count = mnist_apex.evaluate(model, loader, device)
-    for name in ("apex", "apex.amp"):
-        monkeypatch.delitem(sys.modules, name)
-    assert seen == count == 40
-
-
-AMP = """
-import contextlib
-calls = []
-def initialize(model, optimizer, **options):
-    calls.append(("initialize", options))
-    step = optimizer.step
-    optimizer.step = lambda: (calls.append(("step", optimizer.param_groups[0]["params"][0].grad.item())), step())
-    return model, optimizer
-@contextlib.contextmanager
-def scale_loss(loss, optimizer):
-    calls.append(("scale", loss.item()))
-    yield loss * 8
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            p.grad /= 8
-    calls.append(("unscale", loss.item()))
-"""
-
-
-def test_the_loop_keeps_apexs_order(tmp_path, monkeypatch):
-    """Only the order of the calls, against a stand-in of a few lines; the real Apex was not run, it needs CUDA."""
-    write(tmp_path, {"apex/__init__.py": "", "apex/amp.py": AMP})
-    monkeypatch.syspath_prepend(str(tmp_path))
-    for name in ("apex", "apex.amp"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    model = nn.Linear(1, 1, bias=False)
-    model.weight.data.fill_(2.0)
+def test_the_loop_keeps_apexs_order(monkeypatch):
+    """Against a stand-in, as the real Apex needs CUDA.  The model is 2 x, the pixel 3, the loss a square."""
+    calls, model = [], nn.Linear(1, 1, bias=False)
+    nn.init.constant_(model.weight, 2.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    amp = importlib.import_module("apex.amp")
-    amp.initialize(model, optimizer)
+    optimizer.register_step_pre_hook(lambda *args: calls.append(("step", model.weight.grad.item())))
+
+    @contextlib.contextmanager
+    def scale_loss(loss, optimizer):
+        calls.append(("scale", loss.item()))
+        yield loss * 8
+        model.weight.grad /= 8
+
+    monkeypatch.setitem(sys.modules, "apex", SimpleNamespace(amp=SimpleNamespace(scale_loss=scale_loss)))
     pixel = data.Images(torch.full((1, 1, 1, 1), 3, dtype=torch.uint8), torch.zeros(1), (0.0,), (1 / 255,))
     monkeypatch.setattr(mnist_apex.F, "cross_entropy", lambda logits, labels: logits.square().sum())
-    loader = data.loader(pixel, 1, [0])
-    # (2 * 3)^2 = 36, its gradient 2 * 6 * 3 = 36
-    mnist_apex.train(model, loader, optimizer, SimpleNamespace(step=lambda: None), torch.device("cpu"))
-
-    calls = sys.modules["apex.amp"].calls
-    for name in ("apex", "apex.amp"):
-        monkeypatch.delitem(sys.modules, name)
-    assert calls[1:] == [
-        ("scale", 36.0),
-        ("unscale", 36.0),
-        ("step", 36.0),
-    ]  # one step, after the gradient was unscaled
-    assert model.weight.item() == 2.0 - 0.5 * 36.0
+    scheduler = SimpleNamespace(step=lambda: calls.append(("schedule", model.weight.grad)))
+    sums = mnist_apex.train(model, data.loader(pixel, 1, [0]), optimizer, scheduler, CPU)
+    # (2 * 3)^2 = 36, its gradient 2 * 6 * 3 = 36: one step, after the gradient was unscaled, which is then dropped
+    assert calls == [("scale", 36.0), ("step", 36.0), ("schedule", None)]
+    assert model.weight.item() == 2.0 - 0.5 * 36.0 and sums.tolist() == [36.0, 1.0]

@@ -65,6 +65,7 @@ STEPS = [
         "mnist_dataparallel.py",
         "`DistributedDataParallel` (DDP): one process per device (a GPU, or a share of the CPU)",
     ),
+    Step("mnist_ddp_plain.py", "mnist_ddp.py", "the same in plain torch, without `distributed.py`, under torchrun"),
     Step("mnist_amp.py", "mnist_ddp.py", "mixed precision with `torch.amp`: 16-bit numbers where that is safe"),
     Step("mnist_apex.py", "mnist_ddp.py", "mixed precision with NVIDIA Apex, as older code has it"),
     Step("variants/mnist_by_hand.py", "mnist_ddp.py", "what DDP does, written out"),

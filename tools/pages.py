@@ -41,7 +41,6 @@ class Script(NamedTuple):
 
 
 MORE = [  # scripts that can be chosen, but are no step of the course
-    Script("experiments/baselines/mnist_plain.py", "mnist_ddp.py", "the same in plain torch, without `distributed.py`"),
     Script("min_DDP.py", "", "the smallest complete DDP program, on one screen"),
     Script("cifar10_ddp.py", "", "a realistic training run: augmentation, a schedule, logs and checkpoints"),
 ]

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import data
-import distributed as dist
+import distributed as dist  # this project's file, not torch.distributed
 
 
 class ConvNet(nn.Sequential):
@@ -65,7 +65,7 @@ def evaluate(model, loader, device):
 
 def main(local_rank, world_size, args):
     dist.init_process_group(backend=args.backend)
-    device = dist.get_device()
+    device = dist.get_device()  # the GPU with number local_rank, or the CPU
     torch.manual_seed(args.seed)  # the same weights and order every time
 
     batch_size = args.batch_size // world_size  # each process's share
@@ -90,7 +90,7 @@ def main(local_rank, world_size, args):
         trained = train(model, train_loader, optimizer, scheduler, device, args.accumulate)
         seconds = time.perf_counter() - epoch_started
         tested = evaluate(model, test_loader, device)
-        dist.all_reduce(trained)  # in place: now the sums over all processes
+        dist.all_reduce(trained)  # in place: now the sums over all processes; the helper takes them to the GPU for NCCL
         dist.all_reduce(tested)
         loss, seen = trained.tolist()
         correct, count = tested.tolist()

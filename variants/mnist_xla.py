@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import data
-import distributed as dist
+import distributed as dist  # this project's file, not torch.distributed
 
 try:
     import torch_xla

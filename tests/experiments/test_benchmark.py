@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import pytest
 from world import ENVIRONMENT, ROOT, SHELL, shell
 
-import data
 from experiments import benchmark, measured
 from experiments import benchmark_results as results
 from experiments.baselines import common
@@ -210,14 +209,8 @@ def test_every_row_has_the_same_allocator(monkeypatch):
         assert (results.WHOLE in line) == (row.flag == results.WHOLE)
 
 
-@pytest.mark.slow
-def test_the_limits_are_those_of_data_py():
-    machine, malloc = benchmark.look("synthetic", "data", pytest.fail)
-    assert malloc == {name: str(value) for name, value in data.MALLOC_LIMITS.items()} and machine.cores >= 1
-
-
 def test_the_page_shows_how_to_keep_memory():
-    typed = " ".join(f"{name}={value}" for name, value in data.MALLOC_LIMITS.items())
+    typed = " ".join(f"{name}={value}" for name, value in benchmark.MALLOC_LIMITS.items())
     assert f"{typed} python" in (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
 
 

@@ -186,7 +186,7 @@ def test_links_lead_somewhere():
 
 def test_torchs_own_dist_is_no_link():
     """In a script of plain torch `dist` is torch.distributed."""
-    plain = source("experiments/baselines/mnist_plain.py")
+    plain = source("mnist_ddp_plain.py")
     line = next(n for n, line in enumerate(plain.lines) if "dist.all_reduce(tested)" in line)
     assert "href" not in plain.html[line] and any("href" in line for line in plain.html)  # data.load
 

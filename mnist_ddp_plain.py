@@ -1,4 +1,4 @@
-"""MNIST with DDP in plain torch.  torchrun --standalone --nproc_per_node=2 -m experiments.baselines.mnist_plain
+"""MNIST with DDP in plain torch: mnist_ddp.py without the helper.  torchrun --nproc_per_node=2 mnist_ddp_plain.py
 
 --dataset synthetic needs no download, --help lists the flags, docs/progression.md walks through the steps.
 """
@@ -68,7 +68,7 @@ def main(local_rank, world_size, args):
         torch.cuda.set_device(device)
     dist.init_process_group(args.backend or ("nccl" if cuda else "gloo"))
     rank = dist.get_rank()
-    log = print if rank == 0 else lambda text: None
+    print_primary = print if rank == 0 else lambda text: None
     torch.manual_seed(args.seed)  # the same weights and order every time
 
     batch_size = args.batch_size // world_size  # each process's share
@@ -84,7 +84,7 @@ def main(local_rank, world_size, args):
     optimizer = torch.optim.SGD(model.parameters(), args.lr, momentum=0.9)
     model = DistributedDataParallel(model, [device] if cuda else None)  # averages the gradients of all processes
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, total_steps=args.epochs * len(train_loader))
-    log(f"{args.dataset} on {device}, global batch {global_batch} = {world_size} x {batch_size}")
+    print_primary(f"{args.dataset} on {device}, global batch {global_batch} = {world_size} x {batch_size}")
 
     started = time.perf_counter()
     for epoch in range(args.epochs):
@@ -98,11 +98,11 @@ def main(local_rank, world_size, args):
         dist.all_reduce(tested)
         loss, seen = trained.tolist()
         correct, count = tested.tolist()
-        log(
+        print_primary(
             f"epoch {epoch + 1}/{args.epochs}  loss {loss / seen:.4f}  "
             f"accuracy {correct / count:.2%} ({correct:.0f}/{count:.0f})  {seen / seconds:.0f} images/s"
         )
-    log(f"done in {time.perf_counter() - started:.1f} s")
+    print_primary(f"done in {time.perf_counter() - started:.1f} s")
     dist.destroy_process_group()
 
 
@@ -120,7 +120,7 @@ def parse_args():
     parser.add_argument("--backend", choices=["nccl", "gloo"], help="(default: nccl for GPUs, else gloo)")
     args = parser.parse_args()
     if "LOCAL_RANK" not in os.environ:
-        parser.error("start it with torchrun: see the first lines of this file")
+        parser.error("start it with torchrun: torchrun --nproc_per_node=2 mnist_ddp_plain.py")
     if args.batch_size < int(os.environ["WORLD_SIZE"]):
         parser.error("--batch-size must be at least the number of processes")
     if min(args.epochs, args.batch_size) < 1 or not 0 < args.lr < float("inf"):
