@@ -156,12 +156,11 @@ class Progress:
         if self.batch % self.args.checkpoint_every == 0 and self.batch < self.steps:
             self.save()
 
-    def add_epoch(self, row):
-        self.history.append(row)
+    def end_epoch(self, score):
         self.epoch += 1
         self.batch = 0
         self.sums.zero_()
-        self.save(row.get("test_top1"))
+        self.save(score)
 
     def totals(self):
         """The losses and the examples of all processes in this epoch."""
@@ -257,17 +256,14 @@ def run(world_size, args):
         log(args, f"{args.run_dir}: {progress}")
     started = time.perf_counter()
     while progress.epoch < args.epochs:
-        text = run_epoch(args, loaders, parts, progress, device)
-        if dist.is_primary():
-            report(args, progress.history, events)
-        log(args, text)
+        run_epoch(args, loaders, parts, progress, events)
     if dist.is_primary():
         draw(args, progress.history)
     log(args, f"done in {time.perf_counter() - started:.1f} s")
 
 
-def run_epoch(args, loaders, parts, progress, device):
-    """What is left of this epoch, its evaluation, and a checkpoint; returns what is printed."""
+def run_epoch(args, loaders, parts, progress, events):
+    """What is left of this epoch, its evaluation, and a checkpoint."""
     augmented_loader, train_loader, test_loader = loaders
     dtype, first_batch, started = getattr(torch, args.dtype), progress.batch, time.perf_counter()
     augmented_loader.sampler.set_epoch(progress.epoch, skip=first_batch * augmented_loader.batch_size)  # another order
@@ -280,13 +276,16 @@ def run_epoch(args, loaders, parts, progress, device):
     text = f"epoch {row['epoch']}/{args.epochs}  loss {loss / seen:.4f}  {speed:.0f} images/s"
     if row["epoch"] % args.validate_every == 0 or row["epoch"] == args.epochs:
         for name, loader in ("train", train_loader), ("test", test_loader):
-            means = evaluate(parts["model"], loader, device, dtype, progress.stop)
+            means = evaluate(parts["model"], loader, dist.get_device(), dtype, progress.stop)
             progress.end_if_told()
             row |= {f"{name}_{metric}": mean for metric, mean in means.items()}
         text += f"  train {row['train_top1']:.2%}  test {row['test_top1']:.2%}"
         text += f"  top-3 {row['test_top3']:.2%}  top-5 {row['test_top5']:.2%}"
-    progress.add_epoch(row)
-    return text
+    progress.history.append(row)
+    if dist.is_primary():
+        report(args, progress.history, events)
+    progress.end_epoch(row.get("test_top1"))
+    log(args, text)
 
 
 def make_loaders(args, world_size):
@@ -332,7 +331,8 @@ def parse_args():
     add("--amp", action="store_true", help="mixed precision")
     add("--dtype", choices=["bfloat16", "float16"], help="of --amp (default: bfloat16; float16 on GPUs before Ampere)")
     add("--model", default="resnet9", help=f"resnet9, or a classification model of torchvision {default}")
-    add("--width", type=int, help="channels of resnet9's first layer (default: 64; without a GPU, 24)")
+    width = 64 if torch.cuda.device_count() else 24
+    add("--width", type=int, default=width, help="channels of resnet9's first layer (default: 64; without a GPU, 24)")
     add("--weight-decay", type=float, default=5e-4, help=default)
     add("--warmup", type=float, default=0.2, help=f"part of the training in which the learning rate rises {default}")
     add("--label-smoothing", type=float, default=0.1, help=default)
@@ -345,16 +345,14 @@ def parse_args():
     data.prepare(args.dataset, args.data_dir, error=parser.error)
     args.epochs = 1 if args.dry_run else args.epochs
     args.batch_size -= args.batch_size % max(args.nproc, dist.get_world_size())  # all processes have equal shares
-    if args.model == "resnet9" and args.width is None:
-        args.width = 64 if torch.cuda.device_count() else 24
     if dist.is_primary() and not args.dry_run:
         check_run_dir(parser, args)
     return args
 
 
 def check_flags(parser, args):
-    if min(args.epochs, args.batch_size, args.validate_every, args.checkpoint_every) < 1:
-        parser.error("--epochs, --batch-size, --validate-every and --checkpoint-every must be at least 1")
+    if min(args.epochs, args.batch_size, args.validate_every, args.checkpoint_every, args.width) < 1:
+        parser.error("--epochs, --batch-size, --validate-every, --checkpoint-every and --width must be at least 1")
     if not (0 < args.lr < float("inf") and 0 <= args.weight_decay < float("inf")):
         parser.error("--lr must be greater than 0, --weight-decay at least 0, both finite")
     if not (0 <= args.warmup <= 1 and 0 <= args.label_smoothing < 1 and 0 <= args.seed < 2**32):
@@ -363,8 +361,6 @@ def check_flags(parser, args):
         )
     if args.model != "resnet9" and args.model not in torchvision.models.list_models(module=torchvision.models):
         parser.error(f"--model {args.model} is unknown: type resnet9, resnet18, or another model of torchvision")
-    if args.width is not None and (args.width < 1 or args.model != "resnet9"):
-        parser.error("--width is for resnet9 alone, and must be at least 1")
     if args.dtype and not args.amp:
         parser.error("--dtype is for mixed precision: add --amp")
     if args.clearml and not importlib.util.find_spec("clearml"):
@@ -389,13 +385,12 @@ def check_run_dir(parser, args):
 
 
 def as_flag(name, value):
-    """What to type on the command line: ("lr", 0.1) is "--lr 0.1", and ("amp", False) is "no --amp"."""
-    flag = f"--{name.replace('_', '-')}"
+    """What to type on the command line: ("lr", 0.1) is "--lr 0.1"."""
+    if name == "amp":
+        return "--amp" if value else "no --amp"
     if name == "batch_size":
-        return f"{flag} {value} and a number of processes that divides it"
-    if value is None or value is False:
-        return f"no {flag}"
-    return flag if value is True else f"{flag} {value}"
+        return f"--batch-size {value}, which the processes must share equally"
+    return f"--{name.replace('_', '-')} {value}"
 
 
 if __name__ == "__main__":

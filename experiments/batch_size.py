@@ -1,15 +1,23 @@
-"""The study behind docs/batch_size.md: accuracy on MNIST by global batch and learning rate.  See studies.py."""
+"""Accuracy on MNIST by global batch, learning rate and number of processes: the tables of docs/batch_size.md.
+
+    python -m experiments.batch_size                  # prints two tables: an hour on two quiet cores
+    python -m experiments.batch_size --seeds 1        # a third of that
+    python -m experiments.batch_size --save           # writes them to experiments/results/, too
+
+Each point is a run of mnist_amp.py, which is faster than mnist_ddp.py on CPUs with bfloat16 instructions.
+"""
 
 import argparse
 import math
-import statistics
-from pathlib import Path
+import os
+import sys
+import time
+from typing import NamedTuple
 
+import data
 from experiments import measured
-from experiments.measured import RESULTS, Study, new_picture, png, set_ticks, spread, write_table
 
-SCRIPT = "mnist_amp.py"  # faster than mnist_ddp.py on CPUs with bfloat16 instructions
-EPOCHS = 3
+EPOCHS, IMAGES = 3, 60_000
 BASE_BATCH, BASE_LR = 50, 0.025
 BATCHES = (50, 200, 800, 3200)
 RULES = {  # peak learning rate for k times the base batch
@@ -18,7 +26,7 @@ RULES = {  # peak learning rate for k times the base batch
     "linear": lambda k: BASE_LR * k,
     "linear, no warm-up": lambda k: BASE_LR * k,
 }
-PROCESSES, ONE_BATCH, LR = (1, 2, 4, 8), 200, 0.1  # the script's defaults, for the runs with several processes
+PROCESSES, BATCH, LR = (1, 2, 4, 8), 200, 0.1  # the script's defaults, for the runs with several processes
 
 # The scripts' schedule rises from 1/25 of the peak learning rate during 30 % of the steps.  This one starts at the
 # peak and stays there as long; the rest is the same.
@@ -31,69 +39,77 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-def all_points(args: argparse.Namespace) -> list[dict]:
-    """Every seed once before any seed comes a second time: a study that was stopped early still shows all points."""
-    points = []
-    for seed in range(args.repeats):
-        runs = []  # rule, processes, batch, learning rate
-        for batch in reversed(BATCHES):
-            for rule, learning_rate in RULES.items():
-                if batch != BASE_BATCH or rule not in ("square root", "linear"):  # there they change nothing
-                    runs.append((rule, 1, batch, round(learning_rate(batch / BASE_BATCH), 6)))
-        for n in PROCESSES:
-            runs += [("default", n, batch, LR) for batch in sorted({ONE_BATCH, ONE_BATCH * n})]
-        names = ("rule", "processes", "batch", "lr")
-        points += [dict(zip(names, values, strict=True)) | {"epochs": EPOCHS, "seed": seed} for values in runs]
-    return points
+class Point(NamedTuple):
+    """What a run of the script is given."""
+
+    processes: int
+    batch: int  # global
+    lr: float
+    warm_up: bool = True
 
 
-def measure(point: dict, args: argparse.Namespace) -> dict:
-    """One run of the script."""
-    command = ["python", "-c", NO_WARM_UP] if point["rule"] == "linear, no warm-up" else ["python"]
-    command += [SCRIPT, "--epochs", point["epochs"], "--batch-size", point["batch"], "--lr", point["lr"]]
-    command += ["--seed", point["seed"], "--nproc", point["processes"], "--data-dir", Path(args.data_dir).resolve()]
-    last = measured.epochs(measured.run(command))[-1]
-    return {"accuracy": f"{last.accuracy:.2f}", "loss": f"{last.loss:.4f}"}
+def point_of(rule: str, batch: int) -> Point:
+    return Point(1, batch, round(RULES[rule](batch / BASE_BATCH), 6), warm_up=rule != "linear, no warm-up")
 
 
-def accuracies(points: list[dict[str, str]], rule: str, processes: int, batch: int) -> list[float]:
-    """Those of all seeds.  At the base batch all rules have the same learning rate, so it was measured once."""
-    if batch == BASE_BATCH and rule in ("square root", "linear"):
-        rule = "left alone"
-    wanted = (rule, str(processes), str(batch))
-    return [float(row["accuracy"]) for row in points if (row["rule"], row["processes"], row["batch"]) == wanted]
+def all_points() -> list[Point]:
+    """Each once: at the base batch three rules have the same learning rate."""
+    points = [point_of(rule, batch) for batch in reversed(BATCHES) for rule in RULES]
+    points += [Point(n, batch, LR) for n in PROCESSES for batch in (BATCH, BATCH * n)]
+    return list(dict.fromkeys(points))
 
 
-def draw(points: list[dict[str, str]]) -> None:
-    seeds = f"Test accuracy after {EPOCHS} epochs, median and range; seeds: {len({row['seed'] for row in points})}. "
+def measure(point: Point, seed: int, args: argparse.Namespace) -> float:
+    """The test accuracy at the end, per cent."""
+    command = ["mnist_amp.py"] if point.warm_up else ["-c", NO_WARM_UP, "mnist_amp.py"]
+    command += ["--batch-size", point.batch, "--lr", point.lr, "--seed", seed, "--nproc", point.processes]
+    command += ["--dataset", "synthetic", "--dry-run"] if args.dry_run else ["--epochs", EPOCHS]
+    return measured.run([*command, "--data-dir", os.path.abspath(args.data_dir)])[-1].accuracy
+
+
+def rule_rows(found: dict[Point, list[float]]) -> list[list[str]]:
     rows = [["global batch", "steps", *RULES]]
     for batch in BATCHES:
-        cells = [spread(accuracies(points, rule, 1, batch), "{:.2f} %") for rule in RULES]
-        rows.append([str(batch), str(EPOCHS * math.ceil(60_000 / batch)), *cells])
-    write_table("batch_size", rows, points, seeds)
-    rows = [["processes", "global batch kept: 200", "batch per process kept: 200", "its global batch"]]
+        cells = [measured.spread(found[point_of(rule, batch)], "{:.2f}") for rule in RULES]
+        rows.append([str(batch), str(EPOCHS * math.ceil(IMAGES / batch)), *cells])
+    return rows
+
+
+def process_rows(found: dict[Point, list[float]]) -> list[list[str]]:
+    rows = [["processes", f"global batch kept: {BATCH}", f"batch per process kept: {BATCH}", "its global batch"]]
     for n in PROCESSES:
-        both = [accuracies(points, "default", n, batch) for batch in (ONE_BATCH, ONE_BATCH * n)]
-        rows.append([str(n), *(spread(values, "{:.2f} %") for values in both), str(ONE_BATCH * n)])
-    write_table("batch_size_processes", rows, points, seeds)
-    draw_picture(points)
+        both = [measured.spread(found[Point(n, batch, LR)], "{:.2f}") for batch in (BATCH, BATCH * n)]
+        rows.append([str(n), *both, str(BATCH * n)])
+    return rows
 
 
-def draw_picture(points: list[dict[str, str]]) -> None:
-    """The test error, log scale: the differences near 99 % are as visible as a run that has failed."""
-    figure, (axes,) = new_picture(1)
-    for rule, style in zip(RULES, ("o-", "s-", "^-", "^:"), strict=True):
-        errors = {batch: [100 - value for value in accuracies(points, rule, 1, batch)] for batch in BATCHES}
-        errors = {batch: values for batch, values in errors.items() if values}
-        axes.plot(list(errors), [statistics.median(values) for values in errors.values()], style, label=rule)
-        lows, highs = [min(values) for values in errors.values()], [max(values) for values in errors.values()]
-        axes.fill_between(list(errors), lows, highs, alpha=0.15)
-    axes.set(xscale="log", yscale="log", xlabel="global batch (images)", ylabel=f"test error after {EPOCHS} epochs (%)")
-    set_ticks(axes.xaxis, BATCHES)
-    set_ticks(axes.yaxis, (0.7, 1, 2, 5, 10, 20, 50, 90))
-    axes.set_ylim(0.6, 100)
-    axes.legend(frameon=False, title="learning rate")
-    measured.write(RESULTS / "batch_size.png", png(figure))
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=3, help="runs of each point (default: %(default)s)")
+    parser.add_argument("--data-dir", default="data", help="MNIST is kept here (default: %(default)s)")
+    parser.add_argument("--save", action="store_true", help="write the tables to experiments/results/")
+    parser.add_argument("--dry-run", action="store_true", help="two batches of each point: only to see that it runs")
+    args = parser.parse_args()
+    if args.seeds < 1 or (args.save and args.dry_run):
+        parser.error("--seeds must be at least 1; --save goes without --dry-run")
+    if not args.dry_run:
+        data.prepare("mnist", args.data_dir, error=parser.error)
+    return args
 
 
-STUDY = Study(all_points, measure, draw)
+def main() -> None:
+    args = parse_args()
+    points, started = all_points(), time.monotonic()
+    found: dict[Point, list[float]] = {point: [] for point in points}
+    runs = [(seed, point) for seed in range(args.seeds) for point in points]
+    for number, (seed, point) in enumerate(runs):
+        print(f"run {number + 1} of {len(runs)}, {time.monotonic() - started:.0f} s: {point}", flush=True)
+        found[point].append(measure(point, seed, args))
+    how = f"Accuracy after {EPOCHS} epochs of MNIST, %: median, least and greatest. Seeds: {args.seeds}."
+    line = measured.conditions("python -m experiments.batch_size --save", how)
+    measured.report("batch_size", line, rule_rows(found), args.save)
+    measured.report("batch_size_processes", line, process_rows(found), args.save)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,12 +1,11 @@
 """The right and the wrong ways to train with several processes, of which equivalence.py measures each.
 
-Each way is a function of a few lines.  It trains the network of `Run` and yields the model after each step: there it is
-compared with the model of a plain loop in one process.  Its docstring says what happens; "wrong:" marks the mistake.
+Each way is a function of a few lines.  It trains the network of `Run` and returns the model (or an accuracy), which is
+compared with that of a plain loop in one process.  The docstring says what happens; "wrong:" marks the mistake.
 """
 
 import contextlib
 import itertools
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -14,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import distributed as torch_dist
 from torch import nn
-from torch.distributed import fsdp, pipelining
+from torch.distributed import fsdp as torch_fsdp
+from torch.distributed import pipelining
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.utils.data import BatchSampler
 
@@ -26,7 +26,6 @@ HIDDEN, LR = 16, 0.05
 EVERY = 4  # steps of local SGD between two averages
 MICRO_BATCHES = 4  # of a pipeline
 Batches = Iterator[tuple[torch.Tensor, torch.Tensor]]  # inputs [N, 8], targets [N] int64
-Models = Iterator[nn.Module]  # the model after each step
 
 
 class Net(nn.Module):
@@ -107,35 +106,35 @@ def update(optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
-def train(model: nn.Module, batches: Batches, loss: Callable = mean_loss, lr: float = LR) -> Models:
+def train(model: nn.Module, batches: Batches, loss: Callable = mean_loss, lr: float = LR) -> nn.Module:
     """The usual loop, for one process and for many."""
     optimizer = sgd(model, lr)
     for inputs, targets in batches:
         loss(model, inputs, targets).backward()
         update(optimizer)
-        yield model
+    return model
 
 
 # ------------------------------------------------------------------------- one process: what the ways are compared with
 
 
-def one_process(run: Run) -> Models:
+def one_process(run: Run) -> nn.Module:
     return train(run.network(), run.batches())
 
 
-def one_process_uneven(run: Run) -> Models:
+def one_process_uneven(run: Run) -> nn.Module:
     return train(run.network(), run.batches(uneven=True))
 
 
-def one_process_batchnorm(run: Run) -> Models:
+def one_process_batchnorm(run: Run) -> nn.Module:
     return train(run.network(nn.BatchNorm1d), run.batches())
 
 
-def one_process_deep(run: Run) -> Models:
+def one_process_deep(run: Run) -> nn.Module:
     return train(run.deep_network(), run.batches())
 
 
-def one_process_micro_batches(run: Run) -> Models:
+def one_process_micro_batches(run: Run) -> nn.Module:
     """BatchNorm sees a micro-batch, as in a pipeline."""
     model = run.deep_network()
     optimizer = sgd(model)
@@ -143,23 +142,24 @@ def one_process_micro_batches(run: Run) -> Models:
         for part in zip(inputs.chunk(MICRO_BATCHES), targets.chunk(MICRO_BATCHES), strict=True):
             (mean_loss(model, *part) / MICRO_BATCHES).backward()
         update(optimizer)
-        yield model
+    return model
 
 
-def one_process_dropout(run: Run) -> Models:
+def one_process_dropout(run: Run) -> nn.Module:
     model = run.network()
     torch.manual_seed(1)
     return train(model, run.batches(), run.dropout_loss)
 
 
-def one_process_accuracy(run: Run) -> Iterator[torch.Tensor]:
-    for model in one_process(run):
-        with torch.no_grad():
-            yield (model(run.inputs).argmax(1) == run.targets).double().mean()
+@torch.no_grad()
+def one_process_accuracy(run: Run) -> torch.Tensor:
+    with torch.enable_grad():
+        model = one_process(run)
+    return (model(run.inputs).argmax(1) == run.targets).double().mean()
 
 
-def one_process_many_models(run: Run) -> Models:
-    """Local SGD without processes: as many models in turns, averaged every EVERY steps.  Yields this rank's."""
+def one_process_many_models(run: Run) -> nn.Module:
+    """Local SGD without processes: as many models in turns, averaged every EVERY steps.  Returns this rank's."""
     models = [run.network() for _ in range(dist.get_world_size())]
     optimizers = [sgd(model) for model in models]
     for step, (inputs, targets) in enumerate(run.batches(), 1):
@@ -172,18 +172,18 @@ def one_process_many_models(run: Run) -> Models:
                 mean = torch.stack([param.detach() for param in params]).mean(0)
                 for param in params:
                     param.detach().copy_(mean)
-        yield models[dist.get_rank()]
+    return models[dist.get_rank()]
 
 
 # ------------------------------------------------------------------------------------------------------ the right ways
 
 
-def ddp(run: Run) -> Models:
+def ddp(run: Run) -> nn.Module:
     """Equal shares; DDP averages their gradients."""
     return train(run.ddp_network(), run.shares())
 
 
-def ddp_by_hand(run: Run) -> Models:
+def ddp_by_hand(run: Run) -> nn.Module:
     """An all-reduce for each gradient, instead of DDP."""
     model = run.network()
     dist.sync_params(model.parameters())  # all start from rank 0's weights
@@ -193,31 +193,25 @@ def ddp_by_hand(run: Run) -> Models:
         for param in model.parameters():
             param.grad = dist.all_reduce(param.grad, "mean")
         update(optimizer)
-        yield model
-
-
-def hooked_network(run: Run) -> nn.Module:
-    """Its backward starts an all-reduce for each gradient, as variants/mnist_overlap.py does."""
-    model = run.network()
-    for param in model.parameters():
-        param.register_post_accumulate_grad_hook(mnist_overlap.start_all_reduce)
     return model
 
 
-def overlap(run: Run) -> Models:
-    """DDP by hand, with all-reduces during backward; the step waits for them."""
-    model = hooked_network(run)
+def overlap_by_hand(run: Run) -> nn.Module:
+    """As variants/mnist_overlap.py: the all-reduces run during backward; the step waits for them."""
+    model = run.network()
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(mnist_overlap.start_all_reduce)
     optimizer = sgd(model)
     for inputs, targets in run.shares():
         mean_loss(model, inputs, targets).backward()
         for param in model.parameters():
             param.work.wait()
         update(optimizer)
-        yield model
+    return model
 
 
-def train_slices(run: Run, reduce: Callable[[torch.Tensor, torch.Tensor], Any]) -> Models:
-    """As variants/mnist_zero.py: each rank steps its slice.  reduce(slice's gradient, all gradients): the exchange."""
+def zero_1(run: Run) -> nn.Module:
+    """As variants/mnist_zero.py: a reduce-scatter of the gradients, a step of each rank's slice, an all-gather."""
     model = run.network()
     weights = mnist_zero.flatten(model.parameters())
     nn.utils.vector_to_parameters(weights, model.parameters())
@@ -226,19 +220,15 @@ def train_slices(run: Run, reduce: Callable[[torch.Tensor, torch.Tensor], Any]) 
     for inputs, targets in run.shares():
         mean_loss(model, inputs, targets).backward()
         mine.grad = torch.empty_like(mine)
-        reduce(mine.grad, mnist_zero.flatten(param.grad / dist.get_world_size() for param in model.parameters()))
+        gradients = mnist_zero.flatten(param.grad / dist.get_world_size() for param in model.parameters())
+        torch_dist.reduce_scatter_tensor(mine.grad, gradients)
         optimizer.step()
         torch_dist.all_gather_into_tensor(weights, mine)
         model.zero_grad()
-        yield model
+    return model
 
 
-def zero(run: Run) -> Models:
-    """ZeRO-1: a reduce-scatter of the gradients, a step of each rank's slice, an all-gather of the weights."""
-    return train_slices(run, torch_dist.reduce_scatter_tensor)
-
-
-def train_locally(run: Run, every: int) -> Models:
+def train_locally(run: Run, every: int) -> nn.Module:
     """As variants/mnist_local_sgd.py: a model on each rank, and the average of their weights every few steps."""
     model = run.network()
     optimizer = sgd(model)
@@ -248,16 +238,16 @@ def train_locally(run: Run, every: int) -> Models:
         if step % every == 0:
             for param in model.parameters():
                 dist.all_reduce(param, "mean")
-        yield model
+    return model
 
 
-def local_sgd_each_step(run: Run) -> Models:
+def local_sgd_each_step(run: Run) -> nn.Module:
     """The average after each step. SGD, with momentum too, is linear: the mean of its steps is the step of the mean."""
     return train_locally(run, 1)
 
 
-def local_sgd(run: Run) -> Models:
-    """The average every EVERY steps: as one process that trains all models in turns."""
+def local_sgd(run: Run) -> nn.Module:
+    """The average every 4 steps: as one process that trains all models in turns."""
     return train_locally(run, EVERY)
 
 
@@ -266,7 +256,7 @@ def no_sync(model: nn.Module) -> contextlib.AbstractContextManager:
     return model.no_sync() if hasattr(model, "no_sync") else contextlib.nullcontext()
 
 
-def accumulation(run: Run) -> Models:
+def accumulation(run: Run) -> nn.Module:
     """Each share in two parts; gradients are exchanged once, in the second."""
     model = run.ddp_network()
     optimizer = sgd(model)
@@ -276,26 +266,15 @@ def accumulation(run: Run) -> Models:
             (mean_loss(model, *first) / 2).backward()
         (mean_loss(model, *last) / 2).backward()
         update(optimizer)
-        yield model
+    return model
 
 
-def fsdp_fully_shard(run: Run) -> Models:
-    """Each process keeps its part of every weight."""
+def fsdp(run: Run) -> nn.Module:
+    """Each process keeps its part of every weight (`fully_shard`)."""
     if torch.__version__ < (2, 9):
         raise NotImplementedError("needs torch 2.9")
     mesh = torch_dist.init_device_mesh(run.device.type, (dist.get_world_size(),))
-    return train(fsdp.fully_shard(run.network(), mesh=mesh), run.shares())
-
-
-def weighted_by_examples(run: Run) -> Models:
-    """Uneven shares: each process's sum of losses, divided by the number of examples of all processes."""
-
-    def loss(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        total = dist.all_reduce(torch.tensor(len(targets))).item()
-        share = F.cross_entropy(model(inputs), targets, reduction="sum") / total
-        return share * dist.get_world_size()  # because DDP divides by it
-
-    return train(run.ddp_network(), run.shares(uneven=True), loss)
+    return train(torch_fsdp.fully_shard(run.network(), mesh=mesh), run.shares())
 
 
 def share_channels(model: nn.Sequential) -> None:
@@ -310,7 +289,7 @@ def share_channels(model: nn.Sequential) -> None:
 
 
 @torch.no_grad()
-def put_together(model: nn.Sequential, whole: nn.Sequential) -> None:
+def put_together(model: nn.Sequential, whole: nn.Sequential) -> nn.Sequential:
     """Copy the weights of all shares to `whole`, and those that are not shared out from this rank."""
     whole[0].load_state_dict(model[0].state_dict())
     for name in ("2.weight", "2.bias", "3.weight", "3.bias"):  # a row for each channel
@@ -319,25 +298,18 @@ def put_together(model: nn.Sequential, whole: nn.Sequential) -> None:
     if dist.get_rank() == 0:
         whole[5].bias.copy_(model[5].bias)
     dist.sync_params([whole[5].bias])
+    return whole
 
 
-def train_shares(run: Run, f: Callable | None) -> Models:
-    """All ranks see the whole batch; each computes with its share of the hidden layer's channels."""
-    model, whole = run.deep_network(), run.deep_network()
+def tensor_parallel(run: Run) -> nn.Module:
+    """All ranks see the whole batch; each computes its share of a layer's channels."""
+    model = run.deep_network()
     share_channels(model)
-    if f:
-        model[2].register_full_backward_hook(f)
-    for _ in train(model, run.batches()):
-        put_together(model, whole)
-        yield whole
+    model[2].register_full_backward_hook(mnist_tensor_parallel.sum_input_gradients)
+    return put_together(train(model, run.batches()), run.deep_network())
 
 
-def tensor_parallel(run: Run) -> Models:
-    """Each process computes its share of a layer's channels, for the whole batch."""
-    return train_shares(run, mnist_tensor_parallel.sum_input_gradients)
-
-
-def pipeline(run: Run, scale_grads: bool = True) -> Models:
+def pipeline(run: Run) -> nn.Module:
     """Some of the layers on each process; micro-batches go from one to the next."""
     rank, stages, model = dist.get_rank(), dist.get_world_size(), run.deep_network()
     if torch.__version__ < (2, 8):
@@ -347,17 +319,27 @@ def pipeline(run: Run, scale_grads: bool = True) -> Models:
     shares = torch.arange(len(model)).tensor_split(stages)
     parts = [model[share[0] : share[-1] + 1] for share in shares]
     stage = pipelining.PipelineStage(parts[rank], rank, stages, run.device)
-    schedule = pipelining.ScheduleGPipe(stage, MICRO_BATCHES, F.cross_entropy, scale_grads=scale_grads)
+    schedule = pipelining.ScheduleGPipe(stage, MICRO_BATCHES, F.cross_entropy)
     optimizer = sgd(model)  # without a gradient it leaves the other stages' weights alone
     for inputs, targets in run.batches():
         first_inputs = [inputs] if rank == 0 else []
         schedule.step(*first_inputs, target=targets)
         update(optimizer)
-        with torch.no_grad():
-            for number, part in enumerate(parts):
-                for param in part.parameters():
-                    torch_dist.broadcast(param, number)
-        yield model
+    for number, part in enumerate(parts):
+        for param in part.parameters():
+            torch_dist.broadcast(param.data, number)
+    return model
+
+
+def uneven_weighted(run: Run) -> nn.Module:
+    """Uneven shares: each process's sum of losses, divided by the number of examples of all processes."""
+
+    def loss(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        total = dist.all_reduce(torch.tensor(len(targets))).item()
+        share = F.cross_entropy(model(inputs), targets, reduction="sum") / total
+        return share * dist.get_world_size()  # because DDP divides by it
+
+    return train(run.ddp_network(), run.shares(uneven=True), loss)
 
 
 class Total(torch.autograd.Function):
@@ -382,12 +364,12 @@ class GlobalBatchNorm(nn.BatchNorm1d):
         return centred / (variance + self.eps).sqrt() * self.weight + self.bias
 
 
-def batchnorm_global(run: Run) -> Models:
+def batchnorm_global(run: Run) -> nn.Module:
     """Mean and variance of the global batch."""
     return train(run.ddp_network(GlobalBatchNorm), run.shares())
 
 
-def dropout_by_example(run: Run) -> Models:
+def dropout_by_example(run: Run) -> nn.Module:
     """All ranks draw the masks of the global batch; each uses those of its own examples."""
 
     def loss(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -399,48 +381,49 @@ def dropout_by_example(run: Run) -> Models:
     return train(model, run.shares(), loss)
 
 
-def accuracies(run: Run, pad: bool) -> Iterator[torch.Tensor]:
-    """Of DDP's model, on all examples; each process evaluates its share."""
+@torch.no_grad()
+def evaluate(run: Run, pad: bool) -> torch.Tensor:
+    """The accuracy of DDP's model on all examples; each process evaluates its share."""
+    with torch.enable_grad():
+        model = ddp(run)
     share = list(dist.data_sampler(range(EXAMPLES), shuffle=False, pad=pad))
-    for model in ddp(run):
-        with torch.no_grad():
-            right = (model(run.inputs[share]).argmax(1) == run.targets[share]).sum().item()
-        correct, count = dist.all_reduce(torch.tensor([right, len(share)], dtype=torch.float64))
-        run.note = f"{count:.0f} of {EXAMPLES} examples counted"
-        yield correct / count
+    right = (model(run.inputs[share]).argmax(1) == run.targets[share]).sum().item()
+    correct, count = dist.all_reduce(torch.tensor([right, len(share)], dtype=torch.float64))
+    run.note = f"{count:.0f} of {EXAMPLES} examples counted"
+    return correct / count
 
 
-def evaluation(run: Run) -> Iterator[torch.Tensor]:
+def evaluation(run: Run) -> torch.Tensor:
     """Each example is counted once (`pad=False`)."""
-    return accuracies(run, pad=False)
+    return evaluate(run, pad=False)
 
 
 # ------------------------------------------------------------------------------------------------------ the wrong ways
 
 
-def no_set_epoch(run: Run) -> Models:
+def no_set_epoch(run: Run) -> nn.Module:
     """Every epoch has the same batches, and leaves out the same examples."""
-    warnings.filterwarnings("ignore", "call sampler.set_epoch")  # dist.data_sampler notices
-    yield from train(run.ddp_network(), run.shares(set_epoch=False))  # wrong: no sampler.set_epoch(epoch)
+    model = train(run.ddp_network(), run.shares(set_epoch=False))  # wrong: no sampler.set_epoch(epoch)
     run.note = f"{(dist.all_reduce(run.seen) == 0).sum()} of {EXAMPLES} examples never seen"
+    return model
 
 
-def mean_of_means(run: Run) -> Models:
+def uneven_mean_of_means(run: Run) -> nn.Module:
     """In an uneven last batch, examples of a smaller share weigh more."""
     return train(run.ddp_network(), run.shares(uneven=True))  # wrong: averages the means of 6 and of 5 examples
 
 
-def batchnorm_of_the_share(run: Run) -> Models:
+def batchnorm_of_each_share(run: Run) -> nn.Module:
     """DDP's default: each process normalises by the mean and variance of its own share."""
     return train(run.ddp_network(nn.BatchNorm1d), run.shares())  # wrong: BatchNorm sees its share only
 
 
-def lr_scaled(run: Run) -> Models:
+def lr_times_processes(run: Run) -> nn.Module:
     """The same global batch has the same average gradient: there is nothing to scale."""
     return train(run.ddp_network(), run.shares(), lr=LR * dist.get_world_size())  # wrong: LR
 
 
-def loss_divided_twice(run: Run) -> Models:
+def loss_divided_twice(run: Run) -> nn.Module:
     """DDP divides by the number of processes. Doing it again is a smaller learning rate."""
 
     def loss(*batch: Any) -> torch.Tensor:
@@ -449,7 +432,7 @@ def loss_divided_twice(run: Run) -> Models:
     return train(run.ddp_network(), run.shares(), loss)
 
 
-def no_sync_last_forward(run: Run) -> Models:
+def no_sync_last_forward(run: Run) -> nn.Module:
     """The forward pass decides: no gradient is ever exchanged, and each rank trains a model of its own."""
     model = run.ddp_network()
     optimizer = sgd(model)
@@ -460,10 +443,10 @@ def no_sync_last_forward(run: Run) -> Models:
             loss = mean_loss(model, *last) / 2  # wrong: the last forward is inside, its backward outside
         loss.backward()
         update(optimizer)
-        yield model
+    return model
 
 
-def no_sync_backward_only(run: Run) -> Models:
+def no_sync_backward_only(run: Run) -> nn.Module:
     """No error, but of no use: each part exchanges its gradients."""
     model, exchanged = run.ddp_network(), []
 
@@ -481,124 +464,77 @@ def no_sync_backward_only(run: Run) -> Models:
             loss.backward()
         (mean_loss(model, *last) / 2).backward()
         update(optimizer)
-        yield model
     run.note = f"{len(exchanged)} all-reduces in {run.steps} steps"
+    return model
 
 
-def overlap_without_wait(run: Run) -> Models:
-    """The step may use a gradient before its all-reduce has ended. The size differs from run to run."""
-    model = hooked_network(run)
-    optimizer = sgd(model)
-    for inputs, targets in run.shares():
-        mean_loss(model, inputs, targets).backward()
-        works = [param.work for param in model.parameters()]
-        update(optimizer)  # wrong: before the wait
-        for work in works:
-            work.wait()
-        yield model
+def train_with_dropout(run: Run, seed: int) -> nn.Module:
+    """Each rank draws the masks of its own examples; the seed is set after the model is made."""
+    model = run.ddp_network()
+    torch.manual_seed(seed)
+    train(model, run.shares(), run.dropout_loss)
+    masks = torch.cat(dist.gather(run.mask)).unique(dim=0)
+    run.note = f"{len(masks)} different masks for {BATCH} examples"
+    return model
 
 
-def zero_own_gradient(run: Run) -> Models:
-    """Each slice is stepped with one rank's gradient: the ranks' weights are equal, but learn from one share each."""
-
-    def keep_own(gradient: torch.Tensor, gradients: torch.Tensor) -> None:  # wrong: no reduce-scatter
-        gradient.copy_(gradients.chunk(dist.get_world_size())[dist.get_rank()] * dist.get_world_size())
-
-    return train_slices(run, keep_own)
-
-
-def local_sgd_taken_for_ddp(run: Run) -> Models:
-    """No error: another algorithm than one process's. Each rank goes a few steps on its own."""
-    return train_locally(run, EVERY)
-
-
-def local_sgd_never_averaged(run: Run) -> Models:
-    """Each rank trains a model of its own, on its share of the data."""
-    return train_locally(run, run.steps + 1)  # wrong: the average never comes
-
-
-def dropout_seeded_alike(run: Run) -> Models:
+def dropout_one_seed(run: Run) -> nn.Module:
     """All ranks draw the same masks: there are fewer different ones to average over."""
-    model = run.ddp_network()
-    torch.manual_seed(1)  # wrong: the same on all ranks
-    yield from train(model, run.shares(), run.dropout_loss)
-    masks = torch.cat(dist.gather(run.mask)).unique(dim=0)
-    run.note = f"{len(masks)} different masks for {BATCH} examples"
+    return train_with_dropout(run, seed=1)  # wrong: the same on all ranks
 
 
-def dropout_seeded_by_rank(run: Run) -> Models:
+def dropout_seed_per_rank(run: Run) -> nn.Module:
     """No error: other masks than those of one process, but as many."""
-    model = run.ddp_network()
-    torch.manual_seed(1 + dist.get_rank())
-    yield from train(model, run.shares(), run.dropout_loss)
-    masks = torch.cat(dist.gather(run.mask)).unique(dim=0)
-    run.note = f"{len(masks)} different masks for {BATCH} examples"
+    return train_with_dropout(run, seed=1 + dist.get_rank())
 
 
-def tensor_parallel_without_f(run: Run) -> Models:
-    """The layers before the shared ones get only this rank's part of their gradient."""
-    return train_shares(run, None)  # wrong: no all-reduce in the backward pass
-
-
-def pipeline_losses_summed(run: Run) -> Models:
-    """Each micro-batch's loss is a mean: the sum of four is a learning rate that is four times as large."""
-    return pipeline(run, scale_grads=False)  # wrong: torch's default is True
-
-
-def padded_evaluation(run: Run) -> Iterator[torch.Tensor]:
+def evaluation_padded(run: Run) -> torch.Tensor:
     """torch's DistributedSampler repeats examples until all shares are equal, and they are counted again."""
-    return accuracies(run, pad=True)  # wrong: torch's default
+    return evaluate(run, pad=True)  # wrong: torch's default
 
 
 # -------------------------------------------------------------------------------------------------------- all of them
 
 
 class Way(NamedTuple):
-    name: str
-    function: Callable[[Run], Iterator]
+    function: Callable[[Run], nn.Module | torch.Tensor]  # the model after all steps, or an accuracy
     must_be_equal: bool
-    against: Callable[[Run], Iterator] = one_process
+    against: Callable[[Run], nn.Module | torch.Tensor] = one_process
     limit: float = 1  # times the usual one
+
+    @property
+    def name(self) -> str:
+        return self.function.__name__
 
     @property
     def sentence(self) -> str:
         return " ".join(self.function.__doc__.split())
 
-    @property
-    def is_accuracy(self) -> bool:
-        return self.against == one_process_accuracy
-
 
 WAYS = [
-    Way("DDP", ddp, True),
-    Way("DDP by hand", ddp_by_hand, True),
-    Way("overlap by hand", overlap, True),
-    Way("ZeRO-1", zero, True),
+    Way(ddp, True),
+    Way(ddp_by_hand, True),
+    Way(overlap_by_hand, True),
+    Way(zero_1, True),
     # The weights themselves are averaged, so each step rounds them once more, and they are larger than the gradients.
-    Way("local SGD, each step", local_sgd_each_step, True, limit=10),
-    Way("local SGD, many models", local_sgd, True, one_process_many_models, limit=10),
-    Way("gradient accumulation", accumulation, True),
-    Way("FSDP", fsdp_fully_shard, True),
-    Way("tensor parallel", tensor_parallel, True, one_process_deep),
-    Way("pipeline", pipeline, True, one_process_micro_batches),
-    Way("uneven shares, weighted", weighted_by_examples, True, one_process_uneven),
-    Way("BatchNorm, global batch", batchnorm_global, True, one_process_batchnorm),
-    Way("dropout by example", dropout_by_example, True, one_process_dropout),
-    Way("evaluation, exact", evaluation, True, one_process_accuracy),
-    Way("uneven shares, mean of means", mean_of_means, False, one_process_uneven),
-    Way("BatchNorm, each its share", batchnorm_of_the_share, False, one_process_batchnorm),
-    Way("learning rate x processes", lr_scaled, False),
-    Way("loss divided twice", loss_divided_twice, False),
-    Way("tensor parallel without f", tensor_parallel_without_f, False, one_process_deep),
-    Way("pipeline, losses summed", pipeline_losses_summed, False, one_process_micro_batches),
-    Way("no set_epoch", no_set_epoch, False),
-    Way("no_sync around last forward", no_sync_last_forward, False),
-    Way("no_sync around backward only", no_sync_backward_only, False),
-    Way("overlap, no wait", overlap_without_wait, False),
-    Way("ZeRO-1, own gradient", zero_own_gradient, False),
-    Way("local SGD, taken for DDP", local_sgd_taken_for_ddp, False),
-    Way("local SGD, no average", local_sgd_never_averaged, False),
-    Way("dropout, one seed for all", dropout_seeded_alike, False, one_process_dropout),
-    Way("dropout, a seed per rank", dropout_seeded_by_rank, False, one_process_dropout),
-    Way("evaluation, padded", padded_evaluation, False, one_process_accuracy),
+    Way(local_sgd_each_step, True, limit=10),
+    Way(local_sgd, True, one_process_many_models, limit=10),
+    Way(accumulation, True),
+    Way(fsdp, True),
+    Way(tensor_parallel, True, one_process_deep),
+    Way(pipeline, True, one_process_micro_batches),
+    Way(uneven_weighted, True, one_process_uneven),
+    Way(batchnorm_global, True, one_process_batchnorm),
+    Way(dropout_by_example, True, one_process_dropout),
+    Way(evaluation, True, one_process_accuracy),
+    Way(uneven_mean_of_means, False, one_process_uneven),
+    Way(batchnorm_of_each_share, False, one_process_batchnorm),
+    Way(lr_times_processes, False),
+    Way(loss_divided_twice, False),
+    Way(no_set_epoch, False),
+    Way(no_sync_last_forward, False),
+    Way(no_sync_backward_only, False),
+    Way(dropout_one_seed, False, one_process_dropout),
+    Way(dropout_seed_per_rank, False, one_process_dropout),
+    Way(evaluation_padded, False, one_process_accuracy),
 ]

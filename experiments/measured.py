@@ -1,16 +1,10 @@
-"""What the experiments share: the store of measured points, the machine, the line that the scripts print, tables.
+"""What the experiments share: starting a program, its epoch lines, the machine's name, tables, result files.
 
-A point is what was asked (which script, how many processes) and the figures that were measured: a line of a CSV file in
-experiments/results/.  Neither torch nor (before `new_picture`) matplotlib is imported: benchmark.py must stay a small
-process.
+A result file, experiments/results/NAME.md, has one line that says how it was measured, and one table.  It is written
+only with --save.  tools/build.py copies it to the page with the marker `result: NAME`.
 """
 
-import contextlib
-import csv
 import datetime
-import functools
-import io
-import json
 import os
 import platform
 import re
@@ -18,222 +12,123 @@ import shlex
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "experiments" / "results"
-FIRST_STEP = "first optimizer step"  # the line of baselines/timed.py
-NOT_PASSED_ON = r"(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|NPROC|MASTER_ADDR|MASTER_PORT|DIST_.*|OMP_NUM_THREADS"
-NOT_PASSED_ON += r"|MALLOC_.*|GLIBC_TUNABLES)"  # the allocator is part of what is measured
+NOT_PASSED_ON = re.compile(  # they would change what is measured
+    r"RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|NPROC|MASTER_ADDR|MASTER_PORT|DIST_.*|OMP_NUM_THREADS"
+    r"|MALLOC_.*|GLIBC_TUNABLES"
+)
+EPOCH = re.compile(r"epoch \d+/\d+  loss (\S+)(?:  accuracy (\S+)% \(\d+/\d+\))?  (\d+) images/s")
+NONE = "–"  # a cell without a figure
 
 
-class Study(NamedTuple):
-    """What studies.py measures point by point."""
-
-    points: Callable[[Any], list[dict]]  # of the flags: what to measure, in this order
-    measure: Callable[[dict, Any], dict]  # of a point and the flags: its figures; RuntimeError if it can't run here
-    draw: Callable[[list[dict[str, str]]], None]  # writes the table, and perhaps a picture, of the stored points
+# -------------------------------------------------------------------------------------------------- running a program
 
 
-# --------------------------------------------------------------------------------------------------- running a script
+class Epoch(NamedTuple):
+    """A line such as `epoch 1/3  loss 0.1  accuracy 97.40% (1948/2000)  4581 images/s`."""
+
+    end: float  # seconds since the command was started; nan if that is not known
+    loss: float
+    accuracy: float  # per cent; nan if nothing was evaluated
+    images_per_s: float
+
+
+def read_epoch(line: str, end: float = float("nan")) -> Epoch | None:
+    """None if it is another line."""
+    found = EPOCH.fullmatch(line.rstrip())
+    if not found:
+        return None
+    return Epoch(end, float(found[1]), float(found[2] or "nan"), float(found[3]))
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """The user's, without what changes a measurement; `python` is this Python, and what is printed comes at once."""
-    kept = {name: value for name, value in os.environ.items() if not re.fullmatch(NOT_PASSED_ON, name)}
-    kept["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), kept.get("PATH", os.defpath)])
+    """The user's, without what would change a measurement; what is printed comes at once."""
+    kept = {name: value for name, value in os.environ.items() if not NOT_PASSED_ON.fullmatch(name)}
     kept["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [kept.get("PYTHONPATH")])])
     return kept | {"PYTHONUNBUFFERED": "1"} | variables
 
 
-def run(command: list, **variables: str) -> str:
-    """What a command prints; its errors go to the terminal, and RuntimeError says which command it was."""
-    words = [str(word) for word in command]
-    done = subprocess.run(words, cwd=ROOT, env=environment(**variables), stdout=subprocess.PIPE, text=True)
-    if done.returncode:
-        raise RuntimeError(f"exit code {done.returncode}: {shlex.join(words)}")
-    return done.stdout
+def run(command: Sequence, **variables: str) -> list[Epoch]:
+    """Run `python COMMAND` in the project's folder; returns its epochs.
 
-
-class Epoch(NamedTuple):
-    """What a script prints after an epoch; no accuracy where there is no evaluation."""
-
-    loss: float
-    correct: int | None
-    count: int | None
-    images_per_s: float
-
-    @property
-    def accuracy(self) -> float:
-        """Per cent."""
-        return 100 * self.correct / self.count
-
-
-_EPOCH = re.compile(  # horovodrun begins its lines with the rank
-    r"(?:\[0\]<stdout>:)?epoch \d+/\d+  loss (\S+)(?:  accuracy \S+ \((\d+)/(\d+)\))?  (\d+) images/s"
-)
-
-
-def read_epoch(line: str) -> Epoch | None:
-    """The figures of a line such as `epoch 1/3  loss 0.1  accuracy 97.40% (1948/2000)  4581 images/s`."""
-    found = _EPOCH.fullmatch(line)
-    if not found:
-        return None
-    loss, correct, count, images_per_s = found.groups()
-    return Epoch(float(loss), int(correct) if correct else None, int(count) if count else None, float(images_per_s))
-
-
-def epochs(printed: str) -> list[Epoch]:
-    return [epoch for epoch in map(read_epoch, printed.splitlines()) if epoch]
+    RuntimeError, with what it has printed, if it fails or prints no epoch.
+    """
+    words = [sys.executable, *map(str, command)]
+    pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    printed, found = [], []
+    started = time.monotonic()
+    with subprocess.Popen(words, cwd=ROOT, env=environment(**variables), **pipe) as process:
+        for line in process.stdout:
+            printed.append(line)
+            epoch = read_epoch(line, time.monotonic() - started)
+            if epoch:
+                found.append(epoch)
+    if process.returncode or not found:
+        raise RuntimeError(f"exit code {process.returncode}: {shlex.join(words)}\n{''.join(printed)}")
+    return found
 
 
 # -------------------------------------------------------------------------------------------------------- the machine
 
-# Started by `python -c`: with torch in it, this process would be large.
-_LOOK = """
-import json, torch
-gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-before_ampere = bool(gpus) and torch.cuda.get_device_capability(0) < (8, 0)
-print(json.dumps([gpus, "fp16" if before_ampere else "bf16", torch.__version__]))
-"""
+
+def cores() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
-class Machine(NamedTuple):
-    cores: int  # that this process may use
-    gpus: list[str]  # their names
-    half: str  # the precision of mnist_amp.py: bf16 or fp16
-    torch: str  # its version
-    name: str
-
-
-@functools.cache
-def machine() -> Machine:
-    gpus, half, version = json.loads(run(["python", "-c", _LOOK]))
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    used = f"{len(gpus)} x {gpus[0]}" if gpus else f"{cores} cores of {_cpu()}"
-    name = f"{used}, {platform.system()} {platform.machine()}"
-    return Machine(cores, gpus, half, version, name)
-
-
-def _cpu() -> str:
-    """As the system calls it, with the bfloat16 instructions that make mixed precision fast."""
+def machine() -> str:
+    """The devices as the system calls them, with the bfloat16 instructions that make mixed precision fast on a CPU."""
+    gpus = torch.cuda.device_count()
+    if gpus:
+        return f"{gpus} x {torch.cuda.get_device_name(0)}"
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
-        return platform.processor() or "a CPU"
+        text = ""
     model = re.search(r"model name\s*: (.+)", text)
-    bf16 = [name for name in ("avx512_bf16", "amx_bf16") if name in text] or ["no bf16 instructions"]
-    return f"{model[1].strip() if model else 'a CPU'} ({', '.join(bf16)})"
+    name = model[1].strip() if model else platform.processor() or "a CPU"
+    bf16 = "with" if re.search("avx512_bf16|amx_bf16", text) else "without"
+    return f"{cores()} cores of {name} ({bf16} bf16 instructions)"
 
 
-def here() -> dict[str, str]:
-    """What each stored point says of where it was measured."""
-    return {"machine": machine().name, "torch": machine().torch, "date": str(datetime.date.today())}
+def conditions(command: str, runs: str) -> str:
+    """The line above a table."""
+    place = f"{machine()}, {platform.system()} {platform.machine()}, torch {torch.__version__}"
+    return f"`{command}`: {place}, {datetime.date.today()}. {runs}"
 
 
-# ---------------------------------------------------------------------------------------------------------- the store
+# ------------------------------------------------------------------------------------------------------------- tables
 
 
-def write(path: Path, content: bytes) -> None:
-    """Atomic: readers see the old file or the complete new one."""
-    fresh = path.with_name(f".{path.name}.new")
-    try:
-        fresh.write_bytes(content)
-        os.replace(fresh, path)
-    finally:
-        fresh.unlink(missing_ok=True)
-
-
-def read(path: Path) -> list[dict[str, str]]:
-    """The stored points, in the order of the file; all values as text."""
-    with contextlib.suppress(FileNotFoundError), open(path, encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(file))
-    return []
-
-
-def save(path: Path, points: list[dict]) -> None:
-    """All of them; ValueError if one has a column that the first has not."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, list(points[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(points)
-    write(path, text.getvalue().encode())
-
-
-def _is(point: dict, stored: dict[str, str]) -> bool:
-    return {name: str(value) for name, value in point.items()}.items() <= stored.items()
-
-
-def add(path: Path, point: dict, figures: dict) -> None:
-    """Store a point, in the place of what was measured of it before: what was measured stays, whatever happens next."""
-    row, points = point | figures | here(), read(path)
-    places = [place for place, stored in enumerate(points) if _is(point, stored)] or [len(points)]
-    points[places[0] : places[0] + 1] = [row]
-    save(path, points)
-
-
-def missing(path: Path, points: list[dict], again: bool = False) -> Iterator[dict]:
-    """Those of the points that are not in the file (again: all); a progress line for each."""
-    there = read(path)
-    for number, point in enumerate(points, 1):
-        if again or not any(_is(point, stored) for stored in there):
-            print(f"{path.stem}: {number} of {len(points)}: {', '.join(map(str, point.values()))}", flush=True)
-            yield point
-
-
-# -------------------------------------------------------------------------------------------------- tables, pictures
-
-
-def table(rows: list[list[str]], align: bool = False) -> str:
-    """In Markdown; the first row is the head.  align: for a terminal, too."""
+def table(rows: list[list[str]]) -> str:
+    """In Markdown, with equal widths for a terminal; the first row is the head."""
     cells = [[cell.replace("|", "\\|") for cell in row] for row in rows]
-    if align:
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        cells = [[cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in cells]
-    lines = [f"| {' | '.join(row)} |" for row in cells]
-    return "\n".join([lines[0], "|" + len(rows[0]) * "---|", *lines[1:]]) + "\n"
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = ["| " + " | ".join(map(str.ljust, row, widths)) + " |" for row in cells]
+    return "\n".join([lines[0], "|" + len(widths) * "---|", *lines[1:]]) + "\n"
 
 
-def write_table(name: str, rows: list[list[str]], points: list[dict[str, str]], after: str = "") -> None:
-    """results/NAME.md: the table; below it, `after` and where the points were measured, as far as that is known."""
-    places = sorted({f"{row['machine']}, torch {row['torch']}, {row['date']}" for row in points if row["machine"]})
-    after += f"Measured on: {'; '.join(places)}." if places else ""
-    unknown = sum(not row["machine"] for row in points)
-    if places and unknown:
-        after += f" Of {unknown} older points the machine is not known."
-    write(RESULTS / f"{name}.md", (table(rows) + (f"\n{after}\n" if after else "")).encode())
-
-
-def spread(values: list[float], form: str) -> str:
-    """The median, and if there are several values the smallest and the largest; `form` as for str.format."""
+def spread(values: Sequence[float], form: str = "{:,.0f}") -> str:
+    """The median, and the smallest and the largest value if there are several; `form` as for str.format."""
     if not values:
-        return "not measured"
+        return NONE
     median = form.format(statistics.median(values))
-    return median if len(values) == 1 else f"{median} ({form.format(min(values))} to {form.format(max(values))})"
+    if len(values) == 1:
+        return median
+    return f"{median} ({form.format(min(values))} to {form.format(max(values))})"
 
 
-def new_picture(*panels: float, size: tuple[float, float] | None = None, **options: Any) -> tuple[Any, Any]:
-    """A figure, and its axes side by side; `panels`: the relative width of each.  size: in inches."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=size or (6.4 * len(panels), 4.6), dpi=110, layout="constrained")
-    axes = figure.subplots(1, len(panels), width_ratios=panels, squeeze=False, **options)[0]
-    for axis in axes:
-        axis.grid(alpha=0.3)
-        axis.set_axisbelow(True)
-        axis.spines[["top", "right"]].set_visible(False)
-    return figure, axes
-
-
-def png(figure: Any) -> bytes:
-    content = io.BytesIO()
-    figure.savefig(content, format="png")
-    return content.getvalue()
-
-
-def set_ticks(axis: Any, ticks: tuple[float, ...]) -> None:
-    """Only these ticks, with plain numbers; `axis` is axes.xaxis or axes.yaxis."""
-    axis.set_ticks(ticks, [str(tick) for tick in ticks], minor=False)
-    axis.set_ticks([], minor=True)
+def report(name: str, line: str, rows: list[list[str]], save: bool) -> None:
+    """Print a line and a table; write them to experiments/results/NAME.md if `save`."""
+    text = f"{line}\n\n{table(rows)}"
+    print(f"\n{text}", flush=True)
+    if save:
+        (RESULTS / f"{name}.md").write_text(text, encoding="utf-8")

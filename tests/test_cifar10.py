@@ -450,7 +450,6 @@ def refused(result, *words):
     ("args", "words"),
     [
         (["--model", "resnet19"], ["--model resnet19 is unknown", "resnet18"]),
-        (["--model", "resnet18", "--width", "4"], ["--width is for resnet9 alone"]),
         (["--width", "0"], ["--width", "at least 1"]),
         (["--dataset", "mnist"], ["--dataset", "mnist", "cifar10", "synthetic"]),
         (["--epochs", "0"], ["--epochs", "at least 1"]),
@@ -490,7 +489,7 @@ def test_other_flags(run, finished):
         assert refused(result, "/step-20-score-", "was trained with other flags: type ", f"{flag} {right}"), flag
     assert refused(run(*FLAGS, "--nproc", 1, "--amp"), "type no --amp")
     result = run(*FLAGS, "--nproc", 5)
-    assert refused(result, "type --batch-size 96 and a number of processes that divides it")
+    assert refused(result, "type --batch-size 96, which the processes must share equally")
     assert refused(run(*FLAGS[:2], *FLAGS[4:], "--nproc", 1, "--model", "resnet18"), "--model resnet9", "--width 2")
 
 

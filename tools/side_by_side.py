@@ -1,7 +1,7 @@
 """Writes docs/index.html: each script beside its parents, line by line, with a note at each change.
 
 Changed lines face each other, their changed words are marked, and long equal stretches are folded.  All pairs stand in
-the page; style.css shows one of them, so that it can be read without JavaScript.  page.html, page.css and page.js are
+the page; page.css shows one of them, so that it can be read without JavaScript.  page.html, page.css and page.js are
 written into it: it needs no other file and no network.  The notes are in notes.toml.
 """
 
@@ -134,7 +134,7 @@ def compared(before: str, after: str) -> list[Part]:
 
 TOKEN = re.compile(
     r'(?P<s>[frb]*(?:"""(?:.|\n)*?"""|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\'))|(?P<c>#[^\n]*)'
-    rf"|(?P<f>(?<=def )\w+|(?<=class )\w+)|(?P<k>\b(?:{'|'.join(keyword.kwlist)})\b)|(?P<m>\b\d[\w.]*)"
+    rf"|(?P<f>(?<=def )\w+|(?<=class )\w+)|(?P<k>\b(?:{'|'.join(keyword.kwlist)})\b)"
     r"|(?P<name>(?<![\w.])\w+\.\w+)"
 )
 
@@ -178,17 +178,16 @@ source = functools.cache(Source)
 
 
 def link(name: str, modules: dict[str, str]) -> str:
-    """The tag that leads from `dist.reduce` to its function, and shows its docstring's first sentence; or ""."""
+    """The tag that leads from `dist.reduce` to its file, and shows its docstring's first sentence; or ""."""
     module, _, function = name.partition(".")
     node = source(modules[module]).definitions.get(function) if module in modules else None
     if node is None:
         return ""
-    kind = "class" if isinstance(node, ast.ClassDef) else "def"
-    return f'<a href="../{modules[module]}#:~:text={kind}%20{function}" title="{escape(first_sentence(node))}">'
+    return f'<a href="../{modules[module]}" title="{escape(first_sentence(node))}">'
 
 
 def first_sentence(node: ast.AST) -> str:
-    return re.split(r"(?<=[.?:])\s", " ".join((ast.get_docstring(node) or "").split()))[0]
+    return re.split(r"(?<=[.?])\s", " ".join((ast.get_docstring(node) or "").split()))[0]
 
 
 # --------------------------------------------------------------------------------------------------------------- notes
@@ -220,7 +219,7 @@ def problems() -> list[str]:
                 notes = notes_on(part, parent, step.script)
                 used.update(list(notes) if parent == step.parents[0] else [])
                 if not notes:
-                    line = next(j for _, j in part.rows if j is not None)
+                    line = next((j for _, j in part.rows if j is not None), 0)
                     found.append(f"no note on {step.script}, line {line + 1} (compared with {parent})")
         for line, note in all_notes().get(Path(step.script).stem, {}).items():
             if used[line] != 1:

@@ -16,7 +16,11 @@ class Step(NamedTuple):
 STEPS = [
     Step("mnist_single.py", [], "one device: the plain loop"),
     Step("mnist_dataparallel.py", ["mnist_single.py"], "`nn.DataParallel`: one process, all GPUs of a machine"),
-    Step("mnist_ddp.py", ["mnist_dataparallel.py", "mnist_single.py"], "DDP: one process per GPU, or share of the CPU"),
+    Step(
+        "mnist_ddp.py",
+        ["mnist_dataparallel.py", "mnist_single.py"],
+        "`DistributedDataParallel` (DDP): one process per device (a GPU, or a share of the CPU)",
+    ),
     Step("mnist_ddp_plain.py", ["mnist_ddp.py"], "the same in plain torch, without `distributed.py`, under torchrun"),
     Step("mnist_amp.py", ["mnist_ddp.py"], "mixed precision with `torch.amp`: 16-bit numbers where that is safe"),
     Step("mnist_apex.py", ["mnist_ddp.py"], "mixed precision with NVIDIA Apex, as older code has it"),

@@ -3,29 +3,30 @@
 The model, the flags and their defaults are those of mnist_ddp.py.  So is the recipe (SGD with momentum, OneCycleLR):
 the programs differ in how they load data and talk to each other, not in what they learn.
 
-The data come image by image, as in pytorch/examples (mnist/main.py): torchvision's data set, and a transform per image.
-With --whole-batches they come as in data.py, and the model has the layout that mnist_ddp.py gives it: then only the
-library makes a difference to mnist_ddp.py.
+The data come image by image, as in pytorch/examples (mnist/main.py): a transform for each image.  With --whole-batches
+they come as in data.py, and the model has the layout that mnist_ddp.py gives it.  Then only the library makes a
+difference to mnist_ddp.py.
 """
 
 import argparse
 
 import torch
 from PIL import Image
-from torchvision import datasets, transforms
+from torchvision import transforms
 
 import data
-from mnist_single import ConvNet
+from mnist_ddp import ConvNet
 
 
 def make_parser(description: str | None = None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--dataset", default="mnist", choices=data.DATASETS)
+    parser.add_argument("--dataset", default="mnist", choices=["mnist", "synthetic"])
     parser.add_argument("--data-dir", default="data")
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--batch-size", type=int, default=200, help="of all processes together")
     parser.add_argument("--lr", type=float, default=0.1)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--dry-run", action="store_true", help="two batches in each epoch")
     return parser
 
 
@@ -35,12 +36,12 @@ def parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
-class SyntheticDigits(datasets.VisionDataset):
-    """The digits of --dataset synthetic, one PIL image at a time, as torchvision's data sets hand out theirs."""
+class SingleImages(torch.utils.data.Dataset):
+    """As torchvision's MNIST: each image is a PIL image, which ToTensor and Normalize transform, one by one."""
 
-    def __init__(self, images: data.Images, transform: transforms.Compose) -> None:
-        super().__init__(transform=transform)
+    def __init__(self, images: data.Images) -> None:
         self.images, self.labels = images.images[:, 0].numpy(), images.labels.tolist()
+        self.transform = transforms.Compose([transforms.ToTensor(), transforms.Normalize(images.mean, images.std)])
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -69,30 +70,17 @@ def whole(batch: tuple) -> tuple:
 
 def load(args: argparse.Namespace) -> tuple[torch.utils.data.Dataset, torch.utils.data.Dataset, dict]:
     """The train set, the test set, and what a DataLoader of them needs beside its usual arguments."""
+    limit = 2 * args.batch_size if args.dry_run else None
+    train_set, test_set = data.load(args.dataset, args.data_dir, limit)
     if args.whole_batches:
-        return *map(WholeBatches, data.load(args.dataset, args.data_dir)), {"collate_fn": whole}
-    return *_image_by_image(args), {}
-
-
-def _image_by_image(args: argparse.Namespace) -> tuple[torch.utils.data.Dataset, torch.utils.data.Dataset]:
-    """Each image is a PIL image that ToTensor and Normalize transform, one by one."""
-
-    def transform(mean: tuple, std: tuple) -> transforms.Compose:
-        return transforms.Compose([transforms.ToTensor(), transforms.Normalize(mean, std)])
-
-    if args.dataset == "synthetic":
-        return tuple(SyntheticDigits(part, transform(part.mean, part.std)) for part in data.load("synthetic", ""))
-    if args.dataset == "cifar10":
-        source, used = datasets.CIFAR10, transform((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
-    else:
-        source, used = datasets.MNIST, transform((0.1307,), (0.3081,))
-    return tuple(source(args.data_dir, train=train, transform=used) for train in (True, False))
+        return WholeBatches(train_set), WholeBatches(test_set), {"collate_fn": whole}
+    return SingleImages(train_set), SingleImages(test_set), {}
 
 
 def make_model(args: argparse.Namespace) -> ConvNet:
     """The scripts' model, with the same initial weights."""
     torch.manual_seed(args.seed)
-    model = ConvNet(3, 32) if args.dataset == "cifar10" else ConvNet(1, 28)
+    model = ConvNet(1, 28)
     return model.to(memory_format=torch.channels_last) if args.whole_batches else model
 
 

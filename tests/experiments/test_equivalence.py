@@ -1,123 +1,93 @@
-"""equivalence.py: right ways are equal, wrong ones are not, and the exit code says so."""
+"""equivalence.py: a right way is equal to one process, a wrong one is visibly not; the exit code says so."""
 
-import json
 import re
 
 import pytest
-from PIL import Image
-from world import forker
+from world import forker, launched, run
 
-import distributed as dist
 from experiments import equivalence
 from experiments.equivalence_ways import WAYS
 
-NO_ERROR = ["no_sync around backward only", "dropout, a seed per rank"]
-MISTAKES = [way.name for way in WAYS if not way.must_be_equal and way.name not in NO_ERROR]
+STEPS = 6  # in the sixth a new epoch has begun
+NO_ERROR = ["no_sync_backward_only", "dropout_seed_per_rank"]
 RIGHT = [way for way in WAYS if way.must_be_equal]
+WRONG = [way.name for way in WAYS if not way.must_be_equal and way.name not in NO_ERROR]
 
 
-def check(rows, nproc, steps):
-    """rows: {dtype: {name: (distances, note)}}, after at least 6 steps: in the sixth a new epoch has begun."""
-    for dtype, limit in ("fp32", 1e-6), ("fp64", 1e-12):
-        distances = {name: row[0] for name, row in rows[dtype].items()}
-        notes = {name: row[1] for name, row in rows[dtype].items()}
-        assert {len(row) for row in distances.values()} == {steps}
-        for way in RIGHT:
-            assert max(distances[way.name]) <= way.limit * limit, (way.name, dtype)
-        for name in MISTAKES:
-            assert max(distances[name]) > 1e-3, (name, dtype)
-        assert max(distances["no_sync around backward only"]) <= limit
-        assert distances["evaluation, exact"] == [0] * steps
-        # In the first step one is the gradient times n - 1 away, the other times 1 - 1 / n.
-        ratio = distances["learning rate x processes"][0] / distances["loss divided twice"][0]
-        assert ratio == pytest.approx(nproc, rel=1e-3)
-        assert notes["no_sync around backward only"] == f"{2 * steps} all-reduces in {steps} steps"
-        assert notes["dropout, one seed for all"] == f"{48 // nproc} different masks for 48 examples"
-        assert notes["dropout, a seed per rank"] == "48 different masks for 48 examples"
-        assert notes["no set_epoch"] == "11 of 203 examples never seen"
-        assert notes["evaluation, exact"] == "203 of 203 examples counted"
-        assert notes["evaluation, padded"] == "204 of 203 examples counted"
+def measure(ways, steps):
+    return {way.name: equivalence.measure(way, steps) for way in ways}
 
 
-@pytest.mark.slow
-def test_right_ways_are_equal_and_wrong_ones_are_not():
-    rows = dist.launch(equivalence.measure, [way.name for way in WAYS], 6, "gloo", nproc=2)
-    assert list(rows["fp32"]) == [way.name for way in WAYS]
-    check(rows, 2, 6)
+def measure_all(rank, world_size):
+    return measure(WAYS, STEPS)
 
 
-def program(folder, *args, **options):
-    return forker().run("-m", "experiments.equivalence", "--output", folder, *args, **options)
+@pytest.fixture(scope="module")
+def three():
+    return run(measure, 3, WAYS, STEPS)[0]
 
 
-FAST = ("--nproc", "2", "--steps", "5", "--ways", "ddp_by_hand", "lr_scaled")
+@pytest.mark.parametrize("way", RIGHT, ids=lambda way: way.name)
+def test_a_right_way_is_equal(way, three):
+    for dtype, distance in three[way.name].distances.items():
+        assert distance <= equivalence.limit_of(way, dtype, STEPS) == way.limit * equivalence.LIMITS[dtype]
 
 
-@pytest.mark.slow
-def test_what_is_printed_and_written(tmp_path):
-    done = program(tmp_path / "a" / "b", *FAST)
-    assert done.code == 0, done.err
-    written = (tmp_path / "a" / "b" / "equivalence.md").read_text()
-    assert done.out.endswith(f"{written}\nall ways that must be equal are equal\n")
-    right, wrong = (line.split("|") for line in written.splitlines() if line.startswith(("| DDP by", "| learning")))
-    assert float(right[2]) <= 1e-6 and float(right[3]) <= 1e-12 and float(wrong[2]) > 1e-2
-    results = json.loads((tmp_path / "a" / "b" / "equivalence.json").read_text())
-    assert len(results["fp64"]["2"]["DDP by hand"][0]) == 5
-    with Image.open(tmp_path / "a" / "b" / "equivalence.png") as picture:
-        assert picture.size[0] > 1000
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_way_is_not(name, three):
+    visible = 1e-4 if name == "evaluation_padded" else 1e-3  # one example more, of 203
+    assert min(three[name].distances.values()) > visible
+
+
+def test_what_was_counted(three):
+    assert three["no_sync_backward_only"].note == f"{2 * STEPS} all-reduces in {STEPS} steps"
+    assert three["no_sync_backward_only"].distances["fp64"] <= 1e-12
+    assert three["dropout_one_seed"].note == "16 different masks for 48 examples"
+    assert three["dropout_seed_per_rank"].note == "48 different masks for 48 examples"
+    assert three["no_set_epoch"].note == "11 of 203 examples never seen"
+    assert three["evaluation"].note == "203 of 203 examples counted"
+    assert three["evaluation_padded"].note == "204 of 203 examples counted"
+
+
+def test_the_first_step_in_closed_form():
+    """With n times the learning rate it is n - 1 steps too long, with the loss divided twice 1 - 1 / n too short."""
+    ways = [way for way in WAYS if way.name in ("lr_times_processes", "loss_divided_twice")]
+    long, short = (result.distances["fp64"] for result in run(measure, 3, ways, 1)[0].values())
+    assert long / short == pytest.approx(3, rel=1e-9)
+
+
+def test_one_process_hides_mistakes():
+    one = launched(measure_all, 1)
+    assert [name for name in WRONG if one[name].distances["fp64"] > 1e-12] == ["no_set_epoch"]
+    assert not any(equivalence.is_wrong(way, one[way.name], STEPS) for way in RIGHT)
+
+
+def test_limits():
+    ddp = RIGHT[0]
+    for distance, steps, wrong in ((9e-7, 10, False), (2e-6, 10, True), (9e-6, 1000, False), (float("nan"), 10, True)):
+        assert equivalence.is_wrong(ddp, equivalence.Result({"fp32": distance}, ""), steps) is wrong
+    assert not equivalence.is_wrong(ddp, equivalence.Result({}, "needs torch 2.9"), 10)
 
 
 BREAK = """
 import distributed
 right = distributed.all_reduce
-distributed.all_reduce = lambda tensor, op="sum": MISTAKE if op == "mean" else right(tensor, op)
+distributed.all_reduce = lambda tensor, op="sum": right(tensor, "sum" if op == "mean" else op)
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("mistake", "size"), [('right(tensor, "sum")', r"0\.\d+"), ("tensor * float('nan')", "nan")])
-def test_a_broken_way_is_found(tmp_path, mistake, size):
-    """DDP by hand without the division, and with gradients that are NaN."""
-    done = program(tmp_path, *FAST, before=BREAK.replace("MISTAKE", mistake))
-    assert done.code == 1
-    for dtype, limit in ("fp32", "1e-6"), ("fp64", "1e-12"):
-        assert re.search(
-            f"^not equal: DDP by hand, {dtype}, 2 processes: {size}, but the limit is {limit}$", done.out, re.M
-        )
-    assert "all ways that must be equal are equal" not in done.out
+@pytest.mark.parametrize(("before", "code", "word"), [("", 0, "equal"), (BREAK, 1, "NOT EQUAL")])
+def test_the_program(before, code, word):
+    """A line for each way, no warnings, no file written; exit code 1 with DDP by hand that forgets to divide."""
+    files = {path: path.read_text() for path in equivalence.measured.RESULTS.iterdir()}
+    done = forker().run("-m", "experiments.equivalence", "ddp_by_hand", "no_set_epoch", "--steps", 5, before=before)
+    assert (done.code, done.err) == (code, "")
+    assert {path: path.read_text() for path in equivalence.measured.RESULTS.iterdir()} == files
+    assert re.search(rf"^ddp_by_hand +fp32 \S+ +fp64 \S+ +{word}", done.out, re.M)
+    assert re.search(r"^no_set_epoch .* never seen\.$", done.out, re.M)
 
 
-TORCHRUNS = dict.fromkeys(("RANK", "LOCAL_RANK"), "0") | {"WORLD_SIZE": "5", "LOCAL_WORLD_SIZE": "5"}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("args", "environment", "message"),
-    [
-        (["--nproc", "5"], {}, "--nproc: invalid choice: 5 (choose from"),
-        (["--steps", "0"], {}, "--steps must be at least 1"),
-        (["--backend", "nccl"], {}, "backend nccl needs a visible CUDA GPU"),
-        (["--output", "/dev/null/x"], {}, "--output /dev/null/x: Not a directory"),
-        ([], TORCHRUNS, "5 processes can't share a batch of 48: start one of [1, 2, 3, 4, 6, 8]"),
-        (["--nproc", "2"], TORCHRUNS, "a launcher has started 5 process(es): leave out --nproc"),
-    ],
-)
-def test_what_cant_run_is_one_line(tmp_path, args, environment, message):
-    done = program(tmp_path, *args, **environment)
-    assert done.code == 2 and message in done.err and done.out == ""
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_an_old_torch_has_a_row_that_says_so():
-    skipped = {"fp32": {2: {"FSDP": equivalence.Row([], "needs torch 2.9")}}}
-    fsdp = [way for way in WAYS if way.name == "FSDP"]
-    assert equivalence.table(skipped, fsdp, ["fp32"]).splitlines()[2] == "| FSDP | needs torch 2.9 |"
-    assert equivalence.too_far(skipped) == []
-
-
-def test_more_steps_may_be_further_away():
-    row = equivalence.Row([0.0] * 999 + [9e-6], "")
-    assert equivalence.too_far({"fp32": {2: {"DDP": row}}}) == []
-    assert equivalence.too_far({"fp32": {2: {"DDP": row._replace(distances=row.distances[-100:])}}}) == [
-        "not equal: DDP, fp32, 2 processes: 9e-6, but the limit is 1e-6"
-    ]
+@pytest.mark.parametrize("args", [["nope"], ["--steps", "0"], ["--nproc", "5"], ["--save", "ddp"]])
+def test_what_cant_run_is_one_line(args):
+    done = forker().run("-m", "experiments.equivalence", *args)
+    assert (done.code, done.out) == (2, "") and "error: " in done.err.splitlines()[-1]

@@ -1,0 +1,113 @@
+"""What the other experiments make of made-up figures, by closed forms; and each of them once, with a few batches."""
+
+import math
+
+import pytest
+import torch
+from world import forker, shell
+
+import distributed as dist
+from experiments import batch_size, benchmark, measured, slow_link, step_parts, variants
+from experiments.baselines import common
+from experiments.measured import Epoch
+
+
+def epochs(*speeds, accuracy=math.inf):
+    return [Epoch(10.0 * number, 0.1, accuracy, speed) for number, speed in enumerate(speeds, 1)]
+
+
+def test_the_lines_of_the_scripts_and_of_the_peers_are_read():
+    line = common.epoch_line(1, 3, 0.25, 1990, 2000, 1234.4)
+    assert measured.read_epoch(line, 2.5) == Epoch(2.5, 0.25, 99.5, 1234)
+    assert math.isnan(measured.read_epoch("epoch 2/3  loss 0.1250  99 images/s\n").accuracy)
+    assert measured.read_epoch("done in 6.1 s") is None
+
+
+def test_a_failure_shows_what_was_printed():
+    with pytest.raises(RuntimeError, match=r"exit code 3: .*\n.*the reason"):
+        measured.run(["-c", "import sys; print('the reason', file=sys.stderr); sys.exit(3)"])
+
+
+def test_the_table_of_speeds():
+    """The median without a run's first epoch; one line for both ways of a peer to load; shares are those of medians."""
+    assert benchmark.speed(epochs(1, 10, 40, 20)) == 20 and benchmark.speed(epochs(7)) == 7
+    ddp, limit = benchmark.script("mnist_ddp.py", "mnist_ddp.py"), benchmark.script(benchmark.BARRIER, "limit")
+    peers = [benchmark.peer("plain_ddp", loads) for loads in (benchmark.SINGLE, benchmark.WHOLE)]
+    speeds = [[800, 700, 900], [100], [790, 810], [1000, 990, 4000]]
+    _, *rows = benchmark.speed_rows([ddp, *peers, limit], speeds)
+    assert [row[0] for row in rows] == ["mnist_ddp.py", "plain DDP loop", benchmark.BARRIER]
+    assert rows[0][2:] == ["–", "800 (700 to 900)", "80%"]
+    assert rows[1][2:] == ["100", "800 (790 to 810)", "80%"]
+    assert rows[2][2:] == ["–", "1,000 (990 to 4,000)", "100%"]
+
+
+def test_the_time_to_99_percent_is_that_of_the_first_epoch_that_has_it():
+    runs = [epochs(1, 1, accuracy=99.0), epochs(1, 1, accuracy=98.9)]
+    runs.append([epochs(1, accuracy=98)[0], epochs(1, 1, accuracy=99.5)[1]])
+    assert benchmark.accuracy_rows([benchmark.one_process()], [runs])[1][2] == "20.0 (10.0 to never)"
+
+
+def test_the_programs_take_turns(monkeypatch, capsys):
+    started = []
+    monkeypatch.setattr(measured, "run", lambda command, **variables: started.append(command) or epochs(1))
+    a, b = (benchmark.one_process()._replace(command=[name]) for name in "ab")
+    assert benchmark.run_in_turns([a, b], 2, ["-x"]) == [[epochs(1)] * 2] * 2
+    assert started == [[name, "-x", "--seed", seed] for seed in (0, 1) for name in "ab"]
+    assert len(capsys.readouterr().out.splitlines()) == 4  # of progress
+
+
+def test_the_parts_of_a_step():
+    rows = step_parts.rows({"nothing": [3.0, 1.0, 2.0], "a barrier": [5.0]})
+    assert rows[1:] == [["nothing", "2.0 (1.0 to 3.0)", ""], ["a barrier", "5.0", "+3.0"]]
+    times = dist.launch(step_parts.worker, 2, 1, nproc=2)
+    assert list(times) == list(step_parts.WAYS) and {len(values) for values in times.values()} == {2}
+
+
+@pytest.mark.parametrize(("ranks", "factor"), [(1, 0), (2, 1), (3, 4 / 3)])
+def test_the_formula_of_a_step(ranks, factor):
+    """A fast network hides all buckets but the last; on a slow one each byte costs time."""
+    sent = 100 * factor / 1e3  # seconds for one bucket
+    assert slow_link.step_time(2.0, [100.0], ranks, 1e3) == pytest.approx(2 + sent)
+    assert slow_link.step_time(2.0, [100.0] * 4, ranks, 1e3) == pytest.approx(2 + sent)
+    slow = 0.01 * (1 / 3 + 2 / 3 / 4) + 4 * sent
+    assert slow_link.step_time(0.01, [100.0] * 4, ranks, 1e3) == pytest.approx(slow if ranks > 1 else 0.01)
+
+
+def test_each_point_is_measured_once():
+    points = batch_size.all_points()
+    assert len(points) == len(set(points)) == (4 * 4 - 2) + (2 * 4 - 2)  # equal rules; (200, 0.1) on one process
+    assert batch_size.point_of("linear", 200) == batch_size.Point(1, 200, 0.1)
+    found = {point: [point.lr] for point in points}
+    assert batch_size.rule_rows(found)[2] == ["200", "900", "0.03", "0.05", "0.10", "0.10"]
+    assert batch_size.process_rows(found)[4] == ["8", "0.10", "0.10", "1600"]
+
+
+def test_shared_memory_counts_once():
+    flat = torch.zeros(10)
+    assert variants.bytes_of([flat[:4], flat[4:], None, torch.zeros(3, dtype=torch.int64)]) == 40 + 24
+
+
+@pytest.mark.slow
+def test_bytes_of_each_variant():
+    """ZeRO-1 shares out the optimizer's state (its slice has a gradient, too), FSDP everything."""
+    done = forker().run("-m", "experiments.variants", "--dry-run", "mnist_ddp", "mnist_zero", "mnist_fsdp", timeout=100)
+    assert done.code == 0, done.err
+    rows = [line.split("|") for line in done.out.splitlines() if line.startswith("| `")]
+    held = [[int(cell.replace(",", "")) / (4 * 29_034) for cell in row[4:7]] for row in rows]
+    assert held == [[1, 1, 1], [1, 1.5, 0.5], [0.5, 0.5, 0.5]]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(("name", "row"), [("benchmark", "mnist_ddp.py"), ("slow_link", "mlp")])
+def test_a_dry_run(name, row):
+    done = shell("-m", f"experiments.{name}", "--dry-run", timeout=390)
+    if done.code == 2:  # no root, or no ip
+        pytest.skip(done.err.splitlines()[-1])
+    assert done.code == 0 and f"\n| {row}" in done.out, done.err
+
+
+@pytest.mark.slow
+def test_a_point_without_warm_up(tmp_path):
+    args = type("Args", (), {"dry_run": True, "data_dir": tmp_path})
+    assert 0 <= batch_size.measure(batch_size.point_of("linear, no warm-up", 200), 0, args) <= 100
