@@ -1,4 +1,4 @@
-"""Accuracy on MNIST by global batch, learning rate and number of processes: the tables of docs/batch_size.md.
+"""Accuracy on MNIST by global batch, learning rate and number of processes: the tables of docs/scaling.md.
 
     python -m experiments.batch_size                  # prints two tables: an hour on two quiet cores
     python -m experiments.batch_size --seeds 1        # a third of that

@@ -309,3 +309,32 @@ def test_two_machines_under_torchrun(two_machines, tmp_path):
         sides.append(start(command, tmp_path, GLOO_SOCKET_IFNAME=cable))
     outs = [side.communicate(timeout=100)[0] for side in sides]
     assert [side.returncode for side in sides] == [0, 0] and says(4) in outs[0] and "rank 0" not in outs[1], outs
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_batch_script_of_launching_md_saves_at_sigterm_and_puts_the_job_back(tmp_path):
+    """On one node, with two tasks and synthetic digits."""
+    _, slurm = srun_command()  # skips where no SLURM serves this machine
+    script = re.search(r"```bash\n(#!.*?)```", (ROOT / "docs/launching.md").read_text(encoding="utf-8"), re.DOTALL)[1]
+    assert "cifar10_ddp.py --amp ||" in script
+    small = f"{ROOT}/cifar10_ddp.py --dataset synthetic --width 2 --batch-size 64 --epochs 1000"
+    (tmp_path / "train.sbatch").write_text(script.replace("cifar10_ddp.py --amp ||", f"{small} ||"))
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    (tmp_path / ".venv/bin/activate").write_text(f"PATH={os.path.dirname(sys.executable)}:$PATH\n")
+    env = {name: value for name, value in (os.environ | slurm).items() if not name.startswith("OMP_")}
+
+    def slurms(*command):
+        return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=30).stdout.strip()
+
+    options = "--nodes=1 --gpus-per-node=0 --ntasks-per-node=2 --cpus-per-task=1 --overcommit --output=log --parsable"
+    job = slurms("sbatch", *options.split(), "train.sbatch")
+    log = tmp_path / "log"
+    try:
+        wait_for(lambda: log.exists() and "epoch 1, batch 0" in log.read_text(), 120)
+        wait_for(lambda: not slurms("scancel", "--signal=TERM", job) and "SIGTERM: saved at" in log.read_text(), 60)
+        wait_for(lambda: slurms("squeue", "-h", "-o", "%t", "-j", job) == "PD", 60)  # waits to be started again
+    finally:
+        slurms("scancel", job)
+    assert "distributed: 2 processes, gloo, cpu" in log.read_text()
+    assert list(tmp_path.glob("runs/cifar10/step-*.pt"))
