@@ -2,7 +2,6 @@
 
 import itertools
 
-
 HINT = """
 All ranks must draw the same order: a generator of its own, torch.Generator().manual_seed(epoch), does not depend on
 what this rank has drawn before.  Then deal the order out like cards: a slice with a start and a step.
