@@ -158,6 +158,13 @@ def test_it_computes_what_ddp_computes(ddp, tmp_path, n, name, flags, has_batchn
         assert held == [reference[2]] * n
 
 
+@pytest.mark.skipif(torch.__version__ < (2, 9), reason="mnist_fsdp.py refuses this torch")
+def test_bfloat16_computes_almost_what_float32_computes(ddp, tmp_path):
+    rough = outcome(3, "variants.mnist_fsdp", {"param_dtype": "bfloat16"}, True, torch.float32, tmp_path)[0][1]
+    exact, rough = (losses_and_counts(text)[0][0] for text in (ddp(3, True, torch.float32)[1], rough))
+    assert rough == pytest.approx(exact, rel=0.05) and rough != exact
+
+
 # ----------------------------------------------------------------------------------------------- what each one adds
 
 
@@ -300,15 +307,6 @@ def test_a_dry_run(name):
     held = re.findall(r"rank (\d) holds (\d+) bytes of parameters \(DDP: 116136\), (\d+) of optimizer state", done.out)
     assert [rank for rank, *_ in held] == (["0", "1"] if name == "mnist_fsdp" else [])
     assert not held or sum(int(bytes_) for _, bytes_, _ in held) == sum(int(state) for *_, state in held) == 116136
-
-
-@pytest.mark.skipif(torch.__version__ < (2, 9), reason="mnist_fsdp.py refuses this torch")
-def test_bfloat16_computes_almost_what_float32_computes():
-    dry = ("--dry-run", "--batch-size", 50, "--param-dtype")
-    (exact, *_), (rough, *_) = (
-        losses_and_counts(program("mnist_fsdp", *dry, d).out)[0] for d in ("float32", "bfloat16")
-    )
-    assert rough == pytest.approx(exact, rel=0.05) and rough != exact
 
 
 def torch_is(version):

@@ -53,7 +53,7 @@ def run(function, folder):
         common.wait_for_the_others(folder, f"step{step}")
         if rank == late:
             time.sleep(0.2)
-        function(state_of(step, rank, size=1_000_000), str(path))
+        function(state_of(step, rank, size=100_000), str(path))
         seen.append(read(path))
         common.wait_for_the_others(folder, f"saved{step}")
         seen.append(read(path))
