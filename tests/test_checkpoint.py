@@ -327,21 +327,22 @@ def test_what_does_not_fit_is_one_error_on_all_ranks(tmp_path, n):
         assert name.startswith(f"CheckpointError: {tmp_path}/step-1.pt doesn't fit this net (")
 
 
-def other_folders(folder, step):
+def other_folders(folder, is_stale):
     """Rank 1 has another folder, with a checkpoint of its own: of the same name, but of another run."""
     if dist.get_rank() == 1:
         folder = folder / "other"
         folder.mkdir()
-        if step:
-            state = {"step": step, "config": {}, "parts": {}, "random": []}
-            checkpoint.write(folder / f"step-{step}.pt", state)
+        if is_stale:
+            random = [{"cpu": torch.get_rng_state()} for _ in range(3)]
+            state = {"step": 1, "config": {}, "parts": {"model": linear(5.0).state_dict()}, "random": random}
+            checkpoint.write(folder / "step-1.pt", state)
     save(folder, 1)
     return restored(folder)
 
 
-@pytest.mark.parametrize("step", [None, 1])
-def test_a_rank_that_sees_another_folder(tmp_path, step):
-    (error,) = set(run(other_folders, 3, tmp_path, step))
+@pytest.mark.parametrize("is_stale", [False, True])
+def test_a_rank_that_sees_another_folder(tmp_path, is_stale):
+    (error,) = set(run(other_folders, 3, tmp_path, is_stale))
     assert error == (
         f"CheckpointError: rank 1 doesn't see rank 0's {tmp_path}/step-1.pt: "
         "put the run's folder where all machines see it"

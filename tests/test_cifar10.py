@@ -11,6 +11,7 @@ import re
 import shutil
 import signal
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -103,6 +104,13 @@ def same_end(one, other):
     return True
 
 
+def scalars(folder, tag):
+    """What TensorBoard shows."""
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    events.Reload()
+    return [(event.step, event.value) for event in events.Scalars(tag)]
+
+
 # --------------------------------------------------------------------------------------------- what a run computes
 
 
@@ -116,12 +124,9 @@ def test_folder(reference):
     assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
     logged = [line.split("  ", 1)[1] for line in (folder / "log.txt").read_text().splitlines()]
     assert logged == result.out.splitlines()[1:]  # the first is the helper's
-    events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
-    events.Reload()
-    for row in table:
-        for name in row.keys() - {"epoch"}:
-            shown = {event.step: event.value for event in events.Scalars(name.replace("_", "/", 1))}
-            assert shown[row["epoch"]] == pytest.approx(row[name], rel=1e-6)
+    for name in table[0].keys() - {"epoch"}:
+        values = [(row["epoch"], pytest.approx(row[name], rel=1e-6)) for row in table]
+        assert scalars(folder, name.replace("_", "/", 1)) == values
     line = f"test {table[1]['test_top1']:.2%}  top-3 {table[1]['test_top3']:.2%}  top-5 {table[1]['test_top5']:.2%}"
     assert f"epoch 2/2  loss {table[1]['training_loss']:.4f}  " in result.out and line in result.out
     random_states = [state["cpu"] for state in last(folder)["random"]]
@@ -144,7 +149,9 @@ def test_every_example_is_evaluated_once(run, folder):
         order = logits.argsort(dim=1, descending=True)
         for k in 1, 3, 5:
             right = (order[:, :k] == images.labels.view(-1, 1)).sum().item()
-            assert row[f"{name}_top{k}"] * count == pytest.approx(right, abs=1.01)  # another rounding may tip one
+            ours = row[f"{name}_top{k}"] * count
+            assert ours == pytest.approx(round(ours), abs=1e-9)  # of just so many examples
+            assert ours == pytest.approx(right, abs=1.01)  # another rounding may tip one
         assert row[f"{name}_loss"] == pytest.approx(F.cross_entropy(logits, images.labels).item(), rel=1e-4)
 
 
@@ -158,6 +165,28 @@ def small_data(train, test):
         return names["load"]()
     finally:
         del os.environ["TRAIN"], os.environ["TEST"]
+
+
+@pytest.mark.parametrize(("asked", "weight", "batches"), [(False, 1.0, 3), (True, 1.0, 1), (False, math.nan, 3)])
+def test_an_evaluation_ends_early_once_told_and_its_loss_is_finite(asked, weight, batches):
+    images = data.Images(torch.zeros(12, 1, 2, 2, dtype=torch.uint8), torch.zeros(12).long(), (0.0,), (1.0,))
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(4, 10))
+    torch.nn.init.constant_(model[1].bias, weight)
+    seen = []
+    model.register_forward_hook(lambda *_: seen.append(1))
+    arguments = (
+        model,
+        data.loader(images, 5, range(12)),
+        torch.device("cpu"),
+        torch.float32,
+        SimpleNamespace(asked=asked),
+    )
+    if math.isnan(weight):
+        with pytest.raises(SystemExit, match="the loss is nan"):
+            cifar10_ddp.evaluate(*arguments)
+    else:
+        assert cifar10_ddp.evaluate(*arguments)["loss"] == pytest.approx(math.log(10))
+    assert len(seen) == batches
 
 
 def by_hand(n, batch, lr, factors, weight_decay, smoothing, seed, images):
@@ -403,6 +432,7 @@ def test_a_damaged_checkpoint(run, reference, finished):
     (line,) = result.err.splitlines()
     assert line.startswith(f"runs/cifar10/{newest.name} is damaged") and "going on from runs/cifar10/step-10-" in line
     assert same_end(finished, reference(1)[1])
+    assert [epoch for epoch, _ in scalars(finished, "test/top1")] == [1, 2]  # each once
 
 
 # --------------------------------------------------------------------------------------------------------- one line
