@@ -241,7 +241,7 @@ def _digits(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 @functools.cache  # once in each process
 def _keep_memory() -> None:
-    """Tell glibc to keep the memory that a step frees, for the next step: docs/results.md has what that is worth.
+    """Tell glibc to keep the memory that a step frees, for the next step.
 
     Else it gives large blocks back to the system, and gets them again page by page.  The user's own choice wins.
     """

@@ -27,10 +27,32 @@ import torch
 import distributed as dist
 from tools.programs import ENVIRONMENT, LIMIT, ROOT, SHELL, Result, shell
 
-__all__ = ["ENVIRONMENT", "ROOT", "SHELL", "WORLDS", "Forker", "Result", "error_of", "forker", "gone", "joined"]
+__all__ = [
+    "ENVIRONMENT",
+    "FOLDERS",
+    "PROGRAMS",
+    "ROOT",
+    "SHELL",
+    "WORLDS",
+    "Forker",
+    "Result",
+    "error_of",
+    "forker",
+    "gone",
+    "joined",
+]
 __all__ += ["launched", "run", "shell", "wait_for"]
 
 WORLDS = pytest.mark.parametrize("n", [1, 3])
+
+
+FOLDERS = {"exercises", "experiments", "tests", "tools", "variants"}
+# The project's programs.  (.ci/run tests a copy that git knows nothing of.)
+PROGRAMS = sorted(
+    path.relative_to(ROOT).as_posix()
+    for folder in (".", *FOLDERS)
+    for path in (ROOT.glob("*.py") if folder == "." else (ROOT / folder).rglob("*.py"))
+)
 
 
 def wait_for(condition, seconds=60):

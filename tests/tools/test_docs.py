@@ -7,13 +7,12 @@ import re
 import runpy
 import shlex
 import shutil
-import subprocess
 import sys
 from unittest import mock
 
 import pytest
 from torch.distributed.run import get_args_parser
-from world import ROOT, forker
+from world import FOLDERS, PROGRAMS, ROOT, forker
 
 from tools import build
 
@@ -22,7 +21,6 @@ build.run_program = forker().run
 TEXTS = [*build.PAGES, ROOT / "CONTRIBUTING.md", ROOT / "AGENTS.md"]
 NAMES = [str(page.relative_to(ROOT)) for page in TEXTS]
 HELPERS = ["distributed.py", "launcher.py"]
-FILES = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout.splitlines()
 
 
 def text(name):
@@ -118,8 +116,8 @@ def test_links_lead_somewhere(name):
 
 def launch_lines():
     """The command lines in the programs' docstrings: at the start of a line, or after two spaces."""
-    for file in FILES:
-        if file.endswith(".py") and not file.startswith("tests/"):
+    for file in PROGRAMS:
+        if not file.startswith("tests/"):
             docstring = ast.get_docstring(ast.parse(text(file))) or ""
             pattern = r"(?:^|(?<=  ))((?:\w+=\S+ )*(?:python|torchrun) \S.+?)(?=  |$)"
             found = re.findall(pattern, docstring, re.MULTILINE)
@@ -188,7 +186,7 @@ KNOWN = {"ADDRESS", "CONTRIBUTING", "EADDRINUSE", "FSDP2", "IOMMU", "LICENSE", "
 def test_nothing_is_left_to_be_filled_in(name):
     """A word in capitals is a known abbreviation, or stands in a program, too."""
     own = re.sub(r"<!-- \w+.*?<!-- end -->|`[^`\n]+`", "", text(name), flags=re.DOTALL)
-    programs = [text(file) for file in FILES if file.endswith(".py") and not file.startswith("tests/")]
+    programs = [text(file) for file in PROGRAMS if not file.startswith("tests/")]
     known = KNOWN.union(*(re.findall(CAPITALS, program) for program in programs))
     unknown = set(re.findall(CAPITALS, own)) - known
     assert {word for word in unknown if not word.startswith(("NCCL_", "TORCH_"))} == set()
@@ -198,6 +196,5 @@ def test_nothing_is_left_to_be_filled_in(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_path_in_the_text_exists(name):
-    folders = {file.split("/")[0] for file in FILES if "/" in file}
     for path in re.findall(r"`([\w.-]+(?:/[\w.-]+)+/?)`", text(name)):
-        assert path.split("/")[0] not in folders or (ROOT / path).exists(), path
+        assert path.split("/")[0] not in {*FOLDERS, "docs"} or (ROOT / path).exists(), path
