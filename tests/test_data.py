@@ -350,7 +350,7 @@ def test_two_processes_download_once_and_can_fork_afterwards(tmp_path, server):
 
 @pytest.fixture(scope="module")
 def mnist():
-    folder = Path(os.environ.get("MNIST_DIR", ROOT.parent / "shared" / "data"))
+    folder = Path(os.environ.get("MNIST_DIR", ROOT / "data"))
     if not (folder / "MNIST" / "raw").exists():
         pytest.skip("no real MNIST here: set MNIST_DIR to a folder that holds MNIST/raw")
     data.prepare("mnist", str(folder))
