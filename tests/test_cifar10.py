@@ -6,11 +6,9 @@ Runs are forked from a process that has imported all they need (world.py); the d
 import csv
 import math
 import os
-import random
 import re
 import shutil
 import signal
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -355,24 +353,36 @@ def test_dropout_goes_on_with_the_same_random_numbers(run, tmp_path):
     assert same_end(tmp_path / "stopped", tmp_path / "whole")
 
 
+# Rank 0 kills the launching process at the n-th of these moments: before a batch, or in the middle of a save.
+KILL = """
+import signal, time
+left = {n}
+def moment_of(function):
+    def wrapper(*args, **options):
+        global left
+        left -= os.environ.get("RANK") == "0"
+        if left == 0:
+            os.kill(os.getppid(), signal.SIGKILL)
+            time.sleep(60)  # the guard ends this process
+        return function(*args, **options)
+    return wrapper
+os.fsync, os.replace = moment_of(os.fsync), moment_of(os.replace)
+batches, pause = data.batches, moment_of(lambda: None)
+def counted(loader, device):
+    for batch in batches(loader, device):
+        pause()
+        yield batch
+data.batches = counted
+"""
+
+
 @pytest.mark.slow
 def test_killed_again_and_again(start, reference, folder):
-    def begun(times):
-        log = folder / "log.txt"
-        return log.exists() and log.read_text().count("runs/cifar10: epoch ") == times
-
-    draws, kills = random.Random(0), 0
-    while kills < 5:
-        job = start(*FLAGS, "--nproc", 2, "--checkpoint-every", 3)
-        kills += 1
-        deadline = time.monotonic() + 60
-        while not begun(kills):
-            assert time.monotonic() < deadline, job.err()
-            time.sleep(0.01)
-        time.sleep(draws.uniform(0, 0.5))
-        os.kill(job.pid, signal.SIGKILL)
-        job.wait()
-    result = start(*FLAGS, "--nproc", 2, "--checkpoint-every", 3).wait()
+    flags = (*FLAGS, "--nproc", 2, "--checkpoint-every", 3)
+    for n in 2, 4, 5, 6, 9:  # in a batch, before the file is on the disk, before its name is there, ...
+        assert start(*flags, before=KILL.replace("{n}", str(n))).wait().code == -signal.SIGKILL
+    assert 0 < last(folder)["step"] < 2 * STEPS
+    result = start(*flags).wait()
     assert result.code == 0 and result.err == "", result.err
     assert same_end(folder, reference(2)[1])
 
