@@ -70,7 +70,8 @@ def write(path: Path, state: dict) -> None:
             torch.save(state, file)
             file.flush()
             os.fsync(file.fileno())  # or the rename may reach the disk before the bytes
-        torch.load(temporary, mmap=True, weights_only=True)  # maps the tensors: costs no memory, and little time
+        # What torch.load would refuse is not saved.  The tensors are mapped, so it costs no memory.
+        torch.load(temporary, map_location="cpu", mmap=True, weights_only=True)
         os.replace(temporary, path)
         folder = os.open(path.parent, os.O_RDONLY)
         os.fsync(folder)  # the new name, too
@@ -110,28 +111,28 @@ def _reason(problem: Exception) -> str:
     return str(problem).partition("\n")[0]
 
 
-def newest(folder: Path) -> tuple[Path | None, list[str]]:
-    """The newest checkpoint in the folder that is not damaged, and a line for each newer one; None if there is none.
+def newest(folder: Path) -> tuple[Path | None, dict[Path, str]]:
+    """The newest checkpoint that is not damaged (None if there is none), and what is wrong with each newer one.
 
     CheckpointError if all are damaged.
     """
-    problems = []
+    problems = {}
     for _, _, path in reversed(_saved(folder)):
         try:
             read(path, test=True)
             return path, problems
         except CheckpointError as problem:
-            problems.append(str(problem))
+            problems[path] = str(problem)
     if problems:
-        raise CheckpointError("; ".join(problems))
-    return None, []
+        raise CheckpointError("; ".join(problems.values()))
+    return None, {}
 
 
 def _saved(folder: Path) -> list[tuple[int, float, Path]]:
     """(step, score, path) of each checkpoint in the folder, the oldest first; the score is -inf where there is none."""
     saved = []
     for path in folder.glob("step-*.pt"):
-        match = re.fullmatch(r"step-(\d+)(?:-score-(-?[\d.]+(?:e[+-]\d+)?))?\.pt", path.name)
+        match = re.fullmatch(r"step-(\d+)(?:-score-(-?\d+(?:\.\d+)?(?:e[+-]\d+)?))?\.pt", path.name)
         if match:
             saved.append((int(match[1]), float(match[2] or "-inf"), path))
     return sorted(saved)
@@ -178,9 +179,7 @@ class Keeper:
         rank reads the file.  The random states stay as they are if the checkpoint has another number of processes.
         CheckpointError, on all ranks, if all are damaged, if a rank doesn't see the file, or if it doesn't fit.
         """
-        path, damaged = _on_primary(newest, self.folder)
-        for line in damaged:
-            dist.print_primary(f"{line}: going on from {path}", file=sys.stderr)
+        path = _on_primary(self._choose)
         if path is None:
             return {}
         mine = self.folder / path.name  # on another machine this may be another file
@@ -189,18 +188,30 @@ class Keeper:
         if others:
             missing = f"rank {', '.join(others)} doesn't see rank 0's {path}"
             raise CheckpointError(f"{missing}: put the run's folder where all machines see it")
-        state = read(mine)
+        state = _on_all(self._load, mine)
+        if len(state["random"]) == dist.get_world_size():
+            random = state["random"][dist.get_rank()]
+            torch.set_rng_state(random["cpu"])
+            if "cuda" in random and torch.cuda.is_available():
+                torch.cuda.set_rng_state(random["cuda"])
+        return state
+
+    def _choose(self) -> Path | None:
+        path, damaged = newest(self.folder)
+        for file, problem in damaged.items():
+            print(f"{problem}: going on from {path}", file=sys.stderr, flush=True)
+            with contextlib.suppress(OSError):
+                file.rename(f"{file}.damaged")  # so that it doesn't count among the last two
+        return path
+
+    def _load(self, path: Path) -> dict:
+        state = read(path)
         for name, part in self.parts.items():
             try:
                 part.load_state_dict(state["parts"][name])
             except (KeyError, ValueError, RuntimeError) as problem:
                 reason = " ".join(str(problem).split())
                 raise CheckpointError(f"{path} doesn't fit this {name} ({reason})") from None
-        if len(state["random"]) == dist.get_world_size():
-            random = state["random"][dist.get_rank()]
-            torch.set_rng_state(random["cpu"])
-            if "cuda" in random and torch.cuda.is_available():
-                torch.cuda.set_rng_state(random["cuda"])
         return state
 
     def save(self, step: int, score: float | None = None, **extra: Any) -> None:
@@ -222,12 +233,13 @@ class Keeper:
     def _write(self, state: dict, score: str) -> None:
         parts = {name: part.state_dict() for name, part in self.parts.items()}
         write(self.folder / f"step-{state['step']}{score}.pt", {**state, "parts": parts})
-        saved = _saved(self.folder)
+        saved = [entry for entry in _saved(self.folder) if entry[0] <= state["step"]]  # not those of a longer run
         scored = [(score, -step, path) for step, score, path in saved if score > -math.inf]
         best = [path for _, _, path in sorted(scored, reverse=True)[: self.keep]]
         for _, _, path in saved[:-2]:
             if path not in best:
-                path.unlink()
+                with contextlib.suppress(OSError):
+                    path.unlink()
 
 
 def from_all(value: Any) -> list:
@@ -238,18 +250,23 @@ def from_all(value: Any) -> list:
     return values
 
 
+def _on_all(function: Callable, *args: Any) -> Any:
+    """Call function(*args) on every rank.  A CheckpointError of any rank is raised on all: no rank waits for it."""
+    result = mine = None
+    try:
+        result = function(*args)
+    except CheckpointError as error:
+        mine = error
+    for problem in from_all(mine):
+        if problem:
+            raise problem
+    return result
+
+
 def _on_primary(function: Callable, *args: Any) -> Any:
     """Call function(*args) on rank 0; returns its result, or raises its CheckpointError, on every rank."""
-    result = problem = None
-    if dist.is_primary():
-        try:
-            result = function(*args)
-        except CheckpointError as error:
-            problem = error
-    result, problem = from_all((result, problem))[0]
-    if problem:
-        raise problem
-    return result
+    result = _on_all(lambda: function(*args) if dist.is_primary() else None)
+    return from_all(result)[0]
 
 
 class Preemption:

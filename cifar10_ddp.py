@@ -116,7 +116,7 @@ def evaluate(model, loader, device, dtype, stop):
 
 
 def check_finite(loss):
-    """End the run if the loss, the same on every rank, is infinite or NaN: what is saved can be continued."""
+    """End the run if the loss, the same on every rank, is infinite or NaN: no checkpoint has such a loss."""
     if not math.isfinite(loss):
         sys.exit(f"cifar10_ddp.py: error: the loss is {loss}: try a lower --lr, and another --run-dir")
 
@@ -138,6 +138,8 @@ class Progress:
     def __init__(self, args, keeper, steps):
         self.args, self.keeper, self.steps = args, keeper, steps
         state = keeper.restore() or {"epoch": 0, "batch": 0, "history": [], "sums": [0, 0]}
+        if state.get("config", keeper.config) != keeper.config:  # saved after this run had read its flags
+            sys.exit(f"cifar10_ddp.py: error: another run has saved in {args.run_dir} just now: type the line again")
         self.epoch, self.batch, self.history = state["epoch"], state["batch"], state["history"]
         # The losses and the examples of this epoch: each process its own, but rank 0 goes on from those of all.
         self.sums = torch.zeros(2, dtype=torch.float64, device=dist.get_device())
@@ -230,7 +232,7 @@ def main(local_rank, world_size, args):
     dist.init_process_group(backend=args.backend)
     try:
         run(world_size, args)
-    except checkpoint.CheckpointError as problem:  # for example, the disk is full
+    except (checkpoint.CheckpointError, OSError) as problem:  # for example, the disk is full
         sys.exit(f"cifar10_ddp.py: error: {problem}")
     dist.cleanup()
 
@@ -246,6 +248,8 @@ def run(world_size, args):
     keeper = checkpoint.Keeper(args.run_dir, {name: getattr(args, name) for name in MUST_MATCH}, **parts)
     progress = Progress(args, keeper, steps)
     if progress.epoch == args.epochs:
+        if dist.is_primary():
+            draw(args, progress.history)  # the run may have been killed before it did
         dist.print_primary(f"{args.run_dir} is finished: {args.epochs} epochs; for a new run choose another --run-dir")
         return
     events = open_events(args, progress.history) if dist.is_primary() else None

@@ -280,7 +280,6 @@ def foreign(path):
     yield
     torch.save({"step": 3, "config": Trap(), "parts": {}, "random": []}, path)
     yield
-    path.unlink()
     path.mkdir()
     yield
 
@@ -295,6 +294,40 @@ def test_a_foreign_file_is_refused_and_the_one_before_is_used(tmp_path, monkeypa
         assert line.startswith(f"{folder}/step-3.pt is damaged, or no checkpoint (")
         assert line.endswith(f": going on from {folder}/step-2.pt")
     assert not (tmp_path / "it ran").exists()
+
+
+def test_a_damaged_file_does_not_count_among_the_last_two(tmp_path):
+    save(tmp_path, 10, 20, 30)
+    for step in 20, 30:
+        os.truncate(tmp_path / f"step-{step}.pt", 100)
+    save(tmp_path, 10)  # 10 was removed: the last two were damaged
+    keeper = checkpoint.Keeper(tmp_path, model=linear())
+    assert keeper.restore()["step"] == 10
+    for step in 15, 16, 31:
+        keeper.save(step)
+    assert [name for name in names(tmp_path) if name.endswith(".pt")] == ["step-16.pt", "step-31.pt"]
+
+
+def test_what_was_just_saved_stays_also_beside_a_longer_run(tmp_path):
+    save(tmp_path, 10, 20)
+    save(tmp_path, 1)
+    assert names(tmp_path) == ["step-1.pt", "step-10.pt", "step-20.pt"]
+
+
+def only_rank_1_cannot_read(folder):
+    save(folder, 1)
+    if dist.get_rank() == 1:
+        checkpoint.read, read = lambda path: read(Path("missing")), checkpoint.read
+    try:
+        return restored(folder)
+    finally:
+        if dist.get_rank() == 1:
+            checkpoint.read = read
+
+
+def test_one_rank_that_cannot_read_is_an_error_on_all(tmp_path):
+    (error,) = set(run(only_rank_1_cannot_read, 3, tmp_path))
+    assert error.startswith("CheckpointError: missing is damaged, or no checkpoint (")
 
 
 def damaged(folder):

@@ -78,7 +78,7 @@ def reference(tmp_path_factory):
 
 def last(folder):
     path, damaged = checkpoint.newest(folder)
-    assert damaged == []
+    assert not damaged
     return checkpoint.read(path)
 
 
