@@ -244,10 +244,7 @@ class Keeper:
 
 def from_all(value: Any) -> list:
     """Every rank's value, in rank order, on every rank: anything that can be pickled.  Every rank must call it."""
-    values = [value] * dist.get_world_size()
-    if len(values) > 1:
-        torch_dist.all_gather_object(values, value)
-    return values
+    return dist._all_gather_object(value)
 
 
 def _on_all(function: Callable, *args: Any) -> Any:

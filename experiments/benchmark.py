@@ -39,10 +39,6 @@ PEERS = {  # the program: its name in the table, the package that it needs
     "with_accelerate": ("Accelerate", "accelerate"),
     "with_fabric": ("Lightning Fabric", "lightning"),
 }
-MALLOC_LIMITS = {  # what data.py sets with mallopt, in bytes
-    "MALLOC_MMAP_THRESHOLD_": str(32 * 2**20),
-    "MALLOC_TRIM_THRESHOLD_": str(1024 * 2**20),
-}
 TARGET = 99.0  # per cent
 
 
@@ -74,8 +70,7 @@ def peer(name: str, loads: str) -> Program:
     ours = script(PEERS[name][0])
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ours.processes}"]
     command = [*torchrun, "-m", f"experiments.baselines.{name}", *(["--whole-batches"] if loads == WHOLE else [])]
-    variables = MALLOC_LIMITS | {"OMP_NUM_THREADS": str(ours.threads)}
-    return ours._replace(loads=loads, command=command, variables=variables)
+    return ours._replace(loads=loads, command=command, variables={"OMP_NUM_THREADS": str(ours.threads)})
 
 
 def version(package: str) -> str:

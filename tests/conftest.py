@@ -1,4 +1,4 @@
-"""pytest's own process must stay fit to be forked (launcher.fork_is_safe): spawned workers take seconds each."""
+"""The tests' own processes are forked, not spawned: spawned workers import torch anew, for seconds each."""
 
 import world
 
@@ -9,6 +9,9 @@ import torch  # noqa: E402
 import torch._dynamo  # noqa: E402, F401  a process's first DDP model imports it, for seconds; forked ones find it here
 from tqdm import tqdm  # noqa: E402
 
+import launcher  # noqa: E402
+
+launcher.fork_is_safe = lambda: True  # pytest-xdist's own thread only waits
 torch.set_num_threads(1)  # no OpenMP pool; `launch` gives each worker its own number of threads
 tqdm.monitor_interval = 0  # no thread that watches over progress bars
 

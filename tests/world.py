@@ -45,14 +45,10 @@ __all__ += ["launched", "run", "shell", "wait_for"]
 
 WORLDS = pytest.mark.parametrize("n", [1, 3])
 
-
 FOLDERS = {"exercises", "experiments", "tests", "tools", "variants"}
 # The project's programs.  (.ci/run tests a copy that git knows nothing of.)
-PROGRAMS = sorted(
-    path.relative_to(ROOT).as_posix()
-    for folder in (".", *FOLDERS)
-    for path in (ROOT.glob("*.py") if folder == "." else (ROOT / folder).rglob("*.py"))
-)
+FILES = [*ROOT.glob("*.py"), *(file for folder in FOLDERS for file in (ROOT / folder).rglob("*.py"))]
+PROGRAMS = sorted(file.relative_to(ROOT).as_posix() for file in FILES)
 
 
 def wait_for(condition, seconds=60):

@@ -71,6 +71,7 @@ def whole(batch: tuple) -> tuple:
 def load(args: argparse.Namespace) -> tuple[torch.utils.data.Dataset, torch.utils.data.Dataset, dict]:
     """The train set, the test set, and what a DataLoader of them needs beside its usual arguments."""
     limit = 2 * args.batch_size if args.dry_run else None
+    data._keep_memory()  # as data.loader does
     train_set, test_set = data.load(args.dataset, args.data_dir, limit)
     if args.whole_batches:
         return WholeBatches(train_set), WholeBatches(test_set), {"collate_fn": whole}
