@@ -13,7 +13,7 @@ accuracy    seconds from the start of the command to the end of the first epoch 
 
 The programs take turns (A B C A B C), so that a machine whose speed drifts is fair to all.  Each turn has its own seed.
 Every program may use all cores: processes x threads = cores.  All keep the memory that a step frees: data.py sees to
-that; the peers get the same two limits of glibc as environment variables.
+that, in the peers, too.
 """
 
 import argparse
@@ -149,8 +149,11 @@ def accuracy_rows(programs: list[Program], runs: list[list[list[Epoch]]]) -> lis
 
 # --------------------------------------------------------------------------------------------------------- the program
 
-COMMAND = "python -m experiments.benchmark --save"
 IN_TURNS = "Runs of each program: {}, in alternation; median, least and greatest."
+
+
+def command(table: str, args: argparse.Namespace) -> str:
+    return f"python -m experiments.benchmark {table} --turns {args.turns} --save"
 
 
 def speed_table(args: argparse.Namespace) -> tuple[str, list[list[str]]]:
@@ -158,21 +161,22 @@ def speed_table(args: argparse.Namespace) -> tuple[str, list[list[str]]]:
     flags = ["--dataset", "synthetic", "--epochs", "2", *(["--dry-run"] if args.dry_run else [])]
     speeds = [[speed(epochs) for epochs in runs] for runs in run_in_turns(programs, args.turns, flags)]
     peers = ", ".join(filter(None, (version(package) for _, package in PEERS.values() if package != "torch")))
-    return measured.conditions(COMMAND, f"{peers}. {IN_TURNS.format(args.turns)}"), speed_rows(programs, speeds)
+    conditions = measured.conditions(command("speed", args), f"{peers}. {IN_TURNS.format(args.turns)}")
+    return conditions, speed_rows(programs, speeds)
 
 
 def step_table(args: argparse.Namespace) -> tuple[str, list[list[str]]]:
     print("blocks of steps: about a minute", flush=True)
-    return step_parts.measure(*((1, 2) if args.dry_run else (step_parts.ROUNDS, step_parts.STEPS)), COMMAND)
+    rounds, steps = (1, 2) if args.dry_run else (step_parts.ROUNDS, step_parts.STEPS)
+    return step_parts.measure(rounds, steps, command("step_parts", args))
 
 
 def accuracy_table(args: argparse.Namespace) -> tuple[str, list[list[str]]]:
     programs = [one_process(), script("mnist_ddp.py", "mnist_ddp.py")]
     data_set = ["synthetic", "--dry-run"] if args.dry_run else ["mnist", "--data-dir", os.path.abspath(args.data_dir)]
     runs = run_in_turns(programs, args.turns, ["--dataset", *data_set])
-    return measured.conditions(COMMAND, f"3 epochs of MNIST. {IN_TURNS.format(args.turns)}"), accuracy_rows(
-        programs, runs
-    )
+    conditions = measured.conditions(command("accuracy", args), f"3 epochs of MNIST. {IN_TURNS.format(args.turns)}")
+    return conditions, accuracy_rows(programs, runs)
 
 
 TABLES = {"speed": speed_table, "step_parts": step_table, "accuracy": accuracy_table}
