@@ -1,16 +1,20 @@
 """init_process_group, cleanup and the roll-call (P6); programs that were written for another helper."""
 
+import contextlib
 import multiprocessing
 import os
 import re
 import socket
 import sys
+import time
 from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import distributed as torch_dist
-from world import ROOT, WORLDS, error_of, forker, run, shell
+from world import ROOT, WORLDS, error_of, forker, run, wait_for
 
 import distributed as dist
 
@@ -54,6 +58,11 @@ def test_print_primary_prints_on_rank_0_at_once(n, tmp_path):
 def _joins_again():
     totals = []
     for _ in range(2):
+        try:
+            raise ValueError
+        except ValueError:
+            dist.cleanup()
+        assert torch_dist.is_initialized()  # while an exception is handled it does nothing
         dist.cleanup()
         dist.cleanup()
         assert not torch_dist.is_initialized()
@@ -76,31 +85,24 @@ def test_one_process_can_have_a_group():
     assert not torch_dist.is_initialized()
 
 
-def _cleans_up_while_failing():
-    try:
-        raise ValueError
-    except ValueError:
-        dist.cleanup()
-    return torch_dist.is_initialized()
+def _joins_late():
+    dist.cleanup()
+    join, joined = torch_dist.init_process_group, []
+
+    def slow(*args, **options):
+        join(*args, **options)
+        time.sleep(0.2 if dist.get_rank() == 1 else 0)
+        joined.append(time.monotonic())
+
+    torch_dist.init_process_group = slow
+    dist.init_process_group()
+    torch_dist.init_process_group = join
+    return joined[0], time.monotonic()
 
 
-def test_cleanup_does_nothing_while_an_exception_is_handled():
-    assert run(_cleans_up_while_failing, 3) == [True] * 3
-
-
-def _late(rank, n):
-    dist.init_process_group(timeout=2)
-    if rank == 1:
-        dist.cleanup = lambda: None
-        while True:
-            pass
-    dist.barrier()
-
-
-def test_the_timeout_limits_each_collective_too():
-    """Torch's meaning: P5's table says who does not call it."""
-    with pytest.raises(SystemExit, match=r"rank [02] of 3 failed first(?s:.*)[Tt]imed out(?s:.*)rank 1: .*, _late"):
-        dist.launch(_late, nproc=3)
+def test_nobody_goes_on_before_all_have_joined():
+    joined, went_on = zip(*run(_joins_late, 3), strict=True)
+    assert max(joined) <= min(went_on)
 
 
 @pytest.mark.parametrize(
@@ -142,20 +144,38 @@ def test_what_contradicts_the_launcher_is_an_error():
 # ------------------------------------------------------------------------------------------------- P6: who is missing
 
 
-def _comes_when_it_is_named(rank, n, missing):
-    dist.REPORT_MISSING_AFTER = 0.5
-    if rank in missing:
-        while not os.pread(2, 1000, 0):  # capfd's file
-            pass
-    dist.init_process_group()
-    return dist.all_reduce(torch.tensor(1)).item()
+def _comes_when_it_is_named(folder, missing):
+    dist.cleanup()
+    usual, dist.REPORT_MISSING_AFTER = dist.REPORT_MISSING_AFTER, 0.2
+    rank = dist.get_rank()
+    with open(folder / str(rank), "w") as file, contextlib.redirect_stderr(file):
+        if rank in missing:
+            wait_for(lambda: any("of 3\n" in path.read_text() for path in folder.iterdir()))
+        dist.init_process_group()
+    dist.REPORT_MISSING_AFTER = usual
+    return Path(file.name).read_text(), dist.all_reduce(torch.tensor(1)).item()
 
 
-@pytest.mark.parametrize(("missing", "names"), [([1, 3], "rank 1, rank 3 of 4"), ([0], "rank 0 of 4")])
-def test_the_missing_are_named_and_all_goes_on_when_they_come(missing, names, capfd):
-    assert dist.launch(_comes_when_it_is_named, missing, nproc=4) == 4
-    lines = capfd.readouterr().err.splitlines()
-    assert set(lines) == {f"distributed: waiting for {names}"}
+@pytest.mark.parametrize("waiting", [0, 2])
+def test_the_missing_are_named_and_all_goes_on_when_they_come(waiting, tmp_path):
+    missing = [rank for rank in range(3) if rank != waiting]
+    answers = run(_comes_when_it_is_named, 3, tmp_path, missing)
+    assert answers[waiting][0] == f"distributed: waiting for rank {missing[0]}, rank {missing[1]} of 3\n"
+    assert [total for _, total in answers] == [3] * 3
+
+
+def test_they_are_named_after_10_seconds_once_by_rank_0_or_by_all_and_in_the_error(monkeypatch, capsys):
+    """By a clock that runs only while it waits."""
+    waits = []
+    monkeypatch.setattr(dist, "time", SimpleNamespace(monotonic=lambda: sum(waits), sleep=waits.append))
+    for rank, missing, speaks in (0, "rank 1", True), (2, "rank 1", False), (2, "rank 0, rank 1", True):
+        for limit in 10, 11:
+            waits.clear()
+            with pytest.raises(TimeoutError, match=f"init_process_group: {missing} did not come within {limit} s"):
+                dist._wait_for(lambda missing=missing: missing, dist._Place(rank, 3), timedelta(seconds=limit))
+            is_said = speaks and limit > 10
+            assert capsys.readouterr().err == f"distributed: waiting for {missing}\n" * is_said
+            assert limit < sum(waits) < limit + 0.2
 
 
 def free_port():
@@ -188,9 +208,8 @@ def test_processes_that_no_launcher_has_started_meet_where_they_are_told():
 
 def test_a_rank_0_that_does_not_come_is_named_with_its_address():
     answers, port = by_hand([1, 2], 3, 1)
-    assert set(answers.values()) == {
-        f"TimeoutError: init_process_group: rank 0 at 127.0.0.1:{port} did not come within 1 s"
-    }
+    error = f"TimeoutError: init_process_group: rank 0 at 127.0.0.1:{port} did not come within 1 s"
+    assert answers == {1: error, 2: error}
 
 
 # ------------------------------------------------------------------------------------ other people's programs, by torch
@@ -255,6 +274,6 @@ Net = lambda: torch.nn.Linear(1, 1)
 def train(model, loader): return torch.tensor(sum(batch.sum() for batch, in loader))
 """
     (tmp_path / "train.py").write_text(before + program)
-    done = shell("train.py", cwd=tmp_path, path=[ROOT], NPROC=2)
+    done = forker().run(tmp_path / "train.py", path=[ROOT], NPROC=2)
     assert done.code == 0, done.err
     assert done.out.splitlines()[1:] == [f"epoch {epoch}  loss 14.0000" for epoch in range(10)]

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed import ReduceOp
-from torch.profiler import ProfilerActivity, profile
 from world import WORLDS, error_of, run
 
 import distributed as dist
@@ -35,18 +34,18 @@ def this_rank():
 
 def every_op():
     rank, n = this_rank()
-    for shape in (), (0, 3), (1,), (2, 500):
+    shapes = (), (0, 3), (1,), (2, 500)
+    for shape, (names, expected) in itertools.product(shapes, OPS.items()):
         base = torch.arange(math.prod(shape), dtype=torch.float64).view(shape) % 5
-        for names, expected in OPS.items():
-            for op in names:
-                mine = base + rank
-                before, version, memory = mine.clone(), mine._version, mine.data_ptr()
-                result = dist.reduce(mine, op)
-                assert torch.equal(result, expected(base, n)) and result.dtype == torch.float64, (op, shape)
-                assert result is not mine and torch.equal(mine, before) and mine._version == version
-                assert not shape or not base.numel() or result.data_ptr() != memory
-                assert dist.all_reduce(mine, op) is mine and mine.data_ptr() == memory
-                assert torch.equal(mine, expected(base, n)) and mine.shape == shape, (op, shape)
+        for op in names:
+            mine = base + rank
+            before, version, memory = mine.clone(), mine._version, mine.data_ptr()
+            result = dist.reduce(mine, op)
+            assert torch.equal(result, expected(base, n)) and result.dtype == torch.float64, (op, shape)
+            assert torch.equal(mine, before) and mine._version == version
+            assert result is not mine and (result.data_ptr() != memory or not base.numel())
+            assert dist.all_reduce(mine, op) is mine and mine.data_ptr() == memory
+            assert torch.equal(mine, expected(base, n)) and mine.shape == shape, (op, shape)
     mine = torch.tensor([rank, 10.0 * rank])
     assert dist.reduce(mine).tolist() == [(n - 1) / 2, 5.0 * (n - 1)]  # what one prints is a mean
     assert dist.all_reduce(mine).tolist() == [n * (n - 1) / 2, 5.0 * n * (n - 1)]  # torch's name, torch's sum
@@ -154,7 +153,7 @@ def not_finite():
         mine = torch.full((1000,), 1.0 + rank)
         if rank == at:
             mine[0], mine[1], mine[-1] = math.inf, -math.inf, math.nan
-        for dtype, function in itertools.product(FLOATS, (dist.all_reduce, dist.reduce)):
+        for function, dtype in [(dist.reduce, torch.float32), *((dist.all_reduce, dtype) for dtype in FLOATS)]:
             plus, minus, *others, nan = function(mine.to(dtype, copy=True), op).tolist()  # plus, minus: infinity
             assert math.isnan(nan), (op, at, dtype)  # gloo's own minimum and maximum may drop it
             assert plus == (math.inf if op != "min" or n == 1 else 1 + (at == 0))  # or the least of the others
@@ -189,14 +188,6 @@ def gathered():
     parts = dist.gather(nn.Parameter(torch.ones(1)))
     assert not any(part.requires_grad or isinstance(part, nn.Parameter) for part in parts)
 
-
-@WORLDS
-def test_gather_is_in_rank_order_and_shapes_may_differ(n):
-    run(gathered, n)
-
-
-def fresh():
-    rank, n = this_rank()
     large = torch.arange(100_000.0)
     mine = large[rank : rank + 2]
     parts = dist.gather(mine)
@@ -204,12 +195,12 @@ def fresh():
     assert [part.untyped_storage().nbytes() for part in parts] == [8] * n  # not all that it is a view of
     for part in parts:
         part.zero_()
-    assert mine.tolist() == [rank, rank + 1]
+    assert mine.tolist() == [rank, rank + 1]  # the results are new
 
 
 @WORLDS
-def test_what_gather_returns_is_new_and_small(n):
-    run(fresh, n)
+def test_gather_is_in_rank_order_and_shapes_may_differ(n):
+    run(gathered, n)
 
 
 def synced():
@@ -238,30 +229,21 @@ def test_sync_params_copies_rank_0s_values_in_place(n):
     assert states == [states[0]] * n and states[0]["1.num_batches_tracked"] == 1
 
 
-def messages():
-    """How many rank 0 sends for one tensor of 1,000 rows."""
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        dist.sync_params(torch.ones(1000, 2))
-    return sum(event.name == "gloo:broadcast" for event in profiler.events())
+def waits():
+    """When this rank came to each barrier, and when it left it."""
+    times = []
+    for wait, last in (dist.barrier, 2), (dist.wait_for_everyone, 0):
+        time.sleep(0.2 if dist.get_rank() == last else 0)
+        came = time.monotonic()
+        wait()
+        times.append((came, time.monotonic()))
+    return times
 
 
-def test_sync_params_sends_a_tensor_in_one_piece():
-    assert run(messages, 3) == [1] * 3
-
-
-def waits(wait):
-    if dist.get_rank() == 2:
-        time.sleep(0.3)
-    came = time.monotonic()
-    getattr(dist, wait)()
-    return came, time.monotonic()
-
-
-@WORLDS
-@pytest.mark.parametrize("wait", ["barrier", "wait_for_everyone"])
-def test_nobody_leaves_a_barrier_before_the_last_has_come(n, wait):
-    came, left = zip(*run(waits, n, wait), strict=True)
-    assert max(came) <= min(left)
+def test_nobody_leaves_a_barrier_before_the_last_has_come():
+    for times in zip(*run(waits, 3), strict=True):
+        came, left = zip(*times, strict=True)
+        assert max(came) <= min(left)
 
 
 # -------------------------------------------------------------------------------- what can't be computed is an error

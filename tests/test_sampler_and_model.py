@@ -129,21 +129,6 @@ def batchnorm():
     return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
 
 
-class Centred(nn.Module):
-    """Its buffer is read in training, unlike BatchNorm's averages."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(4, 2, bias=False)
-        self.register_buffer("mean", torch.zeros(4))
-
-    def forward(self, x):
-        if self.training:
-            with torch.no_grad():
-                self.mean.lerp_(x.mean(0), 0.5)
-        return self.linear(x - self.mean)
-
-
 class Partial(nn.Module):
     def __init__(self):
         super().__init__()
@@ -153,14 +138,12 @@ class Partial(nn.Module):
         return self.used(x)
 
 
-def train(model, freeze_after=None):
+def train(model):
     """Three steps, with other data on each rank; returns the losses, the weights and the buffers."""
     generator = torch.Generator().manual_seed(dist.get_rank())
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     losses = []
-    for step in range(3):
-        if step == freeze_after:  # as in fine-tuning
-            dist.unwrap_model(model)[1].eval()
+    for _ in range(3):
         dtype = next(model.parameters()).dtype
         x = torch.randn(6, 4, generator=generator, dtype=dtype) * (dist.get_rank() + 1)
         loss = model(x).square().mean()
@@ -203,31 +186,14 @@ def options():
         Partial(), find_unused_parameters=True, bucket_cap_mb=1, gradient_as_bucket_view=True
     )
     assert model.find_unused_parameters and model.gradient_as_bucket_view and model.bucket_bytes_cap == 2**20
-    for _ in range(2):
+    for _ in range(2):  # without the option torch's second one is an error
         model(torch.ones(1, 2)).sum().backward()
     assert model.module.used.weight.grad.tolist() == [[2, 2], [2, 2]] and model.module.spare.weight.grad is None
-    model = dist.prepare_ddp_model(Partial())
-    model(torch.ones(1, 2)).sum().backward()
-    assert "find_unused_parameters=True" in error_of(model, torch.ones(1, 2))  # torch's own advice
     assert "SyncBatchNorm" in error_of(dist.prepare_ddp_model, batchnorm(), sync_bn=True)  # torch: on GPUs only
 
 
 def test_options_are_torchs():
     run(options, 3)
-
-
-def as_torchs_ddp(make, freeze_after):
-    """Bit by bit: losses, weights and buffers."""
-    ends = []
-    for wrap in DistributedDataParallel, dist.prepare_ddp_model:
-        torch.manual_seed(dist.get_rank())
-        ends.append(train(wrap(make()), freeze_after))
-    assert equal(*ends)
-
-
-@pytest.mark.parametrize(("make", "freeze_after"), [(batchnorm, None), (batchnorm, 1), (Centred, None)])
-def test_three_steps_are_torchs_ddp_bit_by_bit(make, freeze_after):
-    run(as_torchs_ddp, 3, make, freeze_after)
 
 
 def fit():
@@ -338,11 +304,9 @@ def unwrapped():
     compiled = torch.compile(net, backend="eager")
     wrapped = [net, nn.DataParallel(net), model, compiled]
     wrapped += [dist.prepare_ddp_model(compiled), torch.compile(model, backend="eager"), nn.DataParallel(compiled)]
-    for outer in wrapped:
-        assert dist.unwrap_model(outer) is net
+    assert all(dist.unwrap_model(outer) is net for outer in wrapped)
     assert list(dist.unwrap_model(model).state_dict()) == ["weight", "bias"]
 
 
-@WORLDS
-def test_unwrap_model_finds_the_model_in_any_wrapper(n):
-    run(unwrapped, n)
+def test_unwrap_model_finds_the_model_in_any_wrapper():
+    run(unwrapped, 3)

@@ -1,5 +1,6 @@
 """P2 and P9: torchrun's, mpirun's and srun's variables; their real programs; distributed.py alone in a folder."""
 
+import argparse
 import contextlib
 import os
 import re
@@ -12,7 +13,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from world import ENVIRONMENT, ROOT, error_of, forker, gone, shell, wait_for
+from world import ENVIRONMENT, ROOT, error_of, forker, gone, wait_for
 
 import distributed as dist
 
@@ -68,6 +69,10 @@ def test_the_place_is_the_launchers_and_is_written_into_torchruns_variables(case
     assert under(after, dist._get_place)[0] == found  # once is enough
 
 
+def meeting_point(variables):
+    return under(variables, lambda: (dist._get_place(), dist._meeting_point())[1])
+
+
 @pytest.mark.parametrize(
     ("variables", "address"),
     [
@@ -79,22 +84,18 @@ def test_the_place_is_the_launchers_and_is_written_into_torchruns_variables(case
     ],
 )
 def test_the_meeting_point_is_implied_by_the_launchers_variables_or_told(variables, address):
-    (found, port), after = under(variables, lambda: (dist._get_place(), dist._meeting_point())[1])
+    (found, port), after = meeting_point(variables)
     assert found == address and 20000 <= port < 30000 and after["MASTER_PORT"] == str(port)
-    told = variables | {"MASTER_ADDR": "there", "MASTER_PORT": "7"}
-    assert under(told, lambda: (dist._get_place(), dist._meeting_point())[1])[0] == ("there", 7)
-    other_step = variables | {"SLURM_STEP_ID": "1", "PMIX_NAMESPACE": "another"}
+    assert meeting_point(variables | {"MASTER_ADDR": "there", "MASTER_PORT": "7"})[0] == ("there", 7)
     if variables is not MPICH:
-        assert under(other_step, lambda: (dist._get_place(), dist._meeting_point())[1])[0] != (found, port)
+        other_step = {"SLURM_STEP_ID": "1", "PMIX_NAMESPACE": "another"}
+        assert meeting_point(variables | other_step)[0] != (found, port)
 
 
 @pytest.mark.parametrize(
     ("variables", "error"),
     [
-        (
-            {"RANK": "1"},
-            "RANK=1, WORLD_SIZE=, LOCAL_RANK=, LOCAL_WORLD_SIZE=: set all four .* unset RANK",
-        ),
+        ({"RANK": "1"}, "RANK=1, WORLD_SIZE=, LOCAL_RANK=, LOCAL_WORLD_SIZE=: set all four .* unset RANK"),
         (TORCHRUN | {"RANK": "x"}, "RANK=x, WORLD_SIZE=2"),
         (TORCHRUN | {"RANK": "2"}, "RANK=2, WORLD_SIZE=2"),
         (TORCHRUN | {"LOCAL_RANK": "2"}, "RANK=1, .*LOCAL_RANK=2"),
@@ -123,10 +124,14 @@ def test_bad_variables_are_one_line(variables, error):
         ([], {"WORLD_SIZE": "2"}, "RANK=, WORLD_SIZE=2,"),
     ],
 )
-def test_a_script_exits_with_2_and_one_line_before_anything_starts(args, variables, error):
-    done = forker().run("min_DDP.py", *args, **variables)
-    assert (done.code, done.out) == (2, "")
-    assert re.match(f"min_DDP.py: error: {error}", done.err.splitlines()[-1]) and "Traceback" not in done.err
+def test_a_script_exits_with_2_and_one_line_before_anything_starts(args, variables, error, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["train.py", *args])
+    parser = argparse.ArgumentParser(usage=argparse.SUPPRESS)
+    parser.add_argument("--batch-size", type=int)
+    with pytest.raises(SystemExit, match="2"):
+        under(variables, dist.parse_args, parser)
+    out, err = capsys.readouterr()
+    assert not out and re.fullmatch(f"train.py: error: {error}.*\n", err), err
 
 
 # -------------------------------------------------------------------------------- distributed.py alone, or in a package
@@ -183,7 +188,7 @@ def test_both_run_in_a_package(tmp_path):
     alone(package, "distributed.py", "launcher.py", text="from . import distributed as dist")
     for name in "distributed", "launcher":  # others of the same names, as Dask's
         (tmp_path / f"{name}.py").write_text("raise ImportError")
-    done = shell("-m", "mine.train", cwd=tmp_path, NPROC=3)
+    done = forker().run("-m", "mine.train", cwd=tmp_path, NPROC=3)
     assert (done.code, done.out.splitlines()[1:]) == (0, [says(3), "rank 0"]), done.err
 
 

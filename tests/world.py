@@ -25,23 +25,7 @@ import pytest
 import torch
 
 import distributed as dist
-from tools.programs import ENVIRONMENT, LIMIT, ROOT, SHELL, Result, shell
-
-__all__ = [
-    "ENVIRONMENT",
-    "FOLDERS",
-    "PROGRAMS",
-    "ROOT",
-    "SHELL",
-    "WORLDS",
-    "Forker",
-    "Result",
-    "error_of",
-    "forker",
-    "gone",
-    "joined",
-]
-__all__ += ["launched", "run", "shell", "wait_for"]
+from tools.programs import ENVIRONMENT, LIMIT, ROOT, SHELL, Result, shell  # noqa: F401  for the tests, too
 
 WORLDS = pytest.mark.parametrize("n", [1, 3])
 
@@ -218,7 +202,7 @@ class Forker:
     def start(self, script, *args, cwd=None, before="", path=(), timeout=LIMIT, **environment):
         """As `python script args` in the folder cwd (or an empty one), with SIGKILL after the timeout.
 
-        `-m` and a module, as for python itself, runs a module of the repository: "-m", "variants.mnist_by_hand".
+        `-m` and a module, as for python itself: of the folder cwd, or of the repository ("-m", "tools.build").
         `before` is run first, `path` is PYTHONPATH, `environment` are further variables; None: not set.
         """
         if self.job:
@@ -228,13 +212,14 @@ class Forker:
         files = [Path(f"{cwd}.out"), Path(f"{cwd}.err")]
         for file in files:
             file.write_text("")
-        module = None
+        module, root = None, ROOT
         if script == "-m":
             module, *args = args
             script = f"{module.replace('.', '/')}.py"
-        file = ROOT / script
+            root = cwd if (cwd / script).exists() else ROOT
+        file = root / script
         job = {"argv": [str(file), *map(str, args)], "cwd": str(cwd), "path": [str(p) for p in path]}
-        job |= {"module": module, "folder": str(ROOT if module else file.parent)}
+        job |= {"module": module, "folder": str(root if module else file.parent)}
         job |= {"out": str(files[0]), "err": str(files[1]), "before": before, "timeout": timeout}
         job |= {"environment": {name: value if value is None else str(value) for name, value in environment.items()}}
         self.process.stdin.write(json.dumps(job) + "\n")
