@@ -6,6 +6,7 @@ import pytest
 import torch
 from world import forker, shell
 
+import data
 import distributed as dist
 from experiments import batch_size, benchmark, measured, slow_link, step_parts, variants
 from experiments.baselines import common
@@ -56,9 +57,11 @@ def test_the_programs_take_turns(monkeypatch, capsys):
     assert len(capsys.readouterr().out.splitlines()) == 4  # of progress
 
 
-def test_the_parts_of_a_step():
+def test_the_parts_of_a_step(monkeypatch):
     rows = step_parts.rows({"nothing": [3.0, 1.0, 2.0], "a barrier": [5.0]})
     assert rows[1:] == [["nothing", "2.0 (1.0 to 3.0)", ""], ["a barrier", "5.0", "+3.0"]]
+    digits = data._digits
+    monkeypatch.setattr(data, "_digits", lambda count, seed: digits(step_parts.BATCH, seed))
     times = dist.launch(step_parts.worker, 2, 1, nproc=2)
     assert list(times) == list(step_parts.WAYS) and {len(values) for values in times.values()} == {2}
 
