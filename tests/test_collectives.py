@@ -8,23 +8,17 @@ from world import forker, run
 
 from exercises import collectives
 
-
-def expected(n):
-    """{name: what each rank holds afterwards}, for n ranks; None: no result."""
-    mine = [[k * 10**rank for k in range(1, n + 1)] for rank in range(n)]
-    ones = sum(10**rank for rank in range(n))
-    total, firsts = [k * ones for k in range(1, n + 1)], [10**rank for rank in range(n)]
-    return {
-        "broadcast": [mine[0]] * n,
-        "reduce": [total] + [None] * (n - 1),
-        "all_reduce": [total] * n,
-        "gather": [firsts] + [None] * (n - 1),
-        "all_gather": [firsts] * n,
-        "scatter": [[k] for k in mine[0]],
-        "reduce_scatter": [[k] for k in total],
-        "all_to_all": [[mine[rank][k] for rank in range(n)] for k in range(n)],
-        "send_recv": [mine[0], mine[0], *mine[2:]],
-    }
+HELD = {  # by each of three ranks afterwards, which had [1, 2, 3], [10, 20, 30] and [100, 200, 300]; None: no result
+    "broadcast": [[1, 2, 3]] * 3,
+    "reduce": [[111, 222, 333], None, None],
+    "all_reduce": [[111, 222, 333]] * 3,
+    "gather": [[1, 10, 100], None, None],
+    "all_gather": [[1, 10, 100]] * 3,
+    "scatter": [[1], [2], [3]],
+    "reduce_scatter": [[111], [222], [333]],
+    "all_to_all": [[1, 10, 100], [2, 20, 200], [3, 30, 300]],
+    "send_recv": [[1, 2, 3], [1, 2, 3], [100, 200, 300]],
+}
 
 
 def held_after(name):
@@ -32,27 +26,24 @@ def held_after(name):
 
 
 def test_what_each_rank_holds():
-    for name, values in expected(3).items():
+    for name, values in HELD.items():
         assert run(held_after, 3, name) == [values] * 3, name
-    assert sorted([*expected(3), "barrier"]) == sorted(collectives.COLLECTIVES)
+    assert [*HELD, "barrier"] == [*collectives.COLLECTIVES]
 
 
 def _came_and_left():
-    """When this rank came to the barrier and left it, in seconds since the machine's start; it comes 50 ms apart."""
-    came, times = [], []
+    """When this rank came to the barrier, and when it left; they come 50 ms apart."""
+    times = []
 
-    def sleep(seconds):
+    def note(seconds=0):
         time.sleep(0.05 * seconds)
-        came.append(time.monotonic())
-
-    def monotonic():
         times.append(time.monotonic())
         return times[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(collectives, "time", SimpleNamespace(sleep=sleep, monotonic=monotonic))
+        patch.setattr(collectives, "time", SimpleNamespace(sleep=note, monotonic=note))
         collectives.before_and_after("barrier")
-    return came[0], times[-1]
+    return times[1:]
 
 
 def test_nobody_leaves_a_barrier_before_the_last_has_come():

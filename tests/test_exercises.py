@@ -21,23 +21,22 @@ SUM_HERE = """for _ in range(dist.get_world_size() - 1):
         {}
         tensor += received
     return"""
-AT_RANK_0 = """if dist.get_rank():
-        torch_dist.send(tensor, 0)
-        return torch_dist.recv(tensor, 0)
-    others = [torch.empty_like(tensor) for _ in range(1, dist.get_world_size())]
-    for rank, other in enumerate(others, 1):
-        torch_dist.recv(other, rank)
-        tensor += other
-    return [torch_dist.send(tensor, rank) for rank, _ in enumerate(others, 1)]"""
+SUM_AROUND = "mine = tensor.clone()\n    " + SUM_HERE.format("mine", "mine = received")
+BACKWARDS = """sending = torch_dist.isend(tensor[:1].clone(), (dist.get_rank() - 1) % 3)
+    torch_dist.recv(tensor[:1].clone(), (dist.get_rank() + 1) % 3)
+    sending.wait()"""
 AVERAGE = 'dist.all_reduce(p.grad, "mean")'
+ONE_BY_ONE = "[dist.all_reduce(g, 'mean') for g in gradients]"
 MICRO_MEAN = (" * len(y) / len(targets)", " / len(micro_batches)")
 ALL_NO_SYNC = (" if number < len(micro_batches) else contextlib.nullcontext()", "")
 HANG = """import signal, time
     while dist.is_primary() and os.path.exists(f"{path}.tmp"):
         signal.setitimer(signal.ITIMER_REAL, 0.01 if signal.alarm(0) else 0)  # the rest of the check's time passes by
         time.sleep(60)"""
+MEAN_OF_MEANS = ("inputs.sum(0)", "count / 3 * inputs.mean(0)")
 SQUARES = "centred.square().sum(0)"
 OWN_VARIANCE = "inputs.var(0, correction=0)"
+TOLD = 'dist.reduce(told, "max")'
 
 # Words of the verdict, and pairs: a text of the stored solution, and what stands there instead.
 WRONG = {
@@ -49,25 +48,17 @@ WRONG = {
         ("count // world_size, which leave", "return order", "return order[: count // 3 * 3]"),
         ("the same call, made twice", START, "epoch = shard.calls = getattr(shard, 'calls', 0) + 1"),
         ("it must depend on the epoch", "(epoch)", "(0)"),
-        (
-            "shuffle first",
-            "return order" + SHARE,
-            "return torch.arange(count)" + SHARE + "[torch.argsort(order" + SHARE + ")]",
-        ),
+        ("shuffle first", "order" + SHARE, "torch.arange(count)" + SHARE + "[torch.argsort(order" + SHARE + ")]"),
         ("is not shuffled", "return order" + SHARE, "return ((torch.arange(count) + epoch) % count)" + SHARE),
         ("there is no example", "order[", "(order + 1)["),
     ],
     "ring_all_reduce": [
         ("the tensor is unchanged", START, "return"),
         ("each rank passes its sum on", START, SUM_HERE.format("tensor", "")),
-        (
-            "whole tensors that go round",
-            START,
-            "mine = tensor.clone()\n    " + SUM_HERE.format("mine", "mine = received"),
-        ),
+        ("whole tensors that go round", START, SUM_AROUND),
         ("only the first round", "exchange(parts[(rank + 1 - step) % n], parts[(rank - step) % n])", "pass"),
         ("use send and recv only", START, "return torch_dist.all_reduce(tensor)"),
-        ("not in a ring", START, AT_RANK_0),
+        ("not in a ring", START, BACKWARDS),
     ],
     "global_mean": [
         ("each rank has the mean of its own numbers", START, "return numbers.mean()"),
@@ -95,21 +86,13 @@ WRONG = {
         ("a sum where a mean was meant", ', "mean"', ""),
         ("the number of ranks twice", AVERAGE, AVERAGE + ".div_(dist.get_world_size())"),
         ("but never added up", AVERAGE, "p.grad /= dist.get_world_size()"),
-        (
-            "rank 0 alone has the mean",
-            AVERAGE,
-            "mean = dist.reduce(p.grad); p.grad = mean if dist.is_primary() else p.grad",
-        ),
+        ("rank 0 alone has the mean", AVERAGE, "p.grad = (dist.reduce(p.grad), p.grad)[dist.get_rank() > 0]"),
         ("all ranks have rank 0's gradient", AVERAGE, "dist.sync_params(p.grad)"),
         ("only the first parameter's", AVERAGE, "return " + AVERAGE),
         ("the weights were averaged, not the gradients", "(p.grad", "(p.data"),
     ],
     "one_bucket": [
-        (
-            "by 3 messages (allreduce)",
-            "bucket =",
-            'return [dist.all_reduce(g, "mean") for g in gradients]\n    bucket =',
-        ),
+        ("by 3 messages (allreduce)", "bucket =", f"return {ONE_BY_ONE}\n    bucket ="),
     ],
     "accumulate": [
         ("the parts' means are averaged, but the last part is smaller than the others", *MICRO_MEAN),
@@ -124,28 +107,18 @@ WRONG = {
         ("two forward passes come before a backward", "loss =", "model(x)\n            loss ="),
     ],
     "global_batchnorm": [
-        (
-            "each rank normalises by its own share",
-            START,
-            f"return (inputs - inputs.mean(0)) / ({OWN_VARIANCE} + eps).sqrt()",
-        ),
+        ("normalises by its own share", START, f"return (inputs - inputs.mean(0)) / ({OWN_VARIANCE} + eps).sqrt()"),
         ("the other ranks' part", "Total.apply(inputs", "dist.all_reduce(inputs", "Total.apply(c", "dist.all_reduce(c"),
         ("are constants for autograd", "inputs.sum(0)", "inputs.data.sum(0)", "centred.sq", "centred.data.sq"),
         ("the result isn't connected", START, "inputs = inputs.detach()"),
-        (
-            "of the shares are averaged",
-            "inputs.sum(0)",
-            "count / 3 * inputs.mean(0)",
-            SQUARES,
-            f"count / 3 * {OWN_VARIANCE}",
-        ),
+        ("of the shares are averaged", *MEAN_OF_MEANS, SQUARES, f"count / 3 * {OWN_VARIANCE}"),
         ("around their own means", SQUARES, f"len(inputs) * {OWN_VARIANCE}"),
         ("the number of examples - 1", SQUARES, f"{SQUARES} * count / (count - 1)"),
         ("eps is outside of the root", "(variance + eps).sqrt()", "(variance.sqrt() + eps)"),
         ("eps is left out", "(variance + eps).sqrt()", "variance.sqrt()"),
     ],
     "atomic_checkpoint": [
-        ("the file is rank 2's: rank 0 alone writes", "dist.is_primary()", "dist.get_rank() == 2"),
+        ("rank 0 alone writes", "dist.is_primary()", "True", '.tmp"', '{dist.get_rank()}"'),
         # To wait a little is not enough: rank 0 is late, and this is what the check's own sleep is for.
         ("there is no file, when rank 1 returns", "dist.barrier()", "__import__('time').sleep(0.05)"),
         ("another file behind: last.pt.tmp", "os.replace", "__import__('shutil').copy"),
@@ -155,14 +128,8 @@ WRONG = {
     ],
     "stop_together": [
         ("nobody stops", "signal.SIGTERM, note", "signal.SIGTERM, signal.SIG_IGN"),
-        (
-            "all stop one step late",
-            "train_step(step)",
-            "late = dist.reduce(told, 'max'); train_step(step)",
-            'dist.reduce(told, "max"):',
-            "late:",
-        ),
-        ("one to another rank is not", 'if dist.reduce(told, "max")', "if dist.gather(told)[0]"),
+        ("all stop one step late", "train_step(step)", f"late = {TOLD}; train_step(step)", f"if {TOLD}:", "if late:"),
+        ("one to another rank is not", f"if {TOLD}", "if dist.gather(told)[0]"),
         ("the number of the last step", "step + 1", "step", "return steps", "return steps - 1"),
     ],
 }
@@ -215,13 +182,15 @@ def test_a_wrong_solution_is_named_and_a_right_one_passes(tmp_path, name, words,
     assert any(words in text for text in texts) and bool(words) == any(texts), texts
 
 
-def test_each_exercise_has_a_blank_a_hint_and_a_wrong_solution():
+def test_each_exercise_has_a_blank_a_hint_and_a_wrong_solution(monkeypatch, capsys):
     assert sorted(WRONG) == sorted(NAMES)
     for name in NAMES:
         with pytest.raises(NotImplementedError):
             function = check.load(name, ROOT / "exercises" / f"{name}.py")
             function(*[None] * function.__code__.co_argcount)
-        assert check.module_of(name).HINT.strip()
+        monkeypatch.setattr(sys, "argv", ["check", name, "--hint"])
+        assert check.main() == 0
+        assert capsys.readouterr().out == f"{name}:{check.module_of(name).HINT}\n"
 
 
 # ------------------------------------------------------------------------------------------------------- the program
@@ -237,12 +206,6 @@ def test_a_solution_passes():
     done = forker().run("-m", "exercises.check", "1", "--solution")
     equal = "  1 process    equal\n  2 processes  equal\n  3 processes  equal\n"
     assert done == (0, f"shard (exercises/solutions/shard.py)\n{equal}passed; next: ring_all_reduce\n", "")
-
-
-def test_a_hint_is_printed(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["check", "5", "--hint"])
-    assert check.main() == 0
-    assert capsys.readouterr().out.startswith("average_gradients:\nA loop over model.parameters()")
 
 
 @pytest.mark.slow

@@ -267,9 +267,9 @@ def _local_sgd(every):
     return max((a - b).abs().max().item() for a, b in pairs)
 
 
-@pytest.mark.parametrize("every", [2, 8])
-def test_local_sgd_is_the_average_of_many_models(every):
-    assert max(run(_local_sgd, 3, every)) <= 1e-6
+def test_local_sgd_is_the_average_of_many_models():
+    """After the second of three steps, and after the last."""
+    assert max(run(_local_sgd, 3, 2)) <= 1e-6
 
 
 def sharded_model(value):
@@ -282,43 +282,34 @@ def sharded_model(value):
 
 
 def full_state(model, optimizer):
-    momentum = [optimizer.state[p]["momentum_buffer"].full_tensor() for p in model.parameters()]
-    return [*(p.full_tensor().detach() for p in model.parameters()), *momentum, model.average]
+    momentum = [optimizer.state[p]["momentum_buffer"].full_tensor().tolist() for p in model.parameters()]
+    weights = [p.full_tensor().tolist() for p in model.parameters()]
+    return weights, momentum, model.average.item(), optimizer.param_groups[0]["lr"]
 
 
 def _save(file):
     model = sharded_model(dist.get_rank())
     optimizer = trained(mnist_fsdp, model)
-    plain = small_model()
-    plain.register_buffer("average", torch.tensor(-1.0))
-    plain = sharded.whole(model, plain)
-    assert plain.average == model.average == 0  # rank 0's
-    if dist.is_primary():
-        plain(torch.zeros(1, 1, SIDE, SIDE)).sum().backward()  # a collective would hang: nobody else calls it
     sharded.save(file, model, optimizer)
-    expected = full_state(model, optimizer)
-    if dist.is_primary():
-        torch.save(expected, file.with_suffix(".expected"))
+    return full_state(model, optimizer)
 
 
 def _load(file):
     model = sharded_model(1 + dist.get_rank())
     optimizer = torch.optim.SGD(model.parameters(), 0.5, momentum=0.9)
     sharded.load(file, model, optimizer)
-    expected = torch.load(file.with_suffix(".expected"))
-    assert all(map(torch.equal, full_state(model, optimizer), expected))
-    assert optimizer.param_groups[0]["lr"] == 0.01
+    return full_state(model, optimizer)
 
 
 @pytest.mark.skipif(torch.__version__ < (2, 9), reason="mnist_fsdp.py refuses this torch")
 def test_a_checkpoint_of_three_ranks_is_loaded_by_two(tmp_path):
     file = tmp_path / "model.pt"
-    run(_save, 3, file)
-    run(_load, 2, file)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.expected", "model.pt"]
+    of_rank_0, *_ = run(_save, 3, file)
+    assert run(_load, 2, file) == [of_rank_0] * 2
+    assert list(tmp_path.iterdir()) == [file]
     plain = small_model()
     plain.load_state_dict(torch.load(file)["model"], strict=False)  # an unsharded model takes it, too
-    assert torch.equal(plain[0].weight, torch.load(file.with_suffix(".expected"))[0])
+    assert [p.tolist() for p in plain.parameters()] == of_rank_0[0]
 
 
 # ---------------------------------------------------------------------------------------------------- the programs
