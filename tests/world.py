@@ -10,9 +10,11 @@ Starting ranks and importing torch is what makes such tests slow, so most bodies
 import atexit
 import contextlib
 import functools
+import io
 import json
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -134,7 +136,22 @@ def error_of(function, *args, **kwargs):
         return f"{type(error).__name__}: {error}"
 
 
+def refused(parse_args, *words, flags=(), script="script.py"):
+    """Called with these flags it ends as P9 says: one line on stderr, with all the words, and exit code 2."""
+    out, err = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        patch.setattr(sys, "argv", [script, *map(str, flags)])
+        with pytest.raises(SystemExit) as end:
+            parse_args()
+    text = err.getvalue()
+    assert (end.value.code, out.getvalue()) == (2, "") and re.fullmatch(r"[^\n]+: error: [^\n]+\n", text), text
+    assert [word for word in words if word not in text] == [], text
+
+
 # ------------------------------------------------------------------------------------------------- forked programs
+
+# `before`, for programs with made-up digits: to draw all 14,000 takes half a second in each process.
+FEW_DIGITS = "import data; digits = data._digits; data._digits = lambda count, seed: digits(150, seed)\n"
 
 # For each line of stdin, a job: its process's id and its exit code, each on a line of stdout.
 PROGRAM = """

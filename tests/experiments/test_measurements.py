@@ -3,11 +3,11 @@
 import math
 
 import pytest
-import torch
 from world import forker, shell
 
+import data
 import distributed as dist
-from experiments import batch_size, benchmark, measured, slow_link, step_parts, variants
+from experiments import benchmark, measured, slow_link, step_parts
 from experiments.baselines import common
 from experiments.measured import Epoch
 
@@ -21,11 +21,6 @@ def test_the_lines_of_the_scripts_and_of_the_peers_are_read():
     assert measured.read_epoch(line, 2.5) == Epoch(2.5, 0.25, 99.5, 1234)
     assert math.isnan(measured.read_epoch("epoch 2/3  loss 0.1250  99 images/s\n").accuracy)
     assert measured.read_epoch("done in 6.1 s") is None
-
-
-def test_a_failure_shows_what_was_printed():
-    with pytest.raises(RuntimeError, match=r"exit code 3: .*\n.*the reason"):
-        measured.run(["-c", "import sys; print('the reason', file=sys.stderr); sys.exit(3)"])
 
 
 def test_the_table_of_speeds():
@@ -47,18 +42,11 @@ def test_the_time_to_99_percent_is_that_of_the_first_epoch_that_has_it():
     assert benchmark.accuracy_rows([benchmark.one_process()], [runs])[1][2] == "20.0 (10.0 to never)"
 
 
-def test_the_programs_take_turns(monkeypatch, capsys):
-    started = []
-    monkeypatch.setattr(measured, "run", lambda command, **variables: started.append(command) or epochs(1))
-    a, b = (benchmark.one_process()._replace(command=[name]) for name in "ab")
-    assert benchmark.run_in_turns([a, b], 2, ["-x"]) == [[epochs(1)] * 2] * 2
-    assert started == [[name, "-x", "--seed", seed] for seed in (0, 1) for name in "ab"]
-    assert len(capsys.readouterr().out.splitlines()) == 4  # of progress
-
-
-def test_the_parts_of_a_step():
+def test_the_parts_of_a_step(monkeypatch):
     rows = step_parts.rows({"nothing": [3.0, 1.0, 2.0], "a barrier": [5.0]})
     assert rows[1:] == [["nothing", "2.0 (1.0 to 3.0)", ""], ["a barrier", "5.0", "+3.0"]]
+    digits = data._digits
+    monkeypatch.setattr(data, "_digits", lambda count, seed: digits(step_parts.BATCH, seed))
     times = dist.launch(step_parts.worker, 2, 1, nproc=2)
     assert list(times) == list(step_parts.WAYS) and {len(values) for values in times.values()} == {2}
 
@@ -71,20 +59,6 @@ def test_the_formula_of_a_step(ranks, factor):
     assert slow_link.step_time(2.0, [100.0] * 4, ranks, 1e3) == pytest.approx(2 + sent)
     slow = 0.01 * (1 / 3 + 2 / 3 / 4) + 4 * sent
     assert slow_link.step_time(0.01, [100.0] * 4, ranks, 1e3) == pytest.approx(slow if ranks > 1 else 0.01)
-
-
-def test_each_point_is_measured_once():
-    points = batch_size.all_points()
-    assert len(points) == len(set(points)) == (4 * 4 - 2) + (2 * 4 - 2)  # equal rules; (200, 0.1) on one process
-    assert batch_size.point_of("linear", 200) == batch_size.Point(1, 200, 0.1)
-    found = {point: [point.lr] for point in points}
-    assert batch_size.rule_rows(found)[2] == ["200", "900", "0.03", "0.05", "0.10", "0.10"]
-    assert batch_size.process_rows(found)[4] == ["8", "0.10", "0.10", "1600"]
-
-
-def test_shared_memory_counts_once():
-    flat = torch.zeros(10)
-    assert variants.bytes_of([flat[:4], flat[4:], None, torch.zeros(3, dtype=torch.int64)]) == 40 + 24
 
 
 @pytest.mark.slow
@@ -105,9 +79,3 @@ def test_a_dry_run(name, row):
     if done.code == 2:  # no root, or no ip
         pytest.skip(done.err.splitlines()[-1])
     assert done.code == 0 and f"\n| {row}" in done.out, done.err
-
-
-@pytest.mark.slow
-def test_a_point_without_warm_up(tmp_path):
-    args = type("Args", (), {"dry_run": True, "data_dir": tmp_path})
-    assert 0 <= batch_size.measure(batch_size.point_of("linear, no warm-up", 200), 0, args) <= 100
