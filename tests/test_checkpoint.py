@@ -188,7 +188,7 @@ def kill_at(call, folder):
 
     torch.save, os.fsync, os.replace, os.unlink = map(dying, (torch.save, os.fsync, os.replace, os.unlink))
     Path.unlink = dying(Path.unlink)
-    save(folder, 3)
+    save(folder, 2, 3)  # in place of another, and beside it
     os._exit(0)
 
 
@@ -199,10 +199,10 @@ def test_killed_at_any_point_of_a_save(tmp_path):
         save(folder, 1, 2)
         codes.append(kill_at(len(codes), folder))
         path, damaged = checkpoint.newest(folder)
-        assert int(path.stem.removeprefix("step-")) == restored(folder) and not damaged
+        assert int(path.stem.removeprefix("step-")) == restored(folder) >= 2 and not damaged
         assert {name for name in names(folder) if name.endswith(".tmp")} == set()  # `restored` has removed it
         assert len(names(folder)) in (2, 3)
-    assert set(codes[:-1]) == {-signal.SIGKILL} and len(codes) > 5
+    assert set(codes[:-1]) == {-signal.SIGKILL} and len(codes) > 8
 
 
 def test_a_file_is_on_the_disk_before_its_name_is(tmp_path, monkeypatch):
