@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from world import WORLDS, error_of, run, wait_for
+from world import WORLDS, error_of, gone, run, wait_for
 
 import checkpoint
 import distributed as dist
@@ -389,21 +389,24 @@ def test_a_folder_that_is_a_file(tmp_path):
 # ------------------------------------------------------------------------------------------- two runs in one folder
 
 
-def hold(folder):
+@pytest.fixture
+def other(tmp_path):
     """A process that has the folder until it is killed; its id."""
     pid = os.fork()
     if not pid:
-        keeper = save(folder, 1)
+        keeper = save(tmp_path, 1)
         signal.pause()
         keeper.lock.release()
-    wait_for((folder / "step-1.pt").exists)
-    return pid
+    wait_for((tmp_path / "step-1.pt").exists)
+    yield pid
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
 
 
 def take(folder, pid):
     """Once while another run has it, and once while that run is still ending."""
     checkpoint.LOCK_TIMEOUT, usual = 0.1, checkpoint.LOCK_TIMEOUT
-    error = error_of(save, folder, 2)
+    error = str(error_of(save, folder, 2))
     checkpoint.LOCK_TIMEOUT = 60
     if dist.is_primary():
         threading.Timer(0.3, os.kill, (pid, signal.SIGKILL)).start()
@@ -412,11 +415,10 @@ def take(folder, pid):
     return error
 
 
-def test_a_second_run_in_the_folder(tmp_path):
-    pid = hold(tmp_path)
-    (error,) = set(run(take, 3, tmp_path, pid))
+def test_a_second_run_in_the_folder(tmp_path, other):
+    (error,) = set(run(take, 3, tmp_path, other))
     assert error == f"CheckpointError: another run is writing to {tmp_path}: end it, or take another folder"
-    assert os.waitpid(pid, 0)[1] == signal.SIGKILL and names(tmp_path) == ["step-1.pt", "step-2.pt"]
+    assert gone(other) and names(tmp_path) == ["step-1.pt", "step-2.pt"]
 
 
 # ---------------------------------------------------------------------------------------------------------- SIGTERM
