@@ -250,15 +250,6 @@ def test_a_flipped_bit_anywhere_is_seen(tmp_path):
     assert seen > path.stat().st_size / 29 / 3
 
 
-def test_a_file_that_was_cut_off_is_seen(tmp_path):
-    save(tmp_path, 1)
-    path = tmp_path / "step-1.pt"
-    content = path.read_bytes()
-    for length in range(0, len(content), 29):
-        path.write_bytes(content[:length])
-        assert f"CheckpointError: {path} is damaged" in restored(tmp_path)
-
-
 class Trap:
     def __reduce__(self):
         return Path.touch, (Path("it ran"),)
@@ -304,28 +295,6 @@ def test_a_damaged_file_does_not_count_among_the_last_two(tmp_path):
     assert [name for name in names(tmp_path) if name.endswith(".pt")] == ["step-16.pt", "step-31.pt"]
 
 
-def test_what_was_just_saved_stays_also_beside_a_longer_run(tmp_path):
-    save(tmp_path, 10, 20)
-    save(tmp_path, 1)
-    assert names(tmp_path) == ["step-1.pt", "step-10.pt", "step-20.pt"]
-
-
-def only_rank_1_cannot_read(folder):
-    save(folder, 1)
-    if dist.get_rank() == 1:
-        checkpoint.read, read = lambda path: read(Path("missing")), checkpoint.read
-    try:
-        return restored(folder)
-    finally:
-        if dist.get_rank() == 1:
-            checkpoint.read = read
-
-
-def test_one_rank_that_cannot_read_is_an_error_on_all(tmp_path):
-    (error,) = set(run(only_rank_1_cannot_read, 3, tmp_path))
-    assert error.startswith("CheckpointError: missing is damaged, or no checkpoint (")
-
-
 def damaged(folder):
     save(folder, 1, 2)
     if dist.is_primary():
@@ -342,16 +311,17 @@ def test_if_all_are_damaged_it_is_an_error_on_all_ranks(tmp_path):
 
 def fit(folder):
     save(folder, 1)
+    outputs = 3 if dist.get_rank() == 1 else 2  # no rank goes on without the one that can't
     return [
         error_of(checkpoint.Keeper(folder, **parts).restore)
-        for parts in ({"model": linear(outputs=3)}, {"net": linear()})
+        for parts in ({"model": linear(outputs=outputs)}, {"net": linear()})
     ]
 
 
 def test_what_does_not_fit_is_one_error_on_all_ranks(tmp_path):
-    for shape, name in run(fit, 3, tmp_path):
-        assert shape.startswith(f"CheckpointError: {tmp_path}/step-1.pt doesn't fit this model (") and "\n" not in shape
-        assert name.startswith(f"CheckpointError: {tmp_path}/step-1.pt doesn't fit this net (")
+    ((shape, name),) = set(map(tuple, run(fit, 3, tmp_path)))
+    assert shape.startswith(f"CheckpointError: {tmp_path}/step-1.pt doesn't fit this model (") and "\n" not in shape
+    assert name.startswith(f"CheckpointError: {tmp_path}/step-1.pt doesn't fit this net (")
 
 
 def other_folders(folder, is_stale):

@@ -15,12 +15,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from world import ROOT, WORLDS, forker, shell
+from world import ROOT, forker, shell
 
 import checkpoint
 import cifar10_ddp
 import data
-import distributed as dist
 
 SCRIPT = "cifar10_ddp.py"
 TRAIN, TEST = 61, 23  # examples
@@ -158,13 +157,8 @@ def test_an_evaluation_ends_early_once_told_and_its_loss_is_finite(asked, weight
     torch.nn.init.constant_(model[1].bias, weight)
     seen = []
     model.register_forward_hook(lambda *_: seen.append(1))
-    arguments = (
-        model,
-        data.loader(images, 5, range(12)),
-        torch.device("cpu"),
-        torch.float32,
-        SimpleNamespace(asked=asked),
-    )
+    loader, stop = data.loader(images, 5, range(12)), SimpleNamespace(asked=asked)
+    arguments = model, loader, torch.device("cpu"), torch.float32, stop
     if math.isnan(weight):
         with pytest.raises(SystemExit, match="the loss is nan"):
             cifar10_ddp.evaluate(*arguments)
@@ -216,27 +210,6 @@ def test_recipe(reference, small):
     assert [row["training_lr"] for row in rows(folder)] == pytest.approx([0.1 * 5 / 6, 0])
     for name, weight in weights.items():
         torch.testing.assert_close(last(folder)["parts"]["model"][name], weight, rtol=1e-3, atol=1e-5)
-
-
-@WORLDS
-def test_global_batches_do_not_depend_on_the_number_of_processes(small, monkeypatch, n):
-    """The k-th batches of all ranks, interleaved, are the k-th slice of the one order; a restart skips whole ones."""
-    share, skip, augmented = 4, 3, data.Augmented(small[0], 7)
-    augmented.set_epoch(5)
-    order = torch.randperm(TRAIN, generator=torch.Generator().manual_seed(7 + 5)).tolist()
-    whole = list(data.batches(data.loader(augmented, n * share, order, drop_last=True), torch.device("cpu")))
-    monkeypatch.setenv("WORLD_SIZE", str(n))
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(n))
-    of_ranks = []
-    for rank in range(n):
-        monkeypatch.setenv("RANK", str(rank))
-        monkeypatch.setenv("LOCAL_RANK", str(rank))
-        sampler = dist.data_sampler(augmented, seed=7)
-        sampler.set_epoch(5, skip=skip * share)
-        of_ranks.append(list(data.batches(data.loader(augmented, share, sampler, drop_last=True), torch.device("cpu"))))
-    for expected, *parts in zip(whole[skip:], *of_ranks, strict=True):
-        for one, several in zip(expected, zip(*parts, strict=True), strict=True):
-            assert torch.equal(one, torch.stack(several, dim=1).flatten(0, 1))
 
 
 def test_dry_run_leaves_nothing(run, tmp_path):
