@@ -226,7 +226,7 @@ class Forker:
             self.job.end()  # or the next answer would be this one's
         cwd = cwd or Path(tempfile.mkdtemp(dir=self.folder.name), "cwd")
         cwd.mkdir(exist_ok=True)
-        files = [Path(f"{cwd}.out"), Path(f"{cwd}.err")]
+        files = [Path(tempfile.mkdtemp(dir=self.folder.name), name) for name in ("out", "err")]
         for file in files:
             file.write_text("")
         module, root = None, ROOT

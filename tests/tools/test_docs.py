@@ -34,10 +34,10 @@ def without_code(page):
 # --------------------------------------------------------------------------------------------------- generated parts
 
 
-@pytest.mark.parametrize("page", build.PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_generated_parts_are_up_to_date(page):
+def test_generated_parts_are_up_to_date():
     """But for what programs print."""
-    assert build.rewrite(page, check=True, quick=True) == [], "run  python -m tools.build --quick"
+    old = [found for page in build.PAGES for found in build.rewrite(page, check=True, quick=True)]
+    assert old == [], "run  python -m tools.build --quick"
 
 
 BLOCKS = [block for page in build.PAGES for block in build.blocks(page)]
@@ -50,11 +50,11 @@ def test_a_program_prints_what_is_shown(block):
     assert block.now() == block.shown, "run  python -m tools.build"
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_each_marker_has_an_end(name):
-    markers = re.findall(r"(?<!`)<!-- (\w+)", text(name))
-    starts = [kind for kind in markers if kind not in ("end", "command")]
-    assert len(starts) == markers.count("end") == len(build.BLOCK.findall(text(name)))
+def test_each_marker_has_an_end():
+    for name in NAMES:
+        markers = re.findall(r"(?<!`)<!-- (\w+)", text(name))
+        starts = [kind for kind in markers if kind not in ("end", "command")]
+        assert len(starts) == markers.count("end") == len(build.BLOCK.findall(text(name))), name
 
 
 def test_an_output_is_kept_only_while_it_is_true():
@@ -105,13 +105,15 @@ def anchors(page):
     return [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_links_lead_somewhere(name):
-    for target in re.findall(r"\]\(([^)\s]+)\)", text(name)):
-        path, _, anchor = target.partition("#")
-        page = (ROOT / name).parent / path if path else ROOT / name
-        assert target.startswith("https://") or page.exists(), target
-        assert not anchor or path.startswith("https://") or anchor in anchors(page.resolve()), target
+def test_links_and_paths_lead_somewhere():
+    for name in NAMES:
+        for target in re.findall(r"\]\(([^)\s]+)\)", text(name)):
+            path, _, anchor = target.partition("#")
+            page = (ROOT / name).parent / path if path else ROOT / name
+            assert target.startswith("https://") or page.exists(), (name, target)
+            assert not anchor or path.startswith("https://") or anchor in anchors(page.resolve()), (name, target)
+        for path in re.findall(r"`([\w.-]+(?:/[\w.-]+)+/?)`", text(name)):
+            assert path.split("/")[0] not in {*FOLDERS, "docs"} or (ROOT / path).exists(), (name, path)
 
 
 def launch_lines():
@@ -182,19 +184,14 @@ CAPITALS = r"(?<![\w$])[A-Z][A-Z0-9_]{3,}(?!\w)"
 KNOWN = {"ADDRESS", "CONTRIBUTING", "EADDRINUSE", "FSDP2", "IOMMU", "LICENSE", "README", "SBATCH", "TERM"}
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_nothing_is_left_to_be_filled_in(name):
+def test_nothing_is_left_to_be_filled_in():
     """A word in capitals is a known abbreviation, or stands in a program, too."""
-    own = re.sub(r"<!-- \w+.*?<!-- end -->|`[^`\n]+`", "", text(name), flags=re.DOTALL)
     programs = [text(file) for file in PROGRAMS if not file.startswith("tests/")]
     known = KNOWN.union(*(re.findall(CAPITALS, program) for program in programs))
-    unknown = set(re.findall(CAPITALS, own)) - known
-    assert {word for word in unknown if not word.startswith(("MALLOC_", "NCCL_", "TORCH_"))} == set()
-    assert not re.search(r"TODO|XXX|FIXME", text(name))
-    assert not re.search(r"^(#+) .+\n+(?=\1 |\Z)", without_code(text(name)), re.MULTILINE), "a section is empty"
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_path_in_the_text_exists(name):
-    for path in re.findall(r"`([\w.-]+(?:/[\w.-]+)+/?)`", text(name)):
-        assert path.split("/")[0] not in {*FOLDERS, "docs"} or (ROOT / path).exists(), path
+    for name in NAMES:
+        own = re.sub(r"<!-- \w+.*?<!-- end -->|`[^`\n]+`", "", text(name), flags=re.DOTALL)
+        unknown = set(re.findall(CAPITALS, own)) - known
+        assert {word for word in unknown if not word.startswith(("MALLOC_", "NCCL_", "TORCH_"))} == set(), name
+        assert not re.search(r"TODO|XXX|FIXME", text(name)), name
+        empty = re.search(r"^(#+) .+\n+(?=\1 |\Z)", without_code(text(name)), re.MULTILINE)
+        assert not empty, f"{name}: the section {empty[0]} is empty"
