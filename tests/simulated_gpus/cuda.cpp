@@ -10,18 +10,85 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <unistd.h>
 
+#include <array>
 #include <chrono>
 #include <map>
 #include <mutex>
-#include <set>
-
-#include "devices.h"
+#include <sstream>
+#include <string>
+#include <vector>
 
 namespace {
 
-pid_t started_by = 0;  // the process that has started CUDA; a fork of it can't use CUDA
+constexpr size_t GPU_MEMORY = 2ull << 30;  // bytes of each
+
+struct Gpu {
+  int number, major, minor;  // its place in the machine; its compute capability
+
+  std::string name() const {
+    return "Simulated GPU " + std::to_string(major) + "." + std::to_string(minor);
+  }
+  std::array<unsigned char, 16> uuid_bytes() const {
+    std::array<unsigned char, 16> bytes{0x51, 0x3a, 0, 0, 0, 0, 0x40, 0, 0x80};
+    bytes[15] = number + 1;
+    return bytes;
+  }
+  std::string uuid() const {
+    std::string text = "GPU-";
+    char two[3];
+    for (int i = 0; i < 16; i++) {
+      snprintf(two, sizeof two, "%02x", uuid_bytes()[i]);
+      text += two;
+      if (i == 3 || i == 5 || i == 7 || i == 9) text += '-';
+    }
+    return text;
+  }
+};
+
+std::vector<std::string> split(const std::string& text) {
+  std::vector<std::string> parts;
+  std::stringstream stream(text);
+  for (std::string part; std::getline(stream, part, ',');) parts.push_back(part);
+  return parts;
+}
+
+std::vector<Gpu> all_gpus() {  // SIM_GPUS=8.0,7.5: two, with these compute capabilities
+  std::vector<Gpu> gpus;
+  const char* text = getenv("SIM_GPUS");
+  for (auto& capability : split(text ? text : "")) {
+    Gpu gpu{(int)gpus.size(), 0, 0};
+    sscanf(capability.c_str(), "%d.%d", &gpu.major, &gpu.minor);
+    gpus.push_back(gpu);
+  }
+  return gpus;
+}
+
+// As CUDA reads CUDA_VISIBLE_DEVICES, once in each process: numbers or the beginnings of uuids.  The first that isn't
+// there ends the list; one that stands there twice empties it.
+const std::vector<Gpu>& visible_gpus() {
+  static const std::vector<Gpu> found = [] {
+    auto gpus = all_gpus();
+    const char* text = getenv("CUDA_VISIBLE_DEVICES");
+    if (!text) return gpus;
+    std::vector<Gpu> seen;
+    for (auto& word : split(text)) {
+      const Gpu* hit = nullptr;
+      for (auto& gpu : gpus) {
+        bool is_number = !word.empty() && word.find_first_not_of("0123456789") == std::string::npos;
+        if (is_number ? atoi(word.c_str()) == gpu.number : word.size() > 4 && gpu.uuid().rfind(word, 0) == 0) hit = &gpu;
+      }
+      if (!hit) break;
+      for (auto& other : seen)
+        if (other.number == hit->number) return std::vector<Gpu>{};
+      seen.push_back(*hit);
+    }
+    return seen;
+  }();
+  return found;
+}
+
+bool started = false;  // a fork of a process that has started CUDA can't use it
 bool forked_after_start = false;
 thread_local int current = 0;  // the current device is a thread's own
 thread_local cudaError_t last_error = cudaSuccess;
@@ -40,10 +107,9 @@ cudaError_t start() {
   if (forked_after_start) return failed(cudaErrorInitializationError);
   if (getenv("SIM_OLD_DRIVER")) return failed(cudaErrorInsufficientDriver);
   if (visible_gpus().empty()) return failed(cudaErrorNoDevice);
-  if (!started_by) {
-    started_by = getpid();
+  if (!started) {
+    started = true;
     pthread_atfork(nullptr, nullptr, [] { forked_after_start = true; });
-    start_driver();
   }
   return cudaSuccess;
 }
@@ -388,4 +454,62 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, 
 
 cudaError_t cudaProfilerStart() { return cudaSuccess; }
 cudaError_t cudaProfilerStop() { return cudaSuccess; }
+
+// --------------------------------------------------------------------------------------------------- driver and NVML
+// cuBLAS opens libcuda.so.1 when torch is imported, and starts nothing; cuDeviceGetCount says 3, "not initialized", until
+// the runtime starts.  NVML counts the machine's GPUs, whatever CUDA_VISIBLE_DEVICES says.
+
+int cuInit(unsigned) {
+  if (visible_gpus().empty()) return 100;  // CUDA_ERROR_NO_DEVICE
+  started = true;
+  return 0;
+}
+
+int cuDeviceGetCount(int* count) {
+  if (!started) return 3;  // and CUDA_VISIBLE_DEVICES isn't read yet
+  *count = visible_gpus().size();
+  return 0;
+}
+
+int cuDevicePrimaryCtxGetState(int, unsigned* flags, int* active) {  // torch asks before it looks at a device
+  *flags = 0;
+  *active = started;
+  return 0;
+}
+
+int cuDriverGetVersion(int* version) {
+  *version = getenv("SIM_OLD_DRIVER") ? 11040 : 13020;
+  return 0;
+}
+
+int nvmlInit_v2() { return 0; }
+int nvmlInit() { return 0; }
+int nvmlInitWithFlags(unsigned) { return 0; }
+int nvmlShutdown() { return 0; }
+const char* nvmlErrorString(int) { return "a simulated NVML's error"; }
+
+int nvmlDeviceGetCount_v2(unsigned* count) {
+  *count = all_gpus().size();
+  return 0;
+}
+
+int nvmlDeviceGetHandleByIndex_v2(unsigned index, void** device) {
+  *device = (void*)(size_t)(index + 1);
+  return index < all_gpus().size() ? 0 : 2;  // NVML_ERROR_INVALID_ARGUMENT
+}
+
+int nvmlDeviceGetUUID(void* device, char* text, unsigned size) {
+  snprintf(text, size, "%s", all_gpus()[(size_t)device - 1].uuid().c_str());
+  return 0;
+}
+
+int nvmlDeviceGetName(void* device, char* text, unsigned size) {
+  snprintf(text, size, "%s", all_gpus()[(size_t)device - 1].name().c_str());
+  return 0;
+}
+
+int nvmlSystemGetDriverVersion(char* text, unsigned size) {
+  snprintf(text, size, "simulated");
+  return 0;
+}
 }

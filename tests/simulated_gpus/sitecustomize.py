@@ -1,0 +1,28 @@
+"""Each Python that finds this folder in PYTHONPATH imports this file: it gives torch the kernels of simulated GPUs."""
+
+import importlib.abc
+import importlib.machinery
+import sys
+
+
+class _Torch(importlib.abc.MetaPathFinder):
+    """Acts when torch is imported, not before: not every Python imports it."""
+
+    def find_spec(self, name, path, target=None):
+        if name != "torch":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        load = spec.loader.exec_module
+
+        def exec_module(torch):
+            load(torch)
+            import kernels
+
+            kernels.install(torch)
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+
+sys.meta_path.insert(0, _Torch())
