@@ -198,16 +198,23 @@ def worker(rank, n):
         os.abort()  # as NCCL's watchdog does when a connection is lost
 dist.launch(worker, nproc=2)
 """
+AFTERWARDS = """
+def worker(rank, n):
+    from multiprocessing.util import Finalize
+    if rank == 1: Finalize(None, os._exit, (3,), exitpriority=1)
+dist.launch(worker, nproc=2)
+"""
 CAUSES = [
     (UNFINISHED, "rank 0 of 2 failed first: ended by SIGKILL"),
     (LATE, "rank 1 of 2 failed first: ended by SIGKILL"),
     (WATCHDOG, r"rank 1 of 2 failed first: \s+Traceback(?s:.*)ValueError: mine"),
+    (AFTERWARDS, "rank 1 of 2 failed first: ended with exit code 3, .* after its work"),
 ]
 
 
-@pytest.mark.parametrize(("code", "cause"), CAUSES, ids=["unfinished", "late", "watchdog"])
+@pytest.mark.parametrize(("code", "cause"), CAUSES, ids=["unfinished", "late", "watchdog", "afterwards"])
 def test_the_cause_is_found_in_what_is_left(program, code, cause):
-    """Half a report; a death that is seen after its consequence; a rank that has failed ends before no other."""
+    """Half a report; a death seen after its consequence; a rank that has failed and stays; one that dies at its end."""
     done = run(program(code))
     assert done.code == 1 and re.search(cause, done.err), done.err
 
