@@ -17,11 +17,12 @@ import data
 import distributed as dist
 import mnist_amp
 import mnist_apex
+from tools.steps import STEPS
 
 CPU = torch.device("cpu")
-ONE_PROCESS = ["mnist_single.py", "mnist_dataparallel.py"]
-DDP = ["mnist_ddp.py", "mnist_amp.py"]
-PLAIN = "mnist_ddp_plain.py"
+ONE_PROCESS = ["mnist_single", "mnist_dataparallel"]
+DDP = ["mnist_ddp", "mnist_amp"]
+PLAIN = "mnist_ddp_plain"
 BATCH = 50  # of the dry runs: by three, 16 each
 DRY = ("--dataset", "synthetic", "--dry-run", "--batch-size", BATCH, "--seed", 1)
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone")
@@ -48,14 +49,14 @@ def figures(line):
 
 def test_one_process():
     """Nothing but the wrapper differs, and without GPUs that calls the model directly."""
-    single, parallel = (printed(forker().run(script, *DRY, before=FEW_DIGITS)) for script in ONE_PROCESS)
+    single, parallel = (printed(forker().run(f"{script}.py", *DRY, before=FEW_DIGITS)) for script in ONE_PROCESS)
     assert single[0] == f"synthetic on cpu, batch size {BATCH}" and figures(single[1])[1] == 2 * BATCH
     assert parallel == ["DataParallel on 0 GPUs (with fewer than two it calls the model directly)", *single]
 
 
 def test_ddp_and_amp():
     """Two whole batches each; what they compute: test_variants.py."""
-    ddp, amp = (printed(forker().run(script, *DRY, "--nproc", 3, before=FEW_DIGITS)) for script in DDP)
+    ddp, amp = (printed(forker().run(f"{script}.py", *DRY, "--nproc", 3, before=FEW_DIGITS)) for script in DDP)
     head = ["distributed: 3 processes, gloo, cpu", "synthetic on cpu, global batch 48 = 3 x 16"]
     assert ddp[:2] == amp[:2] == head and figures(ddp[2])[1] == figures(amp[2])[1] == 2 * 48
     exact, rough = figures(ddp[2])[0], figures(amp[2])[0]
@@ -67,7 +68,7 @@ def test_ddp_and_amp():
 @pytest.mark.parametrize("n", [1, 3])
 def test_plain_torch_prints_what_the_helper_prints(n, tmp_path):
     start = (*TORCHRUN, f"--nproc_per_node={n}")
-    plain, helper = (shell(*start, ROOT / script, *DRY, cwd=tmp_path) for script in (PLAIN, "mnist_ddp.py"))
+    plain, helper = (shell(*start, ROOT / f"{script}.py", *DRY, cwd=tmp_path) for script in (PLAIN, "mnist_ddp"))
     first, *lines = printed(helper._replace(err=""))  # torchrun warns of its threads
     assert printed(plain._replace(err="")) == lines
     assert printed(forker().run("mnist_ddp.py", *DRY, "--nproc", n)) == [first, *lines]
@@ -207,23 +208,16 @@ def test_min_ddp():
 
 
 PLACE = dict(RANK="0", WORLD_SIZE="3", LOCAL_RANK="0", LOCAL_WORLD_SIZE="3")
-BAD = [  # test_progression.py sees to it that all scripts check the same: so one row for each of the others
-    ("mnist_ddp.py", "--epochs 0", {}, "--epochs", "at least 1"),
-    ("mnist_ddp.py", "--batch-size -8", {}, "--batch-size"),
-    ("mnist_ddp.py", "--lr 0", {}, "--lr", "greater than 0"),
-    ("mnist_ddp.py", "--lr nan", {}, "--lr", "greater than 0"),
-    ("mnist_ddp.py", "--lr inf", {}, "--lr", "finite"),
-    ("mnist_ddp.py", "--nproc 0", {}, "NPROC) is 0", "at least 1"),
-    ("mnist_ddp.py", "--backend nccl", {}, "nccl", "GPU", "gloo"),
-    ("mnist_ddp.py", "--nproc 2 --batch-size 1", {}, "--batch-size 1", "2 processes"),
-    ("mnist_ddp.py", "--batch-size 2", {"NPROC": "3"}, "--batch-size 2", "3 processes"),
-    ("mnist_ddp.py", "--nproc 3", PLACE, "launcher", "--nproc"),
-    ("mnist_single.py", "--epochs -1", {}, "--epochs", "at least 1"),
-    ("mnist_dataparallel.py", "--epochs 0", {}, "--epochs", "at least 1"),
-    ("mnist_amp.py", "--dtype float64", {}, "--dtype", "float16", "bfloat16"),
-    ("mnist_ddp.py", "", {"RANK": "0"}, "WORLD_SIZE"),
-    (PLAIN, "", {}, "torchrun --nproc_per_node=2 mnist_ddp_plain.py"),
-    (PLAIN, "--batch-size 2", PLACE, "at least the number of processes"),
+BAD = [
+    ("mnist_ddp", "--nproc 0", {}, "NPROC) is 0", "at least 1"),
+    ("mnist_ddp", "--backend nccl", {}, "nccl", "GPU", "gloo"),
+    ("mnist_ddp", "--nproc 2 --batch-size 1", {}, "--batch-size 1", "2 processes"),
+    ("mnist_ddp", "--batch-size 2", {"NPROC": "3"}, "--batch-size 2", "3 processes"),
+    ("mnist_ddp", "--nproc 3", PLACE, "launcher", "--nproc"),
+    ("mnist_ddp", "", {"RANK": "0"}, "WORLD_SIZE"),
+    ("mnist_amp", "--dtype float64", {}, "--dtype", "float16", "bfloat16"),
+    ("mnist_ddp_plain", "", {}, "torchrun --nproc_per_node=2 mnist_ddp_plain.py"),
+    ("mnist_ddp_plain", "--batch-size 2", PLACE, "at least the number of processes"),
 ]
 
 
@@ -232,7 +226,16 @@ def test_bad_flags_and_variables(monkeypatch, row):
     script, flags, environment, *words = row
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    refused(importlib.import_module(script[:-3]).parse_args, *words, flags=[*DRY, *flags.split()])
+    refused(importlib.import_module(script).parse_args, *words, flags=[*DRY, *flags.split()])
+
+
+@pytest.mark.parametrize("script", [step.script for step in STEPS])
+def test_each_script_refuses_bad_numbers(monkeypatch, script):
+    for name, value in PLACE.items() if script == f"{PLAIN}.py" else ():
+        monkeypatch.setenv(name, value)
+    module = importlib.import_module(script.removesuffix(".py").replace("/", "."))
+    for flag in "--epochs=0", "--batch-size=-8", "--lr=0", "--lr=nan", "--lr=inf":
+        refused(module.parse_args, flag.partition("=")[0], flags=["--dataset=synthetic", flag])
 
 
 def test_data_that_cannot_be_had(tmp_path):
@@ -240,7 +243,7 @@ def test_data_that_cannot_be_had(tmp_path):
     (tmp_path / "file").write_text("")
     words = f"mnist can't be read from {tmp_path / 'file'}", "--dataset synthetic"
     for script in *ONE_PROCESS, *DDP:
-        refused(importlib.import_module(script[:-3]).parse_args, *words, flags=["--data-dir", tmp_path / "file"])
+        refused(importlib.import_module(script).parse_args, *words, flags=["--data-dir", tmp_path / "file"])
 
 
 def test_a_program_refuses_what_it_is_given():

@@ -324,7 +324,6 @@ def test_a_dry_run(name):
 
 
 REFUSED = [  # the script, flags, words of the line
-    ("mnist_by_hand", ["--epochs", 0], "--epochs", "at least 1"),
     ("mnist_accumulate", ["--accumulate", 0], "--accumulate 0", "at least 1"),
     ("mnist_local_sgd", ["--every", 0], "--every 0", "at least 1"),
     ("mnist_fsdp", ["--param-dtype", "float16"], "--param-dtype", "'bfloat16'"),
