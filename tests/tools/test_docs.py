@@ -20,7 +20,6 @@ build.run_program = forker().run
 
 TEXTS = [*build.PAGES, ROOT / "CONTRIBUTING.md", ROOT / "AGENTS.md"]
 NAMES = [str(page.relative_to(ROOT)) for page in TEXTS]
-HELPERS = ["distributed.py", "launcher.py"]
 
 
 def text(name):
@@ -81,17 +80,23 @@ def train(model, loader):
 """
 
 
-@pytest.mark.parametrize("file", [block.what for block in BLOCKS if block.kind == "snippet"])
-def test_a_program_in_a_docstring_runs(file, tmp_path):
-    program = re.search(r"```python\n(.*?)```", build.snippet(file), re.DOTALL)[1]
-    (tmp_path / "train.py").write_text(AROUND + program, encoding="utf-8")
-    for helper in {*HELPERS, file}:  # as the README says: copied beside the program
+API = [
+    program for program in re.findall(r"```python\n(.*?)```", text("docs/api.md"), re.DOTALL) if "launch(" in program
+]
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_a_program_of_the_page_of_helpers_runs(number, tmp_path):
+    """With seven ranks: an odd share for each."""
+    (tmp_path / "train.py").write_text(AROUND + API[number], encoding="utf-8")
+    for helper in "distributed.py", "launcher.py", "checkpoint.py":  # as the README says: copied beside the program
         shutil.copy(ROOT / helper, tmp_path)
-    done = forker().run(tmp_path / "train.py", cwd=tmp_path, NPROC=2)
-    assert done.code == 0, done.err
-    assert "2 processes" in done.out
-    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", done.out)]
-    assert not losses or losses[-1] < losses[0]  # it trains
+    done = forker().run(tmp_path / "train.py", cwd=tmp_path, NPROC=7)
+    assert done.code == 0 and "7 processes" in done.out, done.err
+    losses, accuracies = (
+        [float(x) for x in re.findall(rf"{word} ([\d.]+)", done.out)] for word in ("loss", "accuracy")
+    )
+    assert losses == sorted(losses, reverse=True) and accuracies[:1] <= accuracies[-1:]  # it trains
 
 
 # -------------------------------------------------------------------------------------------------- links and commands
