@@ -47,10 +47,13 @@ def figures(line):
 # --------------------------------------------------------------------------------------------------------- good runs
 
 
-def test_one_process():
+@pytest.mark.parametrize("flags", [(), ("--dry-run",)])
+def test_one_process(flags):
     """Nothing but the wrapper differs, and without GPUs that calls the model directly."""
-    single, parallel = (printed(forker().run(f"{script}.py", *DRY, before=FEW_DIGITS)) for script in ONE_PROCESS)
-    assert single[0] == f"synthetic on cpu, batch size {BATCH}" and figures(single[1])[1] == 2 * BATCH
+    flags = ("--dataset", "synthetic", "--batch-size", BATCH, "--seed", 1, "--epochs", 2, *flags)
+    single, parallel = (printed(forker().run(f"{script}.py", *flags, before=FEW_DIGITS)) for script in ONE_PROCESS)
+    assert single[0] == f"synthetic on cpu, batch size {BATCH}"
+    assert [figures(line)[1] for line in single[1:]] == ([2 * BATCH] if "--dry-run" in flags else [150] * 2)
     assert parallel == ["DataParallel on 0 GPUs (with fewer than two it calls the model directly)", *single]
 
 
