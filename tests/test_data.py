@@ -162,6 +162,7 @@ def crops_and_flips(seed, epoch, count=500, batch_size=64, order=None):
         flip = middle[:, 1, 1] < middle[:, 1, 0]  # the columns go down
         row, column = middle[:, 0, 0] - 13, middle[:, 1, 0] - 13  # 17 in the centre: cropped at (4, 4)
         found[labels] = torch.stack([row, torch.where(flip, column + 1, column), flip], dim=1)
+    assert torch.equal(found, dataset.draws.long())
     return found
 
 
