@@ -5,9 +5,7 @@ import os
 import pytest
 import torch
 from simulated_gpus import build
-from world import ROOT, Forker
-
-from tools import programs
+from world import Forker
 
 REAL = torch.cuda.device_count()  # NVML's number: nothing is started
 PYTHONPATH = os.environ.get("PYTHONPATH", "")  # of this machine: it can be where torch is found
@@ -37,13 +35,6 @@ class Gpus:
             return self.forker.run(*command, **{"CUDA_VISIBLE_DEVICES": visible, **environment})
         given = {"SIM_GPUS": ",".join(gpus), "CUDA_VISIBLE_DEVICES": None, "NCCL_DEBUG": None}
         return self.forker.run(*command, **{**given, **environment})
-
-    def start(self, *command, gpus=("8.0",), **environment):
-        """The same in a process that a shell starts, beside others."""
-        simulated = {"SIM_GPUS": ",".join(gpus), "CUDA_VISIBLE_DEVICES": None}
-        given = {} if self.base is None else {**self.base, **simulated}
-        path = given.pop("PYTHONPATH", PYTHONPATH).split(os.pathsep)
-        return programs.start(*command, path=[*filter(None, path), ROOT], **{**given, **environment})
 
 
 @pytest.fixture(scope="session")

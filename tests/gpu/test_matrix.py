@@ -4,35 +4,40 @@ Where the GPUs are simulated, the CPU computes; so the losses are the CPU's, and
 device, which process, which message.  Speed, memory, rounding and the true NCCL are not seen.
 """
 
+import functools
 import importlib.util
 import re
 
 import pytest
 
-SHORT = ("--dataset", "synthetic", "--dry-run")
+SHORT = ("--dataset", "synthetic", "--dry-run", "--batch-size", "40")
 
+FEW_DIGITS = """
+import data
 
-def epochs(run):
-    """The (loss, accuracy) of each epoch that a script printed."""
-    assert run.code == 0, run.err[-3000:]
-    found = re.findall(r"epoch \d+/\d+  loss ([\d.]+)  accuracy ([\d.]+)%", run.out)
-    assert found, run.out
-    return [(float(loss), float(accuracy)) for loss, accuracy in found]
+def few(count, seed, plain=data._digits):
+    return plain(count // 25, seed)
 
+data._digits = few
+"""
 
-def on_the_cpu(machine, *command, nproc, **flags):
-    return machine.run(*command, gpus=(), NPROC=nproc, CUDA_VISIBLE_DEVICES="", **flags)
-
-
-TELL_LOSS = """
+TELL = f"""
+import torch
 from torch.nn import functional
-
+{FEW_DIGITS}
 def told(*args, plain=functional.cross_entropy, **flags):
     loss = plain(*args, **flags)
-    print(f"a step's loss {loss.item()}", flush=True)
+    print(f"a step's loss {{loss.item()}}", flush=True)
     return loss
 
 functional.cross_entropy = told
+
+class Autocast(torch.autocast):
+    def __init__(self, device_type, dtype):
+        print(f"autocast {{device_type}} {{dtype}}", flush=True)
+        super().__init__(device_type, dtype)
+
+torch.autocast = Autocast
 """
 
 
@@ -42,80 +47,74 @@ def losses(run):
     return sorted(float(loss) for loss in re.findall(r"a step's loss (\S+)", run.out))
 
 
+@pytest.fixture(scope="module")
+def short(machine):
+    """short(script, *gpus) is a short run, with the loss of each step.  TensorFloat-32, with few digits, is off."""
+
+    def short(script, *flags, gpus, **environment):
+        flags = (*SHORT, *flags)
+        return machine.run(*script.split(), *flags, gpus=gpus, before=TELL, NVIDIA_TF32_OVERRIDE="0", **environment)
+
+    return short
+
+
+@pytest.fixture(scope="module")
+def exact(short):
+    """exact(script, n): the losses of n processes on the CPU.  Each is run once."""
+
+    @functools.cache
+    def exact(script, n):
+        found = losses(short(script, gpus=(), NPROC=n, CUDA_VISIBLE_DEVICES=""))
+        assert len(found) >= 2 * n
+        return found
+
+    return exact
+
+
+@pytest.mark.parametrize("script", ["mnist_single.py", "mnist_dataparallel.py", "mnist_ddp.py"])
+def test_one_gpu(short, exact, script):
+    run = short(script, gpus=("8.0",))
+    like = "mnist_ddp.py" if script == "mnist_ddp.py" else "mnist_single.py"
+    assert "synthetic on cuda" in run.out and losses(run) == pytest.approx(exact(like, 1), abs=1e-5)
+
+
 @pytest.mark.parametrize(
-    ("script", "n", "backend"),
+    ("script", "backend", "like"),
     [
-        ("mnist_ddp.py", 1, "nccl"),
-        ("mnist_ddp.py", 2, "nccl"),
-        ("mnist_ddp.py", 2, "gloo"),
-        ("-m variants.mnist_by_hand", 2, "nccl"),
-        ("-m variants.mnist_accumulate", 2, "nccl"),
-        ("-m variants.mnist_fsdp", 2, "nccl"),
+        ("mnist_ddp.py", "nccl", "mnist_ddp.py"),
+        ("mnist_ddp.py", "gloo", "mnist_ddp.py"),
+        ("-m variants.mnist_by_hand", "nccl", "mnist_ddp.py"),
+        ("-m variants.mnist_fsdp", "nccl", "mnist_ddp.py"),
+        ("-m variants.mnist_accumulate", "nccl", "-m variants.mnist_accumulate"),
     ],
 )
-def test_fp32_is_the_cpus(machine, script, n, backend):
-    """Each step's loss on each rank; TensorFloat-32, which has fewer digits, is off."""
-    command = [*script.split(), *SHORT]
-    flags = {"before": TELL_LOSS, "NVIDIA_TF32_OVERRIDE": "0"}
-    run = machine.run(*command, "--backend", backend, gpus=("8.0",) * n, **flags)
-    assert f"distributed: {n} process" in run.out and f"{backend}, cuda" in run.out, run.err[-3000:]
-    exact = losses(on_the_cpu(machine, *command, nproc=n, **flags))
-    assert len(exact) >= 2 * n and losses(run) == pytest.approx(exact, abs=1e-5)
+def test_two_gpus(short, exact, script, backend, like):
+    """Each step's loss on each rank."""
+    run = short(script, "--backend", backend, gpus=("8.0", "8.0"))
+    assert f"distributed: 2 processes, {backend}, cuda" in run.out, run.err[-3000:]
+    assert losses(run) == pytest.approx(exact(like, 2), abs=1e-5)
 
 
-@pytest.mark.parametrize("n", [1, 2])
-def test_one_process_uses_the_first_gpu_or_all(machine, n):
-    for script in "mnist_single.py", "mnist_dataparallel.py":
-        run = machine.run(script, *SHORT, gpus=("8.0",) * n)
-        assert "synthetic on cuda, batch size 200" in run.out, run.err[-3000:]
-        same = script == "mnist_single.py" or n == 1  # DataParallel's BatchNorm sees half a batch on each of two
-        exact = epochs(on_the_cpu(machine, script, *SHORT, nproc=1))[0][0]
-        assert epochs(run)[0][0] == pytest.approx(exact, abs=1e-3 if same else 0.05)
-    assert f"DataParallel on {n} GPUs" in run.out
+def test_data_parallel_uses_all_gpus(short, exact):
+    run = short("mnist_dataparallel.py", gpus=("8.0", "8.0"))
+    assert "DataParallel on 2 GPUs" in run.out
+    assert losses(run) == pytest.approx(exact("mnist_single.py", 1), abs=0.1)  # BatchNorm sees half a batch on each
 
 
-TELL_DTYPE = """
-import torch
-
-class Autocast(torch.autocast):
-    def __init__(self, device_type, dtype):
-        print(f"autocast {device_type} {dtype}", flush=True)
-        super().__init__(device_type, dtype)
-
-torch.autocast = Autocast
-"""
-
-
-def autocasts(run):
-    """What the ranks computed with."""
-    return set(re.findall(r"autocast (\S+ \S+)", run.out))
-
-
-@pytest.mark.parametrize(
-    ("capability", "dtype", "n", "backend"),
-    [("8.0", "bfloat16", 1, "nccl"), ("8.0", "bfloat16", 2, "nccl"), ("7.5", "float16", 2, "gloo")],
-)
-def test_mixed_precision_fits_the_card(machine, capability, dtype, n, backend):
-    run = machine.run("mnist_amp.py", *SHORT, "--backend", backend, gpus=(capability,) * n, before=TELL_DTYPE)
-    assert autocasts(run) == {f"cuda torch.{dtype}"}, run.err[-3000:]
-    exact = epochs(on_the_cpu(machine, "mnist_ddp.py", *SHORT, nproc=n))
-    assert epochs(run)[0][0] == pytest.approx(exact[0][0], rel=0.02)
-
-
-def test_unlike_cards_agree_on_a_precision(machine):
+@pytest.mark.parametrize(("gpus", "dtype"), [(("8.0", "8.0"), "bfloat16"), (("7.5", "8.0"), "float16")])
+def test_mixed_precision_fits_all_cards(short, exact, gpus, dtype):
     """bf16 on one rank and float16 with a scaler on the other would give loss nan."""
-    run = machine.run("mnist_amp.py", *SHORT, gpus=("7.5", "8.0"), before=TELL_DTYPE)
-    assert autocasts(run) == {"cuda torch.float16"}, run.err[-3000:]
-    assert all(0 < loss < 10 for loss, _ in epochs(run))
+    run = short("mnist_amp.py", gpus=gpus)
+    assert set(re.findall(r"autocast (\S+ \S+)", run.out)) == {f"cuda torch.{dtype}"}, run.err[-3000:]
+    assert losses(run) == pytest.approx(exact("mnist_ddp.py", 2), rel=0.02)
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
-def test_apex(machine, level):
+def test_apex(short, exact, level):
     if importlib.util.find_spec("apex") is None:
         pytest.skip("apex is not installed: docs/troubleshooting.md says how")
-    run = machine.run("mnist_apex.py", *SHORT, "--opt-level", level, gpus=("8.0",) * 2)
-    exact = epochs(on_the_cpu(machine, "mnist_ddp.py", *SHORT, nproc=2))
-    assert epochs(run)[0][0] == pytest.approx(exact[0][0], rel=0.02)
+    run = short("mnist_apex.py", "--opt-level", level, gpus=("8.0", "8.0"))
+    assert losses(run) == pytest.approx(exact("mnist_ddp.py", 2), rel=0.02)
 
 
 def test_the_smallest_program(machine):
@@ -125,10 +124,10 @@ def test_the_smallest_program(machine):
 
 def test_a_checkpoint_moves_between_cards_and_to_the_cpu(machine, tmp_path):
     command = ["cifar10_ddp.py", "--dataset", "synthetic", "--amp", "--width", "2", "--epochs", "1"]
-    command += ["--checkpoint-every", "20", "--run-dir", tmp_path]
+    command += ["--batch-size", "40", "--checkpoint-every", "10", "--run-dir", tmp_path]
     for gpus in ("8.0", "8.0"), ("7.5", "7.5"), ():
         visible = {} if gpus else {"CUDA_VISIBLE_DEVICES": "", "NPROC": "2"}
-        run = machine.run(*command, gpus=gpus, **visible)
-        assert run.code == 0 and ("batch 20 of 23" in run.out) == (gpus != ("8.0", "8.0")), run.err[-3000:]
-        (finished,) = tmp_path.glob("step-23-score-*.pt")
-        finished.unlink()  # the next goes on from step 20, in this run's precision
+        run = machine.run(*command, gpus=gpus, before=FEW_DIGITS, **visible)
+        assert run.code == 0 and ("batch 10 of 12" in run.out) == (gpus != ("8.0", "8.0")), run.err[-3000:]
+        (finished,) = tmp_path.glob("step-12-score-*.pt")
+        finished.unlink()  # the next goes on from step 10, in this run's precision

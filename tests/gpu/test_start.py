@@ -1,19 +1,23 @@
 """Which GPU each process gets, how processes start, and what is refused.  On real GPUs, or simulated ones."""
 
 import json
+import socket
 
 import pytest
+from test_matrix import FEW_DIGITS
 from test_variables import srun
-from world import ROOT, Result
+from world import ROOT
 
 WHO = """
 import json
+import os
 import sys
-import time
 
 import torch
 
 import distributed as dist
+
+here = os.getpid()  # in a forked process this is the parent's, in a spawned one its own
 
 
 def who(local_rank, world_size, backend=None):
@@ -21,7 +25,8 @@ def who(local_rank, world_size, backend=None):
     device = dist.get_device()
     name = f"{torch.cuda.get_device_properties(device).uuid}" if device.type == "cuda" else "cpu"
     total = dist.all_reduce(torch.ones(2, device=device)).tolist()
-    found = dist.get_rank(), str(device), name, total
+    start = "forked" if os.getpid() != here else "not forked"
+    found = dist.get_rank(), str(device), name, total, start
     print("I am", json.dumps(found), flush=True)  # under a launcher `launch` returns it on rank 0 only
     return found
 
@@ -47,21 +52,39 @@ def first_three_steps(local_rank, world_size):
     return losses
 
 
+def is_pinned(local_rank, world_size):
+    import data
+    examples = data.Images(torch.zeros(4, 1, 8, 8, dtype=torch.uint8), torch.arange(4), (0.0,), (1.0,))
+    images, labels = next(iter(data.loader(examples, 4, range(4))))
+    return images.is_pinned() and labels.is_pinned()
+
+
+def as_a_task(variables):
+    for task in variables:
+        if os.fork() == 0:
+            os.environ.update(task)
+            return
+    sys.exit(max(os.wait()[1] for _ in variables) > 0)
+
+
 if __name__ == "__main__":
     what, *args = sys.argv[1:]
     if what == "start_cuda_first":
         torch.zeros(1, device="cuda")
         what = "who"
-    started = time.perf_counter()
-    result = dist.launch(globals()[what], *args)
-    print(json.dumps([result, time.perf_counter() - started]))
+    if what == "tasks":
+        as_a_task([json.loads(text) for text in args])
+        what, args = "who", []
+    print(json.dumps(dist.launch(globals()[what], *args)))
 """
 
 
-@pytest.fixture
-def program(tmp_path):
-    (tmp_path / "program.py").write_text(WHO)
-    return tmp_path / "program.py"
+@pytest.fixture(scope="module")
+def start(machine, tmp_path_factory):
+    """start("who") runs the program above; it prints what `launch` has returned."""
+    program = tmp_path_factory.mktemp("start") / "program.py"
+    program.write_text(WHO)
+    return lambda *args, gpus=("8.0", "8.0"), **options: machine.run(program, *args, gpus=gpus, path=[ROOT], **options)
 
 
 def answer(run):
@@ -69,80 +92,68 @@ def answer(run):
     return json.loads(run.out.splitlines()[-1])
 
 
-def start(machine, program, *args, **options):
-    return machine.run(program, *args, path=[ROOT], **options)
-
-
-@pytest.fixture
-def uuids(machine, program):
+@pytest.fixture(scope="module")
+def uuids(start):
     """Of the first two GPUs."""
-    found = [answer(start(machine, program, "who", gpus=("8.0",) * 2, CUDA_VISIBLE_DEVICES=i))[0][2] for i in "01"]
+    found = [answer(start("who", CUDA_VISIBLE_DEVICES=i))[2] for i in "01"]
     assert found[0] != found[1]
     return found
 
 
-def test_every_form_of_cuda_visible_devices(machine, program, uuids):
+def test_every_form_of_cuda_visible_devices(start, uuids):
     first, second = uuids
-    forms = {"0,1": (first, 2), "1,0": (second, 2), "1": (second, 1), f"GPU-{second}": (second, 1)}
+    forms = {"0,1": (first, 2), "1,0": (second, 2), f"GPU-{second}": (second, 1)}
     forms |= {f"GPU-{second},GPU-{first}": (second, 2), "0,5": (first, 1)}
     for form, (name, count) in forms.items():
-        (rank, device, found, total), _ = answer(
-            start(machine, program, "who", gpus=("8.0",) * 2, CUDA_VISIBLE_DEVICES=form)
-        )
+        rank, device, found, total, _ = answer(start("who", CUDA_VISIBLE_DEVICES=form))
         assert (rank, device, found, total) == (0, "cuda:0", name, [count, count]), form
     for form in "", "-1":
-        (_, device, _, total), _ = answer(start(machine, program, "who", gpus=("8.0",) * 2, CUDA_VISIBLE_DEVICES=form))
+        _, device, _, total, _ = answer(start("who", CUDA_VISIBLE_DEVICES=form))
         assert (device, total) == ("cpu", [2, 2])
 
 
-def test_two_processes_are_forked_in_half_a_second(machine, program):
+def test_processes_are_forked_unless_cuda_was_started(start):
     """The driver's library is loaded on every machine with GPUs.  Only CUDA that was started forbids a fork."""
-    times = [answer(start(machine, program, "who", gpus=("8.0",) * 2))[1] for _ in range(3)]
-    assert min(times) < (0.5 if machine.base else 5), times
-
-
-def test_after_cuda_was_started_the_processes_are_spawned(machine, program):
-    (rank, device, _, total), _ = answer(start(machine, program, "start_cuda_first", gpus=("8.0",) * 2))
-    assert (rank, device, total) == (0, "cuda:0", [2, 2])
+    for what, how in ("who", "forked"), ("start_cuda_first", "not forked"):
+        assert answer(start(what))[3:] == [[2, 2], how]
 
 
 def test_more_processes_than_gpus(machine):
-    command = ["mnist_ddp.py", "--dataset", "synthetic", "--dry-run", "--nproc", "3"]
+    command = ["mnist_ddp.py", "--dataset", "synthetic", "--dry-run", "--batch-size", "30", "--nproc", "3"]
     run = machine.run(*command, gpus=("8.0",) * 2)
     assert run.code == 2 and "3 processes, but 2 visible GPU(s)" in run.err and "Traceback" not in run.err, run.err
-    run = machine.run(*command, "--backend", "gloo", gpus=("8.0",) * 2)  # two of them on one card
+    run = machine.run(*command, "--backend", "gloo", gpus=("8.0",) * 2, before=FEW_DIGITS)  # two of them on one card
     assert run.code == 0 and "3 processes, gloo, cuda" in run.out, run.err
 
 
-def tasks(machine, program, *visible):
-    """One task per entry, with srun's variables; each sees these GPUs only."""
-    started = []
-    for rank, seen in enumerate(visible):
-        slurm = srun(rank, len(visible), rank, len(visible), 0, "localhost") | {"SLURM_JOB_ID": program.parent.name}
-        slurm |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29571"}
-        started.append(machine.start(program, "who", gpus=("8.0",) * 2, CUDA_VISIBLE_DEVICES=seen, **slurm))
-    return [Result(process.wait(100), *process.communicate()) for process in started]
+def test_one_gpu_per_task_as_under_srun(start, uuids):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    tasks = []
+    for rank in range(2):
+        slurm = srun(rank, 2, rank, 2, 0, "localhost") | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        tasks.append(json.dumps(slurm | {"CUDA_VISIBLE_DEVICES": str(rank)}))
+    run = start("tasks", *tasks)
+    assert run.code == 0, run.err[-3000:]
+    for rank in range(2):
+        assert f"I am {json.dumps([rank, 'cuda:0', uuids[rank], [2.0, 2.0], 'forked'])}\n" in run.out, run.out
 
 
-def test_one_gpu_per_task_as_under_srun(machine, program, uuids):
-    for rank, run in enumerate(tasks(machine, program, "0", "1")):
-        assert f"I am {json.dumps([rank, 'cuda:0', uuids[rank], [2.0, 2.0]])}\n" in run.out, run
-
-
-def test_sync_batchnorm_is_one_process(machine, program):
+def test_sync_batchnorm_is_one_process(start):
     """SyncBatchNorm on two GPUs: the losses are those of one CPU process with the whole batch."""
-    (losses, _), (exact, _) = (
-        answer(start(machine, program, "first_three_steps", gpus=("8.0",) * 2)),
-        answer(start(machine, program, "first_three_steps", gpus=(), CUDA_VISIBLE_DEVICES="", NPROC=1)),
-    )
-    assert losses == pytest.approx(exact, abs=1e-5)
+    exact = answer(start("first_three_steps", gpus=(), CUDA_VISIBLE_DEVICES="", NPROC=1))
+    assert answer(start("first_three_steps")) == pytest.approx(exact, abs=1e-5)
+
+
+def test_batches_for_a_gpu_are_pinned(start):
+    assert answer(start("is_pinned", gpus=("8.0",)))
 
 
 def test_the_doctor_finds_two_gpus(machine):
     run = machine.run("doctor.py", gpus=("8.0",) * 2)
     assert run.code == 0, run.out + run.err
     assert "Simulated GPU 8.0" in run.out or machine.base is None
-    assert "nccl" in run.out, run.out
+    assert all(text in run.out for text in ("2, CUDA_VISIBLE_DEVICES", "cuda:0 computes", "cuda:1 computes", "nccl"))
 
 
 @pytest.mark.parametrize("n", [1, 2])
@@ -152,12 +163,14 @@ def test_the_cells_of_the_notebook(machine, tmp_path, n):
     cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
     lines = ["import os", f"os.chdir({str(ROOT)!r})"]
     for cell in cells:
-        cell = cell.replace("epochs=3", "epochs=1").replace("dry_run=False", "dry_run=True")
+        cell = cell.replace("epochs=3, batch_size=200", "epochs=1, batch_size=40").replace(
+            "dry_run=False", "dry_run=True"
+        )
         fails = "a mistake on rank 1" in cell
         text = cell.replace("dist.launch(fails", "try:\n    dist.launch(fails") if fails else cell
         lines += [text, "except SystemExit as end:\n    print(end)" if fails else ""]
     (tmp_path / "cells.py").write_text("\n".join(lines) + "\nprint('the end')\n")
-    run = start(machine, tmp_path / "cells.py", gpus=("8.0",) * n)
+    run = machine.run(tmp_path / "cells.py", gpus=("8.0",) * n, path=[ROOT], before=FEW_DIGITS)
     assert run.code == 0 and run.out.endswith("the end\n"), run.err[-3000:]
     assert "on cuda:0, global batch" in run.out and "a mistake on rank 1" in run.out
 

@@ -4,7 +4,6 @@ As torch asks for its libraries by name, ours are loaded first (LD_PRELOAD) unde
 """
 
 import os
-import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -31,26 +30,13 @@ def build(folder: Path) -> None:
         raise CantBuild("there is no C++ compiler: install g++")
     if not (headers / "cuda_runtime_api.h").exists():
         raise CantBuild(f"torch {torch.__version__} brings no headers of CUDA 13: pip install torch on Linux does")
-    wanted = sorted(set().union(*map(undefined, (TORCH / "lib" / name for name in ASKING))))
+    wanted = set().union(*(undefined(TORCH / "lib" / name) for name in ASKING))
     versions = folder / "versions"  # torch asks for cudaMalloc@libcudart.so.13
     versions.write_text(RUNTIME + " { global: *; };\n")
-    version = re.search(r"NCCL_VERSION_CODE (\d+)", (NVIDIA / "nccl" / "include" / "nccl.h").read_text())[1]
+    for_cuda = [stubs(folder, wanted, ("cuda", "__cuda")), f"-I{HERE}", f"-I{headers}"]
     compilers = [
-        compiler(
-            folder / RUNTIME,
-            "cuda.cpp",
-            stubs(folder, "cudaError_t", [name for name in wanted if name.startswith(("cuda", "__cuda"))]),
-            f"-I{HERE}",
-            f"-I{headers}",
-            f"-Wl,--version-script={versions}",
-        ),
-        compiler(
-            folder / NCCL,
-            "nccl.cpp",
-            stubs(folder, "ncclResult_t", [name for name in wanted if name.startswith("nccl")]),
-            f"-I{TORCH / 'include'}",
-            f"-DSIM_NCCL_VERSION={version}",
-        ),
+        compiler(folder / RUNTIME, "cuda.cpp", *for_cuda, f"-Wl,--version-script={versions}"),
+        compiler(folder / NCCL, "nccl.cpp", stubs(folder, wanted, ("nccl",)), f"-I{TORCH / 'include'}"),
     ]
     errors = [process.communicate(timeout=LIMIT)[1] for process in compilers]
     if any(process.returncode for process in compilers):
@@ -60,7 +46,7 @@ def build(folder: Path) -> None:
 
 
 def compiler(target: Path, *arguments: object) -> subprocess.Popen:
-    """A g++ that makes this library.  What it lacks is in another one, that is loaded before it's called."""
+    """A g++ that makes this library.  What it asks for may be missing here: others will have it."""
     command = ["g++", "-std=c++20", "-O1", "-w", "-shared", "-fPIC", f"-Wl,-soname,{target.name}", "-o", str(target)]
     return subprocess.Popen([*command, *map(str, arguments)], cwd=HERE, stderr=subprocess.PIPE, text=True)
 
@@ -72,22 +58,21 @@ def undefined(library: Path) -> set[str]:
     return {line.split()[-1].partition("@")[0] for line in listed.splitlines()}
 
 
-def stubs(folder: Path, kind: str, names: list[str]) -> Path:
-    """For what torch asks for, functions that say their names and fail.  Being weak, they give way to those we have."""
-    code = {"cudaError_t": 801, "ncclResult_t": 5}[kind]  # not supported; an invalid usage
-    lines = ["#include <stdio.h>", 'extern "C" {']
-    for name in names:
-        text = f'fprintf(stderr, "simulated GPU: {name} is missing\\n"); return {code};'
-        lines.append(f"__attribute__((weak)) int {name}() {{ {text} }}")
-    file = folder / f"stubs_{kind}.cpp"
+def stubs(folder: Path, wanted: set[str], prefixes: tuple[str, ...]) -> Path:
+    """Functions that say their names and end the program.  Being weak, they give way to those that we have."""
+    lines = ["#include <stdio.h>", "#include <stdlib.h>", 'extern "C" {']
+    for name in sorted(name for name in wanted if name.startswith(prefixes)):
+        text = f'fprintf(stderr, "simulated GPU: {name} is missing\\n");'
+        lines.append(f"__attribute__((weak)) void {name}() {{ {text} abort(); }}")
+    file = folder / f"{prefixes[0]}_stubs.cpp"
     file.write_text("\n".join([*lines, "}", ""]))
     return file
 
 
-def environment(folder: Path, *capabilities: str) -> dict[str, str]:
-    """For a machine with one GPU per capability ("8.0", "7.5")."""
+def environment(folder: Path) -> dict[str, str]:
+    """For a machine without GPUs; SIM_GPUS=8.0,7.5 gives it two, with these compute capabilities."""
     return {
-        "SIM_GPUS": ",".join(capabilities),
+        "SIM_GPUS": "",
         "LD_PRELOAD": f"{folder / RUNTIME}:{folder / NCCL}",
         "LD_LIBRARY_PATH": str(folder),
         "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent.parent)]),

@@ -1,9 +1,8 @@
-// A CUDA runtime for GPUs that aren't there: device memory is host memory, and all work is done when it is asked for.
+// A CUDA runtime, a driver and NVML for GPUs that aren't there: device memory is host memory, and all work is done when
+// it is asked for.
 //
-// Written from NVIDIA's public headers.  It is loaded before torch (LD_PRELOAD), under the name of the true library.
-// What it doesn't have is in stubs.py's generated file: such a function says its name, and returns "not supported".
-//
-// The devices: SIM_GPUS=8.0,7.5 are two, with these compute capabilities.
+// Written from NVIDIA's public headers.  It has what the tests need; build.py makes a stub of whatever else torch asks
+// for, which says its name and ends the program.  So no kernel is launched: kernels.py computes on the CPU.
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>
 #include <pthread.h>
@@ -21,14 +20,11 @@
 
 namespace {
 
-constexpr size_t GPU_MEMORY = 2ull << 30;  // bytes of each
+// ------------------------------------------------------------------------------------------------------- the machine
 
 struct Gpu {
   int number, major, minor;  // its place in the machine; its compute capability
 
-  std::string name() const {
-    return "Simulated GPU " + std::to_string(major) + "." + std::to_string(minor);
-  }
   std::array<unsigned char, 16> uuid_bytes() const {
     std::array<unsigned char, 16> bytes{0x51, 0x3a, 0, 0, 0, 0, 0x40, 0, 0x80};
     bytes[15] = number + 1;
@@ -88,17 +84,19 @@ const std::vector<Gpu>& visible_gpus() {
   return found;
 }
 
-bool started = false;  // a fork of a process that has started CUDA can't use it
-bool forked_after_start = false;
-thread_local int current = 0;  // the current device is a thread's own
+// ----------------------------------------------------------------------------------------------------- this process
+
+bool started = false;
+bool forked_after_start = false;  // then CUDA can't be used here
+thread_local int current = 0;     // the current device is a thread's own
 thread_local cudaError_t last_error = cudaSuccess;
 
 struct Block {
   size_t size;
+  cudaMemoryType type;  // of a device, or pinned memory of the host
   int device;
 };
-std::map<char*, Block> blocks;  // device memory, by address
-std::map<char*, size_t> pinned;  // pinned host memory
+std::map<char*, Block> blocks;  // by address
 std::mutex blocks_lock;
 
 cudaError_t failed(cudaError_t error) { return last_error = error; }
@@ -116,10 +114,12 @@ cudaError_t start() {
 
 bool is_device(int device) { return device >= 0 && device < (int)visible_gpus().size(); }
 
-template <class Found>
-typename Found::iterator block_of(Found& found, const void* pointer) {  // the block that this address is in
-  auto it = found.upper_bound((char*)pointer);
-  return it == found.begin() ? found.end() : --it;
+cudaError_t allocate(void** pointer, size_t size, cudaMemoryType type) {
+  if (auto error = start()) return error;
+  if (posix_memalign(pointer, 512, size ? size : 512)) return failed(cudaErrorMemoryAllocation);
+  std::lock_guard<std::mutex> guard(blocks_lock);
+  blocks[(char*)*pointer] = {size, type, current};
+  return cudaSuccess;
 }
 
 double now() {
@@ -129,6 +129,11 @@ double now() {
 struct Event {
   double time = now();
 };
+
+int missing_driver_function() {
+  fprintf(stderr, "simulated GPU: torch called a function that the driver lacks\n");
+  abort();
+}
 
 }  // namespace
 
@@ -163,50 +168,18 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device) {
   if (!is_device(device)) return failed(cudaErrorInvalidDevice);
   Gpu gpu = visible_gpus()[device];
   *properties = cudaDeviceProp{};
-  snprintf(properties->name, sizeof properties->name, "%s", gpu.name().c_str());
-  if (!getenv("SIM_ZERO_UUID")) memcpy(properties->uuid.bytes, gpu.uuid_bytes().data(), 16);
-  properties->totalGlobalMem = GPU_MEMORY;
+  snprintf(properties->name, sizeof properties->name, "Simulated GPU %d.%d", gpu.major, gpu.minor);
+  memcpy(properties->uuid.bytes, gpu.uuid_bytes().data(), 16);
   properties->major = gpu.major;
   properties->minor = gpu.minor;
+  properties->totalGlobalMem = 2ull << 30;
   properties->multiProcessorCount = 8;
   properties->warpSize = 32;
-  properties->maxThreadsPerBlock = 1024;
-  properties->maxThreadsPerMultiProcessor = 2048;
-  properties->regsPerBlock = properties->regsPerMultiprocessor = 65536;
-  properties->sharedMemPerBlock = 48 << 10;
-  properties->sharedMemPerBlockOptin = properties->sharedMemPerMultiprocessor = 99 << 10;
-  properties->l2CacheSize = 40 << 20;
-  properties->pciBusID = gpu.number + 1;
-  for (int i = 0; i < 3; i++) {
-    properties->maxThreadsDim[i] = i < 2 ? 1024 : 64;
-    properties->maxGridSize[i] = i ? 65535 : 2147483647;
-  }
-  return cudaSuccess;
-}
-
-cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device) {
-  if (auto error = start()) return error;
-  if (!is_device(device)) return failed(cudaErrorInvalidDevice);
-  Gpu gpu = visible_gpus()[device];
-  *value = attribute == cudaDevAttrComputeCapabilityMajor   ? gpu.major
-           : attribute == cudaDevAttrComputeCapabilityMinor ? gpu.minor
-                                                            : 0;
-  return cudaSuccess;
-}
-
-cudaError_t cudaDeviceGetPCIBusId(char* id, int size, int device) {
-  snprintf(id, size, "0000:%02X:00.0", visible_gpus()[device].number + 1);
   return cudaSuccess;
 }
 
 cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
-  *least = 0;
-  *greatest = -5;
-  return cudaSuccess;
-}
-
-cudaError_t cudaDeviceCanAccessPeer(int* can, int, int) {
-  *can = 0;
+  *least = *greatest = 0;
   return cudaSuccess;
 }
 
@@ -214,11 +187,6 @@ cudaError_t cudaDeviceSynchronize() { return start(); }
 
 cudaError_t cudaDriverGetVersion(int* version) {
   *version = getenv("SIM_OLD_DRIVER") ? 11040 : CUDART_VERSION;
-  return cudaSuccess;
-}
-
-cudaError_t cudaRuntimeGetVersion(int* version) {
-  *version = CUDART_VERSION;
   return cudaSuccess;
 }
 
@@ -230,119 +198,39 @@ cudaError_t cudaGetLastError() {
   return error;
 }
 
-cudaError_t cudaPeekAtLastError() { return last_error; }
-
-const char* cudaGetErrorName(cudaError_t error) { return error == cudaSuccess ? "cudaSuccess" : "cudaError"; }
-
 const char* cudaGetErrorString(cudaError_t error) {
   switch (error) {
-    case cudaSuccess: return "no error";
     case cudaErrorMemoryAllocation: return "out of memory";
     case cudaErrorInitializationError: return "initialization error";
-    case cudaErrorInsufficientDriver: return "CUDA driver version is insufficient for CUDA runtime version";
     case cudaErrorNoDevice: return "no CUDA-capable device is detected";
     case cudaErrorInvalidDevice: return "invalid device ordinal";
-    case cudaErrorInvalidValue: return "invalid argument";
-    default: return "operation not supported";
+    default: return "an error of a simulated GPU";
   }
 }
 
 // ------------------------------------------------------------------------------------------------------------- memory
 
-cudaError_t cudaMalloc(void** pointer, size_t size) {
-  if (auto error = start()) return error;
-  std::lock_guard<std::mutex> guard(blocks_lock);
-  size_t used = size;
-  for (auto& block : blocks)
-    if (block.second.device == current) used += block.second.size;
-  if (used > GPU_MEMORY) return failed(cudaErrorMemoryAllocation);
-  if (posix_memalign(pointer, 512, size ? size : 512)) return failed(cudaErrorMemoryAllocation);
-  blocks[(char*)*pointer] = {size, current};
-  return cudaSuccess;
-}
+cudaError_t cudaMalloc(void** pointer, size_t size) { return allocate(pointer, size, cudaMemoryTypeDevice); }
 
-cudaError_t cudaFree(void* pointer) {
-  if (auto error = start()) return error;
-  std::lock_guard<std::mutex> guard(blocks_lock);
-  if (blocks.erase((char*)pointer)) free(pointer);
-  return cudaSuccess;
-}
-
-cudaError_t cudaMemGetInfo(size_t* available, size_t* total) {
-  std::lock_guard<std::mutex> guard(blocks_lock);
-  *available = *total = GPU_MEMORY;
-  for (auto& block : blocks)
-    if (block.second.device == current) *available -= block.second.size;
-  return cudaSuccess;
-}
-
-cudaError_t cudaHostAlloc(void** pointer, size_t size, unsigned) {
-  if (auto error = start()) return error;
-  if (posix_memalign(pointer, 512, size ? size : 512)) return failed(cudaErrorMemoryAllocation);
-  std::lock_guard<std::mutex> guard(blocks_lock);
-  pinned[(char*)*pointer] = size;
-  return cudaSuccess;
-}
-
-cudaError_t cudaMallocHost(void** pointer, size_t size) { return cudaHostAlloc(pointer, size, 0); }
-
-cudaError_t cudaFreeHost(void* pointer) {
-  std::lock_guard<std::mutex> guard(blocks_lock);
-  if (pinned.erase((char*)pointer)) free(pointer);
-  return cudaSuccess;
-}
-
-cudaError_t cudaHostRegister(void* pointer, size_t size, unsigned) {
-  std::lock_guard<std::mutex> guard(blocks_lock);
-  pinned[(char*)pointer] = size;
-  return cudaSuccess;
-}
-
-cudaError_t cudaHostUnregister(void* pointer) {
-  std::lock_guard<std::mutex> guard(blocks_lock);
-  pinned.erase((char*)pointer);
-  return cudaSuccess;
-}
+cudaError_t cudaHostAlloc(void** pointer, size_t size, unsigned) { return allocate(pointer, size, cudaMemoryTypeHost); }
 
 cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const void* pointer) {
   std::lock_guard<std::mutex> guard(blocks_lock);
   *attributes = cudaPointerAttributes{};
   attributes->type = cudaMemoryTypeUnregistered;
-  auto block = block_of(blocks, pointer);
-  auto host = block_of(pinned, pointer);
-  if (block != blocks.end() && (char*)pointer < block->first + block->second.size) {
-    attributes->type = cudaMemoryTypeDevice;
+  auto block = blocks.upper_bound((char*)pointer);
+  if (block == blocks.begin()) return cudaSuccess;
+  block--;
+  if ((char*)pointer < block->first + block->second.size) {
+    attributes->type = block->second.type;
     attributes->device = block->second.device;
     attributes->devicePointer = (void*)pointer;
-  } else if (host != pinned.end() && (char*)pointer < host->first + host->second) {
-    attributes->type = cudaMemoryTypeHost;
-    attributes->hostPointer = attributes->devicePointer = (void*)pointer;
   }
-  return cudaSuccess;
-}
-
-cudaError_t cudaMemcpy(void* to, const void* from, size_t size, cudaMemcpyKind) {
-  memmove(to, from, size);
   return cudaSuccess;
 }
 
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t size, cudaMemcpyKind, cudaStream_t) {
   memmove(to, from, size);
-  return cudaSuccess;
-}
-
-cudaError_t cudaMemcpyPeerAsync(void* to, int, const void* from, int, size_t size, cudaStream_t) {
-  memmove(to, from, size);
-  return cudaSuccess;
-}
-
-cudaError_t cudaMemset(void* to, int value, size_t size) {
-  memset(to, value, size);
-  return cudaSuccess;
-}
-
-cudaError_t cudaMemsetAsync(void* to, int value, size_t size, cudaStream_t) {
-  memset(to, value, size);
   return cudaSuccess;
 }
 
@@ -354,17 +242,8 @@ cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned, int) {
   return cudaSuccess;
 }
 
-cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) { return cudaStreamCreateWithPriority(stream, 0, 0); }
-cudaError_t cudaStreamCreate(cudaStream_t* stream) { return cudaStreamCreateWithPriority(stream, 0, 0); }
-cudaError_t cudaStreamDestroy(cudaStream_t) { return cudaSuccess; }
 cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaSuccess; }
-cudaError_t cudaStreamQuery(cudaStream_t) { return cudaSuccess; }
 cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t, unsigned) { return cudaSuccess; }
-
-cudaError_t cudaStreamGetPriority(cudaStream_t, int* priority) {
-  *priority = 0;
-  return cudaSuccess;
-}
 
 cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
   *status = cudaStreamCaptureStatusNone;
@@ -380,18 +259,11 @@ cudaError_t cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus* stat
 
 cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) { return cudaSuccess; }
 
-cudaError_t cudaLaunchHostFunc(cudaStream_t, cudaHostFn_t function, void* data) {
-  function(data);
-  return cudaSuccess;
-}
-
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
   if (auto error = start()) return error;
   *event = (cudaEvent_t) new Event;
   return cudaSuccess;
 }
-
-cudaError_t cudaEventCreate(cudaEvent_t* event) { return cudaEventCreateWithFlags(event, 0); }
 
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t) {
   ((Event*)event)->time = now();
@@ -412,8 +284,7 @@ cudaError_t cudaEventDestroy(cudaEvent_t event) {
   return cudaSuccess;
 }
 
-// ------------------------------------------------------------------------------------------------------------ kernels
-// torch registers its kernels when it is loaded.  None may be launched: cpu_kernels.cpp computes on the CPU.
+// --------------------------------------------------------------------------------------------- torch's kernels, unused
 
 void** __cudaRegisterFatBinary(void*) {
   static void* handle;
@@ -425,24 +296,8 @@ void __cudaUnregisterFatBinary(void**) {}
 void __cudaRegisterFunction(void**, const char*, char*, const char*, int, void*, void*, void*, void*, int*) {}
 void __cudaRegisterVar(void**, char*, char*, const char*, int, size_t, int, int) {}
 
-cudaError_t refuse_kernel() {
-  fprintf(stderr, "simulated GPU: torch launched a kernel that the CPU doesn't compute\n");
-  abort();
-}
-
-cudaError_t cudaLaunchKernel(const void*, dim3, dim3, void**, size_t, cudaStream_t) { return refuse_kernel(); }
-cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t*, const void*, void**) { return refuse_kernel(); }
-cudaError_t __cudaLaunchKernel(cudaKernel_t, dim3, dim3, void**, size_t, cudaStream_t) { return refuse_kernel(); }
-
-cudaError_t __cudaGetKernel(cudaKernel_t* kernel, const void* function) {
-  *kernel = (cudaKernel_t)function;
-  return cudaSuccess;
-}
-
-int missing_driver_function() {
-  fprintf(stderr, "simulated GPU: torch called a function that the driver lacks\n");
-  return 801;  // not supported
-}
+// --------------------------------------------------------------------------------------------------- driver and NVML
+// NVML counts the machine's GPUs, whatever CUDA_VISIBLE_DEVICES says, and starts nothing.
 
 cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, unsigned, unsigned long long,
                                              cudaDriverEntryPointQueryResult* found) {
@@ -452,41 +307,13 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, 
   return cudaSuccess;
 }
 
-cudaError_t cudaProfilerStart() { return cudaSuccess; }
-cudaError_t cudaProfilerStop() { return cudaSuccess; }
-
-// --------------------------------------------------------------------------------------------------- driver and NVML
-// cuBLAS opens libcuda.so.1 when torch is imported, and starts nothing; cuDeviceGetCount says 3, "not initialized", until
-// the runtime starts.  NVML counts the machine's GPUs, whatever CUDA_VISIBLE_DEVICES says.
-
-int cuInit(unsigned) {
-  if (visible_gpus().empty()) return 100;  // CUDA_ERROR_NO_DEVICE
-  started = true;
-  return 0;
-}
-
-int cuDeviceGetCount(int* count) {
-  if (!started) return 3;  // and CUDA_VISIBLE_DEVICES isn't read yet
-  *count = visible_gpus().size();
-  return 0;
-}
-
 int cuDevicePrimaryCtxGetState(int, unsigned* flags, int* active) {  // torch asks before it looks at a device
   *flags = 0;
   *active = started;
   return 0;
 }
 
-int cuDriverGetVersion(int* version) {
-  *version = getenv("SIM_OLD_DRIVER") ? 11040 : 13020;
-  return 0;
-}
-
-int nvmlInit_v2() { return 0; }
 int nvmlInit() { return 0; }
-int nvmlInitWithFlags(unsigned) { return 0; }
-int nvmlShutdown() { return 0; }
-const char* nvmlErrorString(int) { return "a simulated NVML's error"; }
 
 int nvmlDeviceGetCount_v2(unsigned* count) {
   *count = all_gpus().size();
@@ -494,22 +321,12 @@ int nvmlDeviceGetCount_v2(unsigned* count) {
 }
 
 int nvmlDeviceGetHandleByIndex_v2(unsigned index, void** device) {
-  *device = (void*)(size_t)(index + 1);
-  return index < all_gpus().size() ? 0 : 2;  // NVML_ERROR_INVALID_ARGUMENT
+  *device = (void*)(size_t)index;
+  return 0;
 }
 
 int nvmlDeviceGetUUID(void* device, char* text, unsigned size) {
-  snprintf(text, size, "%s", all_gpus()[(size_t)device - 1].uuid().c_str());
-  return 0;
-}
-
-int nvmlDeviceGetName(void* device, char* text, unsigned size) {
-  snprintf(text, size, "%s", all_gpus()[(size_t)device - 1].name().c_str());
-  return 0;
-}
-
-int nvmlSystemGetDriverVersion(char* text, unsigned size) {
-  snprintf(text, size, "simulated");
+  snprintf(text, size, "%s", all_gpus()[(size_t)device].uuid().c_str());
   return 0;
 }
 }

@@ -7,9 +7,8 @@ As on a GPU, tensors of different devices in one operation are an error.
 import ctypes
 
 # Operators that torch's CUDA backend does itself, because they compute nothing: it makes tensors, or looks at them.
-TORCHS_OWN = (
-    "empty empty_strided resize_ set_ record_stream is_pinned _pin_memory _local_scalar_dense is_set_to _to_copy"
-)
+TORCHS_OWN = """empty empty_strided resize_ set_ record_stream is_pinned _pin_memory _local_scalar_dense is_set_to
+_to_copy"""
 # Operators without a CUDA kernel of their own that must be computed here all the same.
 ALSO = "copy_ convolution convolution_backward"
 # Operators that take tensors of several devices.
