@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -23,17 +24,22 @@ needs_proc = pytest.mark.skipif(sys.platform != "linux", reason="looks into /pro
 
 
 @pytest.fixture
-def program(tmp_path):
-    """program(code): a file in a folder of its own, where its processes live; TMPDIR is another one."""
+def program():
+    """program(code): a file in a folder of its own, where its processes live; TMPDIR is another one.
 
-    def written(code, name="program.py"):
-        (tmp_path / "tmp").mkdir(exist_ok=True)
-        (tmp_path / "cwd").mkdir(exist_ok=True)
-        file = tmp_path / "cwd" / name
-        file.write_text(f"import os, signal, sys, time\nimport torch\nimport distributed as dist\n{code}")
-        return file
+    Not in tmp_path: its name can be too long for the sockets that loader workers put into TMPDIR (108 characters).
+    """
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "tmp").mkdir()
+        (folder / "cwd").mkdir()
 
-    return written
+        def written(code):
+            file = folder / "cwd" / "program.py"
+            file.write_text(f"import os, signal, sys, time\nimport torch\nimport distributed as dist\n{code}")
+            return file
+
+        yield written
 
 
 def start(file, *args, **options):
