@@ -120,6 +120,7 @@ def test_bad_variables_are_one_line(variables, error):
         (["--backend", "nccl"], {}, "backend nccl needs a visible CUDA GPU and a torch"),
         (["--nproc", "2"], TORCHRUN, r"2 process\(es\) were started by a launcher: leave out --nproc"),
         (["--nproc", "3", "--batch-size", "2"], {}, "--batch-size 2 is too small for 3 processes: one example each"),
+        (["--batch-size", "3"], TORCHRUN | LAST_OF_FOUR, "--batch-size 3 is too small for 4 processes"),
         ([], {"DIST_GRACE": "nan"}, r"DIST_GRACE is nan: give a number of seconds \(DIST_GRACE=30\), or unset it"),
         ([], {"WORLD_SIZE": "2"}, "RANK=, WORLD_SIZE=2,"),
     ],
