@@ -227,15 +227,16 @@ def test_the_cause_is_found_in_what_is_left(program, code, cause):
 
 
 def test_a_crowded_error_is_that_of_the_first():
-    """An error, a death and lost connections at the same time: who died took the others' connections."""
-    ranks = launcher._Ranks(4, None)
+    """Errors, a death and a lost connection at the same time: who died took the others' connections."""
+    ranks = launcher._Ranks(5, None)
     ranks.reports = {
         0: launcher._Report(1.0, "RuntimeError: Connection closed by peer"),
         1: launcher._Report(3.0, "ended by SIGKILL", died=True),
         2: launcher._Report(2.0, "ValueError: mine"),
         3: launcher._Report(2.5),
+        4: launcher._Report(1.5, "ValueError: mine"),
     }
-    assert ranks.failures() == [1, 2, 0]
+    assert ranks.failures() == [1, 4, 2, 0]
     ranks.end()
 
 
