@@ -87,6 +87,7 @@ def processes_in(folder):
 
 FAULTS = """
 def fails(what):
+    print("its last words")
     if what == "raise": raise ValueError("mine")
     if what == "times out": raise TimeoutError("mine")
     if what == "os._exit": os._exit(3)
@@ -140,6 +141,7 @@ def test_the_error_is_that_of_the_rank_that_failed_first_and_nothing_is_left(pro
     assert done.code == 1 and re.search(error, done.err), done.err
     assert done.err.count("failed first") == 1
     assert done.err.count("Traceback") <= 1 or what == "hangs", done.err
+    assert "its last words" in done.out or what in ("SIGKILL", "SIGSEGV", "os._exit", "hangs"), "its output is lost"
 
 
 STOP_CASES = [
@@ -232,7 +234,7 @@ def test_a_crowded_error_is_that_of_the_first():
     ranks.reports = {
         0: launcher._Report(1.0, "RuntimeError: Connection closed by peer"),
         1: launcher._Report(3.0, "ended by SIGKILL", died=True),
-        2: launcher._Report(2.0, "ValueError: mine"),
+        2: launcher._Report(2.0, "  raise ValueError('connection closed')\nValueError: mine"),  # a line of the source
         3: launcher._Report(2.5),
         4: launcher._Report(1.5, "ValueError: mine"),
     }
