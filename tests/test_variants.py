@@ -300,10 +300,13 @@ def _load(file):
 
 @pytest.mark.skipif(torch.__version__ < (2, 9), reason="mnist_fsdp.py refuses this torch")
 def test_a_checkpoint_of_three_ranks_is_loaded_by_two(tmp_path):
-    file = tmp_path / "model.pt"
+    file, before = tmp_path / "model.pt", tmp_path / "before.pt"
+    file.write_text("the checkpoint before")
+    before.hardlink_to(file)
     of_rank_0, *_ = run(_save, 3, file)
+    assert before.read_text() == "the checkpoint before", "it was overwritten, not replaced"
     assert run(_load, 2, file) == [of_rank_0] * 2
-    assert list(tmp_path.iterdir()) == [file]
+    assert sorted(tmp_path.iterdir()) == [before, file]
     plain = small_model()
     plain.load_state_dict(torch.load(file)["model"], strict=False)  # an unsharded model takes it, too
     assert [p.tolist() for p in plain.parameters()] == of_rank_0[0]

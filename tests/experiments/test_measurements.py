@@ -73,9 +73,6 @@ def test_bytes_of_each_variant():
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(("name", "row"), [("benchmark", "mnist_ddp.py"), ("slow_link", "mlp")])
-def test_a_dry_run(name, row):
-    done = shell("-m", f"experiments.{name}", "--dry-run", timeout=390)
-    if done.code == 2:  # no root, or no ip
-        pytest.skip(done.err.splitlines()[-1])
-    assert done.code == 0 and f"\n| {row}" in done.out, done.err
+def test_a_dry_run():
+    done = shell("-m", "experiments.benchmark", "--dry-run", timeout=390)
+    assert done.code == 0 and "\n| mnist_ddp.py" in done.out, done.err
