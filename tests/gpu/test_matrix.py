@@ -37,7 +37,13 @@ class Autocast(torch.autocast):
         print(f"autocast {{device_type}} {{dtype}}", flush=True)
         super().__init__(device_type, dtype)
 
-torch.autocast = Autocast
+class GradScaler(torch.amp.GradScaler):
+    def scale(self, loss):
+        scaled = super().scale(loss)
+        print("loss as it is" if scaled is loss else "loss scaled", flush=True)
+        return scaled
+
+torch.autocast, torch.amp.GradScaler = Autocast, GradScaler
 """
 
 
@@ -101,11 +107,15 @@ def test_data_parallel_uses_all_gpus(short, exact):
     assert losses(run) == pytest.approx(exact("mnist_single.py", 1), abs=0.1)  # BatchNorm sees half a batch on each
 
 
-@pytest.mark.parametrize(("gpus", "dtype"), [(("8.0", "8.0"), "bfloat16"), (("7.5", "8.0"), "float16")])
-def test_mixed_precision_fits_all_cards(short, exact, gpus, dtype):
+@pytest.mark.parametrize(
+    ("gpus", "dtype", "scale"),
+    [(("8.0", "8.0"), "bfloat16", "loss as it is"), (("7.5", "8.0"), "float16", "loss scaled")],
+)
+def test_mixed_precision_fits_all_cards(short, exact, gpus, dtype, scale):
     """bf16 on one rank and float16 with a scaler on the other would give loss nan."""
     run = short("mnist_amp.py", gpus=gpus)
-    assert set(re.findall(r"autocast (\S+ \S+)", run.out)) == {f"cuda torch.{dtype}"}, run.err[-3000:]
+    told = set(re.findall("autocast.*|loss as it is|loss scaled", run.out))
+    assert told == {f"autocast cuda torch.{dtype}", scale}, run.err[-3000:]
     assert losses(run) == pytest.approx(exact("mnist_ddp.py", 2), rel=0.02)
 
 
