@@ -9,7 +9,7 @@
 
     def main_worker(local_rank, world_size, last_step):
         dist.init_process_group()
-        stop = ckpt.Preemption()                      # SIGTERM to any of the processes
+        stop = ckpt.Preemption()                      # notes a SIGTERM, whichever process gets it
         model = dist.prepare_ddp_model(Net().to(dist.get_device()))
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         keeper = ckpt.Keeper("run", model=model, optimizer=optimizer)
@@ -21,7 +21,7 @@
                 keeper.save(step)                     # on every rank; rank 0 writes
             if stopping:
                 dist.cleanup()
-                sys.exit(143)
+                sys.exit(143)                         # says: stopped, and saved
         dist.cleanup()
 
     if __name__ == "__main__":

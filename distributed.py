@@ -2,7 +2,7 @@
 
     from torch.utils.data import DataLoader
 
-    import distributed as dist                        # this file, not torch.distributed
+    import distributed as dist                        # distributed.py, not torch.distributed
 
     def main_worker(local_rank, world_size, epochs):  # runs once per process; launch passes the first two
         dist.init_process_group()
@@ -167,7 +167,7 @@ def all_reduce(tensor: torch.Tensor, op: str | torch_dist.ReduceOp = "sum") -> t
 
 
 def reduce(tensor: torch.Tensor, op: str | torch_dist.ReduceOp = "mean") -> torch.Tensor:
-    """A new tensor with the mean over all ranks, the same on every rank: what one prints as "the loss".
+    """A new tensor with the mean over all ranks, the same on every rank: the number to print as "the loss".
 
     Not torch's reduce, which returns nothing and leaves the result on one rank.  Every rank must call it, with the
     same op, shape and dtype; otherwise RuntimeError on all, with what each called.

@@ -89,7 +89,7 @@ def worker(local_rank: int, world_size: int, rounds: int, steps: int) -> dict[st
 
 def rows(times: dict[str, list[float]]) -> list[list[str]]:
     """The table: the median of all blocks, and what each way takes more than the one above it."""
-    found = [["in each step", "ms per step", "more than above, ms"]]
+    found = [["in each step", "ms per step", "more than the row above, ms"]]
     before = None
     for title, values in times.items():
         median = statistics.median(values)

@@ -51,6 +51,8 @@ def main(args):
         loss, seen, correct, count = fabric.all_reduce(sums, reduce_op="sum").tolist()
         line = epoch_line(epoch, args.epochs, loss / seen, int(correct), int(count), seen / seconds)
         fabric.print(line, flush=True)
+    if torch.distributed.is_initialized():  # Fabric leaves the group to the interpreter's end, which sometimes aborts
+        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
