@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # A SLURM of one node, this machine, for the srun test of test_variables.py (Debian, as root):
 #   apt-get install slurm-wlm munge && tests/slurm_here.sh && SLURM_CONF=/run/slurm_here/slurm.conf srun -n 2 hostname
-# Does nothing where a SLURM already serves this machine.  To end it: kill $(cat /run/slurm_here/*.pid)
+# Does nothing where a SLURM already serves this machine.  To end it: kill $(cat /run/slurm_here/*.pid) && rm /run/slurm_here/*.pid
 set -eu
 [ "$(id -u)" = 0 ] || { echo "$0: only root can start SLURM" >&2; exit 1; }
 host=${HOSTNAME%%.*}
@@ -16,6 +16,7 @@ if ! munge -n >/dev/null 2>&1; then
     [ -s /etc/munge/munge.key ] || (umask 077 && head -c 1024 /dev/urandom >/etc/munge/munge.key)
     chown -R munge: /run/munge /etc/munge
     runuser -u munge -- munged --force </dev/null >/dev/null 2>&1
+    mkdir -p $dir && cp /run/munge/munged.pid $dir
 fi
 mkdir -p $dir
 # Ports of its own: a configuration in /etc may want the usual ones.  config_overrides: two tasks on one core, too.

@@ -64,7 +64,7 @@ class World:
         self.pipes, theirs = zip(*(fork.Pipe() for _ in range(n)), strict=True)
         self.process = fork.Process(target=_start, args=(theirs, n))
         self.process.start()
-        atexit.register(self.process.kill)
+        atexit.register(self.end)
 
     def run(self, body, args, limit):
         for pipe in self.pipes:
@@ -77,7 +77,9 @@ class World:
         return [result for _, result in answers]
 
     def end(self):
-        self.process.kill()  # its ranks end with it
+        self.process.terminate()  # its ranks end with it, and its temporary folder
+        self.process.join(10)
+        self.process.kill()
         self.process.join()
 
 
