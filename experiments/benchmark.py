@@ -1,15 +1,14 @@
-"""How fast each program trains, beside its peers and its limit; where the rest of a step goes; the time to 99 %.
+"""How fast each program trains, beside its peers and its limit; the time to 99 %.
 
-    python -m experiments.benchmark                    # prints three tables: about 25 minutes on two quiet cores
-    python -m experiments.benchmark speed              # only this one: speed, step_parts or accuracy
+    python -m experiments.benchmark                    # prints two tables: about 12 minutes on two quiet cores
+    python -m experiments.benchmark speed              # only this one: speed or accuracy
     python -m experiments.benchmark --save             # writes them to experiments/results/, too
     python -m experiments.benchmark --dry-run          # each program once, with a few batches: only to see that it runs
 
-speed       images/s in training, as each program prints them, on synthetic digits: the median over the epochs of a run,
-            without the first; in the table median, least and greatest over the runs.  The peers load image by image, as
-            their examples do, and in whole batches, as our loader does: pip install pytorch-ignite accelerate lightning
-step_parts  milliseconds per step, by step_parts.py
-accuracy    seconds from the start of the command to the end of the first epoch with 99 % on MNIST
+speed     images/s in training, as each program prints them, on synthetic digits: the median over the epochs of a run,
+          without the first; in the table median, least and greatest over the runs.  The peers load image by image, as
+          their examples do, and in whole batches, as our loader does: pip install pytorch-ignite accelerate lightning
+accuracy  seconds from the start of the command to the end of the first epoch with 99 % on MNIST
 
 The programs take turns (A B C A B C), so that a machine whose speed drifts is fair to all.  Each turn has its own seed.
 Every program may use all cores: processes x threads = cores.  All keep the memory that a step frees: data.py sees to
@@ -28,7 +27,7 @@ from typing import NamedTuple
 import torch
 
 import data
-from experiments import measured, step_parts
+from experiments import measured
 from experiments.measured import Epoch, spread
 
 SINGLE, WHOLE = "image by image", "in whole batches"
@@ -165,12 +164,6 @@ def speed_table(args: argparse.Namespace) -> tuple[str, list[list[str]]]:
     return conditions, speed_rows(programs, speeds)
 
 
-def step_table(args: argparse.Namespace) -> tuple[str, list[list[str]]]:
-    print("blocks of steps: about a minute", flush=True)
-    rounds, steps = (1, 2) if args.dry_run else (step_parts.ROUNDS, step_parts.STEPS)
-    return step_parts.measure(rounds, steps, command("step_parts", args))
-
-
 def accuracy_table(args: argparse.Namespace) -> tuple[str, list[list[str]]]:
     programs = [one_process(), script("mnist_ddp.py", "mnist_ddp.py")]
     data_set = ["synthetic", "--dry-run"] if args.dry_run else ["mnist", "--data-dir", os.path.abspath(args.data_dir)]
@@ -179,7 +172,7 @@ def accuracy_table(args: argparse.Namespace) -> tuple[str, list[list[str]]]:
     return conditions, accuracy_rows(programs, runs)
 
 
-TABLES = {"speed": speed_table, "step_parts": step_table, "accuracy": accuracy_table}
+TABLES = {"speed": speed_table, "accuracy": accuracy_table}
 
 
 def parse_args() -> argparse.Namespace:

@@ -103,7 +103,7 @@ def _serve(rank, n, pipes):
 _worlds = {}
 
 
-def run(body, n, *args, limit=60):
+def run(body, n, *args, limit=100):
     """body(*args) on each of n ranks, in a group of gloo; what it returned, in rank order.  With n = 1: right here.
 
     body stands at the top level of a test file.  After a failure the ranks are started anew.

@@ -5,9 +5,7 @@ import math
 import pytest
 from world import forker, shell
 
-import data
-import distributed as dist
-from experiments import benchmark, measured, slow_link, step_parts
+from experiments import benchmark, measured, slow_link
 from experiments.baselines import common
 from experiments.measured import Epoch
 
@@ -40,15 +38,6 @@ def test_the_time_to_99_percent_is_that_of_the_first_epoch_that_has_it():
     runs = [epochs(1, 1, accuracy=99.0), epochs(1, 1, accuracy=98.9)]
     runs.append([epochs(1, accuracy=98)[0], epochs(1, 1, accuracy=99.5)[1]])
     assert benchmark.accuracy_rows([benchmark.one_process()], [runs])[1][2] == "20.0 (10.0 to never)"
-
-
-def test_the_parts_of_a_step(monkeypatch):
-    rows = step_parts.rows({"nothing": [3.0, 1.0, 2.0], "a barrier": [5.0]})
-    assert rows[1:] == [["nothing", "2.0 (1.0 to 3.0)", ""], ["a barrier", "5.0", "+3.0"]]
-    digits = data._digits
-    monkeypatch.setattr(data, "_digits", lambda count, seed: digits(step_parts.BATCH, seed))
-    times = dist.launch(step_parts.worker, 2, 1, nproc=2)
-    assert list(times) == list(step_parts.WAYS) and {len(values) for values in times.values()} == {2}
 
 
 @pytest.mark.parametrize(("ranks", "factor"), [(1, 0), (2, 1), (3, 4 / 3)])
