@@ -10,6 +10,7 @@ import re
 import shutil
 import signal
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -165,6 +166,17 @@ def test_an_evaluation_ends_early_once_told_and_its_loss_is_finite(asked, weight
     else:
         assert cifar10_ddp.evaluate(*arguments)["loss"] == pytest.approx(math.log(10))
     assert len(seen) == batches
+
+
+def test_an_epoch_that_was_not_evaluated_has_empty_cells(tmp_path):
+    history = [{"epoch": 1, "training_lr": 0.2}, {"epoch": 2, "training_lr": 0.1, "test_top1": 0.5}, {"epoch": 3}]
+    cifar10_ddp.report(SimpleNamespace(run_dir=tmp_path), history, mock.Mock())
+    assert (tmp_path / "metrics.csv").read_text().split() == [
+        "epoch,training_lr,test_top1",
+        "1,0.2,",
+        "2,0.1,0.5",
+        "3,,",
+    ]
 
 
 def by_hand(n, batch, factors, images):
