@@ -43,6 +43,7 @@ WRONG = {
     "shard": [
         ("every rank has the whole data set", SHARE, ""),
         ("no two numbers may differ by more", START, "return [*range(count)] if dist.is_primary() else []"),
+        ("no two numbers may differ by more", SHARE, "[-(-count // 3) * dist.get_rank() :][: -(-count // 3)]"),
         ("an order that differs between ranks", ", generator=torch.Generator().manual_seed(epoch)", ""),
         ("padding", "return order", "return order.repeat(2)[: -(-count // 3) * 3]"),
         ("count // world_size, which leave", "return order", "return order[: count // 3 * 3]"),
