@@ -4,7 +4,6 @@ import contextlib
 import multiprocessing
 import os
 import re
-import socket
 import sys
 import time
 from datetime import timedelta
@@ -14,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import distributed as torch_dist
-from world import ROOT, WORLDS, error_of, forker, run, wait_for
+from world import ROOT, WORLDS, error_of, forker, free_port, run, wait_for
 
 import distributed as dist
 
@@ -176,11 +175,6 @@ def test_they_are_named_after_10_seconds_once_by_rank_0_or_by_all_and_in_the_err
             is_said = speaks and limit > 10
             assert capsys.readouterr().err == f"distributed: waiting for {missing}\n" * is_said
             assert limit < sum(waits) < limit + 0.2
-
-
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 def _by_hand(rank, n, port, pipe, timeout):

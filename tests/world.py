@@ -14,8 +14,10 @@ import io
 import json
 import multiprocessing
 import os
+import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -43,6 +45,14 @@ def wait_for(condition, seconds=60):
     while not condition():
         assert time.monotonic() < deadline, "it did not happen"
         time.sleep(0.01)
+
+
+def free_port():
+    """One that nobody else gets: those that the system chooses begin at 32768 (on macOS at 49152)."""
+    while True:
+        port = random.randrange(20000, 30000)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 def gone(pid):

@@ -1,12 +1,11 @@
 """Which GPU each process gets, how processes start, and what is refused.  On real GPUs, or simulated ones."""
 
 import json
-import socket
 
 import pytest
 from test_matrix import FEW_DIGITS
 from test_variables import srun
-from world import ROOT
+from world import ROOT, free_port
 
 WHO = """
 import json
@@ -126,8 +125,7 @@ def test_more_processes_than_gpus(machine):
 
 
 def test_one_gpu_per_task_as_under_srun(start, uuids):
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
+    port = str(free_port())
     tasks = []
     for rank in range(2):
         slurm = srun(rank, 2, rank, 2, 0, "localhost") | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
