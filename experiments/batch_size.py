@@ -1,6 +1,6 @@
 """Accuracy on MNIST by global batch, learning rate and number of processes: the tables of docs/scaling.md.
 
-    python -m experiments.batch_size                  # prints two tables: 20 minutes on two quiet cores
+    python -m experiments.batch_size                  # prints two tables: an hour on two busy cores
     python -m experiments.batch_size --seeds 1        # a third of that
     python -m experiments.batch_size --save           # writes them to experiments/results/, too
 
