@@ -44,6 +44,11 @@ def images(count, seed=1):
 # -------------------------------------------------------------------------------------------------- the same as DDP
 
 
+def skip_if_refused(name):
+    if torch.__version__ < {"mnist_fsdp": (2, 9), "mnist_pipeline": (2, 8)}.get(name, (2, 4)):
+        pytest.skip(f"{name}.py refuses this torch")
+
+
 def _main(name, flags, has_batchnorm, dtype):
     """parse_args and main of the script on this rank, in the group that is there.
 
@@ -166,8 +171,7 @@ SCRIPTS = [
 @pytest.mark.parametrize(("n", "name", "flags", "has_batchnorm"), [*SCRIPTS, *VARIANTS, COMPILE])
 def test_it_computes_what_ddp_computes(n, name, flags, has_batchnorm):
     """The parts of a model, and mnist_ddp.py itself, against mnist_ddp.py in one process; the others in as many."""
-    if torch.__version__ < {"mnist_fsdp": (2, 9), "mnist_pipeline": (2, 8)}.get(name, (2, 4)):
-        pytest.skip("the script refuses this torch")
+    skip_if_refused(name)
     dtype, tolerance = (torch.float32, 2e-6) if name == "mnist_fsdp" else (torch.float64, 1e-10)
     states, printed, held, _ = ddp(1 if name in ("mnist_ddp", *SHARED_LAYERS) else n, has_batchnorm, dtype)
     script = name if (n, name, flags, has_batchnorm) in SCRIPTS else f"variants.{name}"
@@ -188,8 +192,8 @@ def test_it_computes_what_ddp_computes(n, name, flags, has_batchnorm):
         assert of_ranks == [held] * n
 
 
-@pytest.mark.skipif(torch.__version__ < (2, 9), reason="mnist_fsdp.py refuses this torch")
 def test_fsdp_gathers_one_layer_after_the_other_and_bfloat16_is_almost_float32():
+    skip_if_refused("mnist_fsdp")
     ranks = outcome(3, "variants.mnist_fsdp", "--param-dtype bfloat16", True, torch.float32)
     exact, rough = (losses_and_counts(text)[0][0] for text in (ddp(3, True, torch.float32)[1], ranks[0][1]))
     assert rough == pytest.approx(exact, rel=0.05) and rough != exact
@@ -300,8 +304,8 @@ def _load(file):
     return full_state(model, optimizer)
 
 
-@pytest.mark.skipif(torch.__version__ < (2, 9), reason="mnist_fsdp.py refuses this torch")
 def test_a_checkpoint_of_three_ranks_is_loaded_by_two(tmp_path):
+    skip_if_refused("mnist_fsdp")
     file, before = tmp_path / "model.pt", tmp_path / "before.pt"
     file.write_text("the checkpoint before")
     before.hardlink_to(file)
@@ -319,6 +323,7 @@ def test_a_checkpoint_of_three_ranks_is_loaded_by_two(tmp_path):
 
 @pytest.mark.parametrize("name", dict.fromkeys(case[1] for case in VARIANTS))
 def test_a_dry_run(name):
+    skip_if_refused(name)
     flags = ("--dataset", "synthetic", "--dry-run", "--batch-size", 50, "--nproc", 1)
     quiet = "import warnings; warnings.simplefilter('ignore', FutureWarning)\n"  # torch 2.14 alone: zero's collectives
     done = forker().run("-m", f"variants.{name}", *flags, before=FEW_DIGITS + quiet)

@@ -32,9 +32,10 @@ def three():
 
 @pytest.mark.parametrize("way", RIGHT, ids=lambda way: way.name)
 def test_a_right_way_is_equal(way, three):
-    assert three[way.name].distances.keys() == {"fp32", "fp64"} and not equivalence.is_wrong(
-        way, three[way.name], STEPS
-    )
+    found = three[way.name]
+    if found.note.startswith("needs torch"):
+        pytest.skip(found.note)
+    assert found.distances.keys() == {"fp32", "fp64"} and not equivalence.is_wrong(way, found, STEPS)
 
 
 @pytest.mark.parametrize("name", WRONG)
