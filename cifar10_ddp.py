@@ -393,7 +393,7 @@ def as_flag(name, value):
     if name == "amp":
         return "--amp" if value else "no --amp"
     if name == "batch_size":
-        return f"--batch-size {value}, which the processes must share equally"
+        return f"--batch-size {value}, with a number of processes that divides it"
     return f"--{name.replace('_', '-')} {value}"
 
 

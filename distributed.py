@@ -449,6 +449,8 @@ def parse_args(parser: argparse.ArgumentParser) -> argparse.Namespace:
         batch_size = getattr(args, "batch_size", None)
         if isinstance(batch_size, int) and batch_size < processes:
             raise ValueError(f"--batch-size {batch_size} is too small for {processes} processes: one example each")
+        if place.world_size > 1:
+            _meeting_point()
     except ValueError as problem:
         parser.error(str(problem))
     return args
@@ -601,7 +603,7 @@ def _get_place() -> _Place:
     if not _is_any_set(_TORCHRUN):
         _translate_variables()
     if _is_any_set(_TORCHRUN):
-        return _read_place()
+        return _read_place(_TORCHRUN)
     if torch_dist.is_initialized():  # by torch's own function
         rank, world_size = torch_dist.get_rank(), torch_dist.get_world_size()
         return _Place(rank, world_size, rank, world_size)
@@ -612,16 +614,16 @@ def _is_any_set(names: tuple[str, ...]) -> bool:
     return any(name in os.environ for name in names)
 
 
-def _read_place() -> _Place:
-    texts = [os.environ.get(name, "") for name in _TORCHRUN]
+def _read_place(names: tuple[str, ...]) -> _Place:
+    texts = [os.environ.get(name, "") for name in names]
     if all(text.isdecimal() for text in texts):
         place = _Place(*map(int, texts), has_launcher=True)
         rank_is_valid = place.local_rank <= place.rank < place.world_size
         local_rank_is_valid = place.local_rank < place.local_world_size <= place.world_size
         if rank_is_valid and local_rank_is_valid:
             return place
-    given = ", ".join(f"{name}={text}" for name, text in zip(_TORCHRUN, texts, strict=True))
-    raise ValueError(f"{given}: set all four to a valid place, or unset {' '.join(_TORCHRUN)}")
+    given = ", ".join(f"{name}={text}" for name, text in zip(names, texts, strict=True))
+    raise ValueError(f"{given}: set all four to a valid place, or unset {' '.join(names)}")
 
 
 def _set_place(texts: Iterable, address: str | None, run: str | None) -> None:
@@ -641,9 +643,9 @@ def _translate_variables() -> None:
     """
     env = os.environ
     if _is_any_set(_OPEN_MPI):
-        _set_place_of_mpirun([env.get(name, "") for name in _OPEN_MPI])
+        _set_place_of_mpirun(_OPEN_MPI)
     elif "MPI_LOCALRANKID" in env:  # srun --mpi=pmi2 sets PMI_RANK, but not this
-        _set_place_of_mpirun([env.get(name, "") for name in _MPICH])
+        _set_place_of_mpirun(_MPICH)
     elif env.get("SLURM_STEP_NUM_TASKS", "1") != "1":  # 1: a batch script, or an interactive shell
         try:
             _set_place_of_srun()
@@ -651,10 +653,12 @@ def _translate_variables() -> None:
             raise ValueError(f"SLURM's variables are incomplete ({error}): start with srun, or unset them") from None
 
 
-def _set_place_of_mpirun(texts: list[str]) -> None:
-    is_one_machine = texts[1] == texts[3]
+def _set_place_of_mpirun(names: tuple[str, ...]) -> None:
+    rank, world_size, local_rank, local_world_size, _ = _read_place(names)
+    is_one_machine = local_world_size == world_size
     run = os.environ.get("PMIX_NAMESPACE") or str(os.getppid())
-    _set_place(texts, "127.0.0.1" if is_one_machine else None, run if is_one_machine else None)
+    numbers = (rank, world_size, local_rank, local_world_size)
+    _set_place(numbers, "127.0.0.1" if is_one_machine else None, run if is_one_machine else None)
 
 
 def _set_place_of_srun() -> None:

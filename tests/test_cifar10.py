@@ -344,7 +344,7 @@ def test_a_finished_run_says_so_and_refuses_other_flags(run, reference, folder):
     right = [f"{flag} {was[flag]}" for flag in others]
     assert refused(result, "/step-10-score-", "was trained with other flags: type ", *right)
     assert refused(run(*FLAGS, "--nproc", 2, "--amp"), "type no --amp")
-    assert refused(run(*FLAGS, "--nproc", 5), "type --batch-size 12, which the processes must share equally")
+    assert refused(run(*FLAGS, "--nproc", 5), "type --batch-size 12, with a number of processes that divides it")
     assert {path.name: path.read_bytes() for path in folder.glob("[!.]*")} == before
 
 

@@ -100,7 +100,7 @@ def test_the_meeting_point_is_implied_by_the_launchers_variables_or_told(variabl
         (TORCHRUN | {"RANK": "2"}, "RANK=2, WORLD_SIZE=2"),
         (TORCHRUN | {"LOCAL_RANK": "2"}, "RANK=1, .*LOCAL_RANK=2"),
         (TORCHRUN | {"LOCAL_WORLD_SIZE": "3"}, "RANK=1, .*LOCAL_WORLD_SIZE=3"),
-        ({name: value for name, value in MPICH.items() if name != "PMI_SIZE"}, "RANK=1, WORLD_SIZE=,"),
+        ({name: value for name, value in MPICH.items() if name != "PMI_SIZE"}, "PMI_RANK=1, PMI_SIZE=, .* unset PMI"),
         (OPEN_MPI | SECOND_MACHINE, "MASTER_ADDR= and MASTER_PORT= must say where rank 0 is: .*-x MASTER_ADDR=HOST"),
         (TORCHRUN | {"MASTER_ADDR": "here", "MASTER_PORT": "70000"}, "MASTER_ADDR=here and MASTER_PORT=70000 must say"),
         (TORCHRUN | {"DIST_TIMEOUT": "3s"}, "DIST_TIMEOUT is 3s: give a number of seconds"),
@@ -123,6 +123,8 @@ def test_bad_variables_are_one_line(variables, error):
         (["--batch-size", "3"], TORCHRUN | LAST_OF_FOUR, "--batch-size 3 is too small for 4 processes"),
         ([], {"DIST_GRACE": "nan"}, r"DIST_GRACE is nan: give a number of seconds \(DIST_GRACE=30\), or unset it"),
         ([], {"WORLD_SIZE": "2"}, "RANK=, WORLD_SIZE=2,"),
+        ([], {"OMPI_COMM_WORLD_RANK": "0"}, "OMPI_COMM_WORLD_RANK=0, OMPI_COMM_WORLD_SIZE=, .*: set all four"),
+        ([], TORCHRUN, "MASTER_ADDR= and MASTER_PORT= must say where rank 0 is: set them"),
     ],
 )
 def test_a_script_exits_with_2_and_one_line_before_anything_starts(args, variables, error, monkeypatch, capsys):
