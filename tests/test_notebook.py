@@ -7,6 +7,7 @@ import ast
 import importlib.util
 import json
 import re
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -65,7 +66,7 @@ def execute():
         cell.metadata.pop("execution", None)  # when it was run
     text = nbformat.writes(notebook)
     text = text.replace(str(ROOT), "~/ddp-by-diff")
-    return nbformat.reads(re.sub(r"/tmp/ipykernel_\d+/\d+\.py", "/tmp/ipykernel_1/cell.py", text), 4)
+    return nbformat.reads(re.sub(rf"{tempfile.gettempdir()}/ipykernel_\d+/\d+\.py", "/tmp/ipykernel_1/cell.py", text), 4)
 
 
 def told(notebook):

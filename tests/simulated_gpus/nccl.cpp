@@ -1,7 +1,7 @@
 // An NCCL for simulated GPUs: the processes of one machine meet in a file of shared memory.
 //
 // Declared after NVIDIA's public nccl.h.  Each call is done when it returns, so streams have nothing to do.  A rank that
-// waits for longer than two minutes says so and fails.  As the true one, it refuses one GPU for two ranks.
+// waits for longer than two minutes says so and fails.  Like the real one, it refuses one GPU for two ranks.
 #include <fcntl.h>
 #include <sched.h>
 #include <stdint.h>
@@ -173,8 +173,15 @@ int ncclCommDestroy(Comm* comm) {
   return SUCCESS;
 }
 
+int ncclCommFinalize(Comm*) { return SUCCESS; }  // torch 2.14 calls it
+
 int ncclCommGetAsyncError(Comm*, int* error) {
   *error = SUCCESS;
+  return SUCCESS;
+}
+
+int ncclGetVersion(int* version) {
+  *version = 23007;  // torch 2.14 asks; this one came with it
   return SUCCESS;
 }
 
