@@ -66,7 +66,8 @@ def execute():
         cell.metadata.pop("execution", None)  # when it was run
     text = nbformat.writes(notebook)
     text = text.replace(str(ROOT), "~/ddp-by-diff")
-    return nbformat.reads(re.sub(rf"{tempfile.gettempdir()}/ipykernel_\d+/\d+\.py", "/tmp/ipykernel_1/cell.py", text), 4)
+    file = rf"{tempfile.gettempdir()}/ipykernel_\d+/\d+\.py"
+    return nbformat.reads(re.sub(file, "/tmp/ipykernel_1/cell.py", text), 4)
 
 
 def told(notebook):
