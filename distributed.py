@@ -449,7 +449,7 @@ def parse_args(parser: argparse.ArgumentParser) -> argparse.Namespace:
         batch_size = getattr(args, "batch_size", None)
         if isinstance(batch_size, int) and batch_size < processes:
             raise ValueError(f"--batch-size {batch_size} is too small for {processes} processes: one example each")
-        if place.world_size > 1:
+        if place.has_launcher and place.world_size > 1:
             _meeting_point()
     except ValueError as problem:
         parser.error(str(problem))
@@ -654,11 +654,10 @@ def _translate_variables() -> None:
 
 
 def _set_place_of_mpirun(names: tuple[str, ...]) -> None:
-    rank, world_size, local_rank, local_world_size, _ = _read_place(names)
-    is_one_machine = local_world_size == world_size
+    place = _read_place(names)
+    is_one_machine = place.local_world_size == place.world_size
     run = os.environ.get("PMIX_NAMESPACE") or str(os.getppid())
-    numbers = (rank, world_size, local_rank, local_world_size)
-    _set_place(numbers, "127.0.0.1" if is_one_machine else None, run if is_one_machine else None)
+    _set_place(place[:4], "127.0.0.1" if is_one_machine else None, run if is_one_machine else None)
 
 
 def _set_place_of_srun() -> None:
