@@ -11,7 +11,7 @@ import pytest
 from world import ROOT
 
 from tools import side_by_side
-from tools.side_by_side import PAGE, PAIRS, aligned, changed_words, compared, faced, source
+from tools.side_by_side import PAGE, PAIRS, compared, source
 from tools.steps import diff_lines
 
 
@@ -36,16 +36,6 @@ def test_each_line_stands_once(pair):
     assert all(old[i] == new[j] for part in compared(*pair) if not part.is_change for i, j in part.rows)
     text = re.sub(r"<[^>]*>", "", "\n".join(side_by_side.line_html(line, {3}) for line in source(pair[1]).html))
     assert html.unescape(text).splitlines() == new  # colours and links leave the text as it is
-
-
-def test_a_changed_line_faces_its_successor():
-    assert faced(["x = f(1)"], ["x = f(2)"]) == [(0, 0)]
-    assert faced(["a = first(x)", "b = second(y)"], ["b = second(y, z)"]) == [(0, None), (1, 0)]
-    assert faced(["import os"], ["return total / count"]) == [(0, None), (None, 0)]
-    assert changed_words("train(model)", "train(model, scaler)") == (set(), set(range(11, 19)))
-    same = [str(number) for number in range(9)]
-    shape = [(len(part.rows), part.is_change, part.is_folded) for part in aligned(same, ["new", *same])]
-    assert shape == [(1, True, False), (3, False, False), (6, False, True)]
 
 
 def test_pictures_parse():
