@@ -123,3 +123,9 @@ def test_old_versions_are_wrong(monkeypatch, capsys):
     monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.3.1"))
     assert not doctor.check_software()
     assert re.search(r"^WRONG  torch .*2\.3\.1.*: 2\.4 or newer is needed$", capsys.readouterr().out, re.MULTILINE)
+
+
+def test_ctrl_c_ends_it(monkeypatch):
+    monkeypatch.setattr("distributed.launch", lambda worker: exec("raise SystemExit(130)"))
+    with pytest.raises(SystemExit, match="130"):
+        doctor.check_ranks()
