@@ -244,7 +244,10 @@ class Keeper:
 
 def from_all(value: Any) -> list:
     """Every rank's value, in rank order, on every rank: anything that can be pickled.  Every rank must call it."""
-    return dist._all_gather_object(value)
+    values = [value] * dist.get_world_size()
+    if len(values) > 1:
+        torch.distributed.all_gather_object(values, value)
+    return values
 
 
 def _on_all(function: Callable, *args: Any) -> Any:

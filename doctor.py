@@ -20,7 +20,7 @@ except Exception as problem:  # not only ImportError: a library of CUDA that is 
 
 import distributed as dist
 
-VARIABLES = [*dist._TORCHRUN, "MASTER_ADDR", "MASTER_PORT", *dist._OPEN_MPI, *dist._MPICH, *dist._SRUN, "NPROC"]
+VARIABLES = [*dist.LAUNCHER_VARIABLES, "NPROC"]
 ADVICE = [  # for the first pattern that an error has
     ("driver", "nvidia-smi shows up to which CUDA the driver goes: update it, or install a torch for an older CUDA"),
     ("out of memory", "nvidia-smi shows who has the GPU's memory"),
@@ -61,12 +61,13 @@ def check_devices() -> bool:
 def check_launcher() -> bool:
     variables = " ".join(f"{name}={os.environ[name]}" for name in VARIABLES if name in os.environ)
     try:
-        dist._check_environment()
-        place = dist._get_place()
-        count = place.world_size if place.has_launcher else dist._count_processes()
+        dist.get_timeout()
+        world_size = dist.get_world_size()
+        has_launcher = "RANK" in os.environ  # where another launcher's variables stand, it has been translated
+        count = world_size if has_launcher else dist.count_processes()
     except ValueError as problem:
         return show(False, "launcher", str(problem))
-    started = "its processes" if place.has_launcher else "none; `launch` starts the processes"
+    started = "its processes" if has_launcher else "none; `launch` starts the processes"
     return show(True, "launcher", f"{started}: {count} ({variables or 'no variable set'})")
 
 

@@ -15,6 +15,7 @@ import faulthandler
 import multiprocessing
 import os
 import pickle
+import random
 import re
 import shutil
 import signal
@@ -29,16 +30,15 @@ from collections.abc import Callable, Iterator
 from multiprocessing import resource_tracker
 from typing import Any, NamedTuple
 
+import numpy
 import torch
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+CONNECTION_LOST = "connection (was likely )?(closed|reset)|broken pipe|ncclRemoteError"  # in torch's own errors
+TIMED_OUT = "tim(ed|e) ?out"
 STOP_GRACE = 30  # seconds to save, for ranks that handle SIGTERM, if the run is told to stop
 FAILURE_GRACE = 3  # the same, after another rank has failed
-# In the lines of an error that are not source lines, which are indented:
-CONNECTION_LOST = re.compile(
-    r"^(?!\s).*(connection (closed|reset)|broken pipe|ncclRemoteError)", re.IGNORECASE | re.MULTILINE
-)
-TIMED_OUT = re.compile(r"^(?!\s).*tim(ed|e) ?out", re.IGNORECASE | re.MULTILINE)
+POLL = 0.02  # seconds between two looks at the ranks
 _FRAME = re.compile(r'File "(.+)", line (\d+),? in (.+)')  # of a traceback, or of faulthandler's
 
 
@@ -48,16 +48,25 @@ class _Report(NamedTuple):
     when: float
     error: str = ""
     died: bool = False  # killed, or exited without a report: then `error` says how
+    lost: bool = False  # all that is known: its connection was lost, or a collective has timed out
+    timed_out: bool = False
     stop_signal: int = 0  # it ended itself with 128 + this signal, as programs do that have saved
     result: Any = None
+
+
+class _Standing(NamedTuple):
+    """Where a rank stands."""
+
+    place: str = ""  # file, line, function, and what that has called
+    call: str = ""  # the collective, or another function
 
 
 def run(function: Callable, args: tuple = (), nproc: int = 2, grace: float | None = None) -> Any:
     """function(*args) in nproc new processes; returns what it returned on rank 0.
 
     The first rank that fails ends the run: SystemExit with its error, so the exit code is 1; in a notebook or a shell
-    RuntimeError.  Ctrl-C and SIGTERM end with 130 and 143 (in a shell Ctrl-C is KeyboardInterrupt).  `kill -USR1` of
-    this process prints where each rank stands.
+    RuntimeError.  Ctrl-C and SIGTERM end with 130 and 143 (in a shell Ctrl-C is KeyboardInterrupt).  Ctrl-C, and
+    `kill -USR1` of this process, print where each rank stands.
     grace: seconds for ranks that handle SIGTERM to save (30 if the run is told to stop, 3 after a failure).
     """
     method, threads, job = _how_to_start((function, args), nproc)
@@ -153,26 +162,20 @@ class _Ranks:
         self.stacks_wanted = False
         self.guard = 0  # its process ID
         self.store: Any = None
-        self.wake_up_pipe, self.wake_up = multiprocessing.Pipe(duplex=False)  # a byte ends the sleep in `wait_for_news`
-        os.set_blocking(self.wake_up.fileno(), False)  # as set_wakeup_fd wants it
         self.folder = tempfile.mkdtemp(prefix="dist-")  # for the ranks' reports and stacks
 
     @contextlib.contextmanager
     def signals_handled(self) -> Iterator[None]:
         """Signals are noted here, and acted on in `watch`.  What is ignored stays ignored (SIGHUP under nohup)."""
-        # Python calls note_signal between two of its instructions: a signal just before a sleep would wait for its end.
-        # The byte that C writes here at once ends the sleep.
-        wakeup_fd = signal.set_wakeup_fd(self.wake_up.fileno(), warn_on_full_buffer=False)
         handlers = {}
-        for number in (*STOP_SIGNALS, signal.SIGUSR1, signal.SIGCHLD):
-            if number == signal.SIGCHLD or signal.getsignal(number) != signal.SIG_IGN:
+        for number in (*STOP_SIGNALS, signal.SIGUSR1):
+            if signal.getsignal(number) != signal.SIG_IGN:
                 handlers[number] = signal.signal(number, self.note_signal)
         try:
             yield
         finally:
             for number, handler in handlers.items():
                 signal.signal(number, handler or signal.SIG_DFL)  # None: it was not installed from Python
-            signal.set_wakeup_fd(wakeup_fd)
 
     def note_signal(self, number: int, frame: Any) -> None:
         if number == signal.SIGUSR1:
@@ -184,6 +187,7 @@ class _Ranks:
 
     def start(self, method: str, threads: int | None, job: Any) -> None:
         """Start the processes, then serve their store."""
+        seed = torch.empty((), dtype=torch.int64).random_().item()  # as torch's DataLoader seeds its workers
         server = socket.create_server(("127.0.0.1", 0))  # held from now on, so no other run can have its port
         address, port = server.getsockname()
         environment = {
@@ -195,7 +199,7 @@ class _Ranks:
             "TORCHELASTIC_RESTART_COUNT": "0",  # torch 2.4 and 2.5 read it then
         }
         parent = os.getpid()
-        self.guard = _fork(lambda: _guard(parent))
+        self.guard = _fork(lambda: _guard(parent, self.folder))
         os.setpgid(self.guard, self.guard)  # here, too: its group must be there when the ranks join it
         if method == "spawn":
             resource_tracker.ensure_running()  # now, because it unblocks signals
@@ -204,7 +208,7 @@ class _Ranks:
         try:
             for rank in range(self.nproc):
                 place = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                arguments = (self.guard, environment | place, self.folder, self.wake_up, threads, job)
+                arguments = (self.guard, environment | place, self.folder, seed + rank, threads, job)
                 process = multiprocessing.get_context(method).Process(target=_be_rank, args=arguments)
                 process.start()
                 self.processes.append(process)
@@ -231,20 +235,21 @@ class _Ranks:
         # that connections were lost.
         since = time.monotonic()
         while self.failures() and not self.stop_signal:
-            patience = 2 if CONNECTION_LOST.search(self.reports[self.failures()[0]].error) else 0.2
+            patience = 2 if self.reports[self.failures()[0]].lost else 0.2
             remaining = since + patience - time.monotonic()
             if remaining <= 0:
                 return self.explain()
             self.wait_for_news(remaining)
+        if self.stop_signal == signal.SIGINT:
+            print(f"\n{_table(self.ask_ranks())}", file=sys.stderr, flush=True)  # a line below the terminal's ^C
         return ""
 
-    def wait_for_news(self, seconds: float | None = None) -> None:
-        """Sleep until a rank reports or ends, or a signal comes, for so many seconds at most; then look what it is."""
-        if self.wake_up_pipe.poll(seconds):
-            os.read(self.wake_up_pipe.fileno(), 4096)
+    def wait_for_news(self, seconds: float = POLL) -> None:
+        """Sleep for a moment, for so many seconds at most; then look what the ranks and signals have brought."""
+        time.sleep(min(seconds, POLL))
         if self.stacks_wanted:
             self.stacks_wanted = False
-            print(self.stack_table(), file=sys.stderr, flush=True)
+            print(_table(self.ask_ranks()), file=sys.stderr, flush=True)
         for rank, process in enumerate(self.processes):
             self.look_at(rank, process)
 
@@ -255,10 +260,7 @@ class _Ranks:
             self.ended.add(rank)
         written = self.read(f"report{rank}")
         if written and rank not in self.reports:
-            try:
-                self.reports[rank] = pickle.loads(written)
-            except Exception as error:  # of a class that can't be made here, for example
-                self.reports[rank] = _Report(time.monotonic(), f"its result can't be read: {error}")
+            self.reports[rank] = pickle.loads(written)
         report = self.reports.get(rank)
         if code is not None and report is None:
             self.reports[rank] = _Report(time.monotonic(), _how_it_ended(code), died=True)
@@ -282,8 +284,7 @@ class _Ranks:
 
         def order(rank: int) -> tuple:
             report = self.reports[rank]
-            has_lost_connection = bool(CONNECTION_LOST.search(report.error))
-            return has_lost_connection, not report.died, report.when
+            return report.lost, not report.died, report.when
 
         return sorted((rank for rank, report in self.reports.items() if report.error), key=order)
 
@@ -292,38 +293,49 @@ class _Ranks:
     def explain(self) -> str:
         """The error of the rank that failed first, and what helps to understand it."""
         rank = self.failures()[0]
-        error = self.reports[rank].error.rstrip()
+        report = self.reports[rank]
+        text = f"rank {rank} of {self.nproc} failed first: {report.error.rstrip()}"
         finished = ", ".join(f"rank {r}" for r, report in sorted(self.reports.items()) if not report.error)
-        lost = CONNECTION_LOST.search(error)
-        if lost and finished:
-            error = f"it lost its connection after {finished} had finished. All ranks must call the same collectives."
-        text = f"rank {rank} of {self.nproc} failed first: {error}"
-        if finished and not lost:
+        if report.lost and finished:
+            text += f"\nIt lost its connection after {finished} had finished. All ranks must call the same collectives."
+        elif finished:
             text += f"\n({finished} had finished)"
-        if lost or TIMED_OUT.search(error) or self.reports[rank].died:
-            text += f"\n{self.stack_table()}"
+        if report.lost or report.timed_out or report.died:
+            standings = self.ask_ranks()
+            text += f"\n{_table(standings)}"
+            if report.timed_out:
+                text += f"\n{_in_words(standings)}"
         return text
 
-    def stack_table(self) -> str:
-        """A line for each rank that says where it stands."""
+    def ask_ranks(self) -> list[_Standing]:
+        """Where each rank stands."""
         asked = set(range(len(self.processes))) - self.ended
         for rank in asked:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.processes[rank].pid, signal.SIGUSR1)  # faulthandler answers inside a collective, too
         deadline = time.monotonic() + 2
-        while time.monotonic() < deadline:
+        while time.monotonic() < deadline and not self.stop_now:
             if all(b"_be_rank" in self.read(f"stack{rank}") for rank in asked):  # this frame comes last
                 break
             time.sleep(0.01)
-        lines = ["where each rank stands:"]
+        standings = []
         for rank, process in enumerate(self.processes):
+            report = self.reports.get(rank)
             frames = _FRAME.findall(self.read(f"stack{rank}").decode())
-            if rank in self.reports and not self.reports[rank].died:
-                frames = _FRAME.findall(self.reports[rank].error)[::-1]  # of a traceback; there the innermost is last
-            state = f"no answer (starting, or stopped: then kill -CONT {process.pid})" if rank in asked else "gone"
-            lines.append(f"  rank {rank}: {_where(frames) or state}")
+            if report and report.error and not report.died:
+                frames = _FRAME.findall(report.error)[::-1]  # of a traceback; there the innermost is last
+            standing = _where(frames)
+            if not standing.place:
+                if rank not in asked:
+                    state = "has ended"
+                elif report:
+                    state = "has finished, but still runs: a thread of its own?"
+                else:
+                    state = f"no answer (starting, or stopped: then kill -CONT {process.pid})"
+                standing = _Standing(state)
+            standings.append(standing)
             open(f"{self.folder}/stack{rank}", "w").close()  # empty, for the next answer
-        return "\n".join(lines)
+        return standings
 
     # ---------------------------------------------------------------------------------------------------------- end
 
@@ -361,9 +373,10 @@ class _Ranks:
                 break
             self.wait_for_news(remaining)
         for rank in saving:
-            error = self.reports[rank].error if rank in self.reports else ""
-            if error and not CONNECTION_LOST.search(error):
-                print(f"rank {rank} of {self.nproc} failed while it was ending: {error}", file=sys.stderr, flush=True)
+            report = self.reports.get(rank)
+            if report and report.error and not report.lost:
+                text = f"rank {rank} of {self.nproc} failed while it was ending: {report.error}"
+                print(text, file=sys.stderr, flush=True)
 
 
 def _handles_sigterm(pid: int) -> bool:
@@ -384,33 +397,48 @@ def _how_it_ended(code: int) -> str:
     return f"ended by {names.get(-code, f'signal {-code}')}"
 
 
-def _where(frames: list[tuple[str, str, str]]) -> str:
+def _where(frames: list[tuple[str, str, str]]) -> _Standing:
     """The innermost frame outside torch, Python and these helpers, of frames that begin with the innermost."""
     helpers = [os.path.join(os.path.dirname(__file__), name) for name in ("distributed.py", "launcher.py")]
     libraries = (*helpers, os.path.dirname(torch.__file__), sysconfig.get_path("stdlib"))
-    inner = ""
+    called = ""
     for path, line, function in frames:
         if not path.startswith(libraries):
-            return f"{path}:{line}, {function}{inner}"
-        inner = f", in {function}"
-    return ""
+            return _Standing(f"{path}:{line}, {function}" + (f", in {called}" if called else ""), called or function)
+        if function != "wrapper":  # torch's, around each of its collectives
+            called = function
+    return _Standing()
+
+
+def _table(standings: list[_Standing]) -> str:
+    lines = (f"\n  rank {rank}: {standing.place}" for rank, standing in enumerate(standings))
+    return "where each rank stands:" + "".join(lines)
+
+
+def _in_words(standings: list[_Standing]) -> str:
+    ranks: dict[str, list[str]] = {}
+    for rank, standing in enumerate(standings):
+        ranks.setdefault(standing.call or "no call that is known", []).append(f"rank {rank}")
+    parts = [f"{' and '.join(names)} {'stand' if names[1:] else 'stands'} in {call}" for call, names in ranks.items()]
+    return f"{', '.join(parts)}. All ranks must call the same collectives, in the same order."
 
 
 # ------------------------------------------------------------------------------------------ in the guard, in each rank
 
 
-def _guard(parent: int) -> None:
+def _guard(parent: int, folder: str) -> None:
     """The leader of the process group that all ranks join, and so what they start: data loader workers, forkservers.
 
-    If the launching process dies, even by SIGKILL, it kills the group.
+    If the launching process dies, even by SIGKILL, it removes the run's folder and kills the group.
     """
     os.setpgid(0, 0)  # or a parent that dies now would make it kill the group of the parent
     while os.getppid() == parent:
         time.sleep(0.5)
+    shutil.rmtree(folder, ignore_errors=True)
     os.killpg(0, signal.SIGKILL)
 
 
-def _be_rank(guard: int, environment: dict, folder: str, wake_up: Any, threads: int | None, job: Any) -> None:
+def _be_rank(guard: int, environment: dict, folder: str, seed: int, threads: int | None, job: Any) -> None:
     """Do the job, and report."""
     # Forked inside an except block, this process would go on handling its parent's exception.
     ctypes.pythonapi.PyErr_SetExcInfo(None, None, None)
@@ -421,8 +449,7 @@ def _be_rank(guard: int, environment: dict, folder: str, wake_up: Any, threads: 
     os.environ |= environment
     rank = int(environment["RANK"])
     multiprocessing.current_process()._config["tempdir"] = folder  # for sockets that killed workers can't remove
-    signal.set_wakeup_fd(-1)
-    for number in (*STOP_SIGNALS, signal.SIGCHLD):
+    for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     stack_file = open(f"{folder}/stack{rank}", "a")  # noqa: SIM115  faulthandler keeps it open
     faulthandler.enable(file=stack_file, all_threads=False)  # of a crash
@@ -432,6 +459,9 @@ def _be_rank(guard: int, environment: dict, folder: str, wake_up: Any, threads: 
         torch.set_num_threads(threads)
     try:
         function, args = pickle.loads(job) if isinstance(job, bytes) else job
+        torch.manual_seed(seed)
+        random.seed(seed)
+        numpy.random.seed(seed % 2**32)  # it takes no larger number
         result = function(*args)
         sys.stdout.flush()  # before the report: whoever has reported may be killed
         report = _Report(time.monotonic(), result=result if rank == 0 else None)
@@ -440,7 +470,6 @@ def _be_rank(guard: int, environment: dict, folder: str, wake_up: Any, threads: 
         sys.stdout.flush()
         report = _report_of(error)
         _write_report(report, f"{folder}/report{rank}")
-        os.write(wake_up.fileno(), b"!")
         while report.error or report.stop_signal:  # if it ended now, the others would report a lost connection
             signal.pause()
 
@@ -455,10 +484,18 @@ def _report_of(error: BaseException) -> _Report:
     now = time.monotonic()
     if not isinstance(error, SystemExit):
         lines = traceback.format_exception(type(error), error, error.__traceback__.tb_next)  # without this file
-        return _Report(now, "\n\n" + "".join(lines))
+        message = str(error) if _is_of_torch_communication(error) else ""
+        lost = bool(re.search(CONNECTION_LOST, message, re.IGNORECASE))
+        timed_out = isinstance(error, TimeoutError) or bool(re.search(TIMED_OUT, message, re.IGNORECASE))
+        return _Report(now, "\n\n" + "".join(lines), lost=lost, timed_out=timed_out)
     code = error.code
     if code is None or code == 0:
         return _Report(now)
     if isinstance(code, int) and code - 128 in STOP_SIGNALS:
         return _Report(now, stop_signal=code - 128)
     return _Report(now, code if isinstance(code, str) else f"it called sys.exit({code!r})")
+
+
+def _is_of_torch_communication(error: BaseException) -> bool:
+    """NCCL's errors and the store's have classes; gloo's are a RuntimeError that names the line in its source."""
+    return isinstance(error, torch.distributed.DistError) or (isinstance(error, RuntimeError) and "gloo/" in str(error))

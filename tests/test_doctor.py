@@ -48,7 +48,7 @@ def test_under_a_launcher_rank_0_writes_the_table():
 @pytest.mark.parametrize(
     ("environment", "what", "says"),
     [
-        ({"RANK": "1"}, "launcher", "RANK=1, WORLD_SIZE=, .*: set all four .*or unset RANK.*"),
+        ({"RANK": "1"}, "launcher", "RANK=1: set RANK and WORLD_SIZE to this process's place, or unset RANK"),
         ({"NPROC": "0"}, "launcher", r"nproc \(or NPROC\) is 0: start at least 1 process"),
         ({"DIST_TIMEOUT": "soon"}, "launcher", "DIST_TIMEOUT is soon: .*unset it"),
         ({"CUDA_VISIBLE_DEVICES": "97,98"}, "GPUs", "0, CUDA_VISIBLE_DEVICES '97,98': .*correct it, or unset it"),

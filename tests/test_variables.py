@@ -54,6 +54,10 @@ PLACES = {  # rank, world size, local rank, local world size; whether a launcher
 }
 
 
+def who():
+    return dist.get_rank(), dist.get_world_size(), dist.get_local_rank()
+
+
 def under(environment, function, *args):
     """function(*args) in this environment; its result and the environment after it."""
     with mock.patch.dict(os.environ, environment, clear=True):
@@ -63,14 +67,14 @@ def under(environment, function, *args):
 @pytest.mark.parametrize("case", PLACES)
 def test_the_place_is_the_launchers_and_is_written_into_torchruns_variables(case):
     variables, place = PLACES[case]
-    found, after = under(variables, dist._get_place)
-    assert found == dist._Place(*place)
+    found, after = under(variables, who)
+    assert found == place[:3]
     assert [after.get(name) for name in TORCHRUN] == ([str(n) for n in place[:4]] if place[4] else [None] * 4)
-    assert under(after, dist._get_place)[0] == found  # once is enough
+    assert under(after, who)[0] == found  # once is enough
 
 
 def meeting_point(variables):
-    return under(variables, lambda: (dist._get_place(), dist._meeting_point())[1])
+    return under(variables, lambda: (dist.get_rank(), dist._meeting_point())[1])
 
 
 @pytest.mark.parametrize(
@@ -95,12 +99,14 @@ def test_the_meeting_point_is_implied_by_the_launchers_variables_or_told(variabl
 @pytest.mark.parametrize(
     ("variables", "error"),
     [
-        ({"RANK": "1"}, "RANK=1, WORLD_SIZE=, LOCAL_RANK=, LOCAL_WORLD_SIZE=: set all four .* unset RANK"),
-        (TORCHRUN | {"RANK": "x"}, "RANK=x, WORLD_SIZE=2"),
-        (TORCHRUN | {"RANK": "2"}, "RANK=2, WORLD_SIZE=2"),
-        (TORCHRUN | {"LOCAL_RANK": "2"}, "RANK=1, .*LOCAL_RANK=2"),
-        (TORCHRUN | {"LOCAL_WORLD_SIZE": "3"}, "RANK=1, .*LOCAL_WORLD_SIZE=3"),
-        ({name: value for name, value in MPICH.items() if name != "PMI_SIZE"}, "PMI_RANK=1, PMI_SIZE=, .* unset PMI"),
+        ({"RANK": "1"}, "RANK=1: set RANK and WORLD_SIZE to this process's place, or unset RANK$"),
+        ({"LOCAL_RANK": "0"}, "LOCAL_RANK=0: set RANK and WORLD_SIZE"),
+        (TORCHRUN | {"RANK": "x"}, "RANK=x WORLD_SIZE=2"),
+        (TORCHRUN | {"RANK": "2"}, "RANK=2 WORLD_SIZE=2"),
+        (TORCHRUN | {"LOCAL_RANK": "2"}, "RANK=1 .*LOCAL_RANK=2"),
+        (TORCHRUN | {"LOCAL_WORLD_SIZE": "3"}, "RANK=1 .*LOCAL_WORLD_SIZE=3"),
+        ({name: value for name, value in MPICH.items() if name != "PMI_SIZE"}, ".*incomplete .'PMI_SIZE'.: start with"),
+        ({name: value for name, value in srun().items() if name != "SLURM_NODEID"}, ".*incomplete .'SLURM_NODEID'."),
         (OPEN_MPI | SECOND_MACHINE, "MASTER_ADDR= and MASTER_PORT= must say where rank 0 is: .*-x MASTER_ADDR=HOST"),
         (TORCHRUN | {"MASTER_ADDR": "here", "MASTER_PORT": "70000"}, "MASTER_ADDR=here and MASTER_PORT=70000 must say"),
         (TORCHRUN | {"DIST_TIMEOUT": "3s"}, "DIST_TIMEOUT is 3s: give a number of seconds"),
@@ -122,8 +128,9 @@ def test_bad_variables_are_one_line(variables, error):
         (["--nproc", "3", "--batch-size", "2"], {}, "--batch-size 2 is too small for 3 processes: one example each"),
         (["--batch-size", "3"], TORCHRUN | LAST_OF_FOUR, "--batch-size 3 is too small for 4 processes"),
         ([], {"DIST_GRACE": "nan"}, r"DIST_GRACE is nan: give a number of seconds \(DIST_GRACE=30\), or unset it"),
-        ([], {"WORLD_SIZE": "2"}, "RANK=, WORLD_SIZE=2,"),
-        ([], {"OMPI_COMM_WORLD_RANK": "0"}, "OMPI_COMM_WORLD_RANK=0, OMPI_COMM_WORLD_SIZE=, .*: set all four"),
+        ([], {"DIST_TIMEOUT": "1e10"}, "DIST_TIMEOUT is 1e10: give a number of seconds"),
+        ([], {"WORLD_SIZE": "2"}, "WORLD_SIZE=2: set RANK and WORLD_SIZE"),
+        ([], {"OMPI_COMM_WORLD_RANK": "0"}, ".*incomplete .'OMPI_COMM_WORLD_SIZE'.: start with it, or unset them"),
         ([], TORCHRUN, "MASTER_ADDR= and MASTER_PORT= must say where rank 0 is: set them"),
     ],
 )
