@@ -1,9 +1,14 @@
 """init_process_group, cleanup and the roll-call (P6); programs that were written for another helper."""
 
 import contextlib
+import copy
+import doctest
 import multiprocessing
 import os
+import pickle
+import pydoc
 import re
+import socket
 import sys
 import time
 from datetime import timedelta
@@ -177,36 +182,112 @@ def test_they_are_named_after_10_seconds_once_by_rank_0_or_by_all_and_in_the_err
             assert limit < sum(waits) < limit + 0.2
 
 
-def _by_hand(rank, n, port, pipe, timeout):
+def _by_hand(rank, n, port, pipe, timeout, name):
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NCCL_SOCKET_IFNAME": "mine"}
+    os.environ["DIST_RUN"] = name
     error = error_of(dist.init_process_group, rank=rank, world_size=n, timeout=timeout)
     interfaces = os.environ.get("GLOO_SOCKET_IFNAME"), os.environ["NCCL_SOCKET_IFNAME"]
     pipe.send(error or (dist.all_reduce(torch.tensor(1)).item(), interfaces))
+    pipe.poll(60)  # stay until the test has read all answers
     os._exit(0)
 
 
-def by_hand(ranks, n, timeout):
-    """Processes that no launcher has started; what each says, by rank."""
-    fork, port, pipes = multiprocessing.get_context("fork"), free_port(), {}
+def by_hand(ranks, n, timeout, port=None, name=""):
+    """Processes that no launcher has started; pipes to them, by rank."""
+    fork, port, pipes = multiprocessing.get_context("fork"), port or free_port(), {}
     for rank in ranks:
         pipes[rank], theirs = fork.Pipe()
-        fork.Process(target=_by_hand, args=(rank, n, port, theirs, timeout), daemon=True).start()
-    return {rank: pipe.recv() if pipe.poll(60) else None for rank, pipe in pipes.items()}, port
+        fork.Process(target=_by_hand, args=(rank, n, port, theirs, timeout, name), daemon=True).start()
+    return pipes, port
+
+
+def answers_of(pipes):
+    return {rank: pipe.recv() if pipe.poll(60) else None for rank, pipe in pipes.items()}
 
 
 def test_processes_that_no_launcher_has_started_meet_where_they_are_told():
     loopback = "lo0" if sys.platform == "darwin" else "lo"  # unless the user has named one
-    answers, _ = by_hand([2, 0, 1], 3, 60)  # rank 0 serves the store, and may end first
-    assert answers == dict.fromkeys(range(3), (3, (loopback, "mine")))
+    pipes, _ = by_hand([2, 0, 1], 3, 60)
+    assert answers_of(pipes) == dict.fromkeys(range(3), (3, (loopback, "mine")))
 
 
 def test_a_rank_0_that_does_not_come_is_named_with_its_address():
-    answers, port = by_hand([1, 2], 3, 1)
+    pipes, port = by_hand([1, 2], 3, 1)
     error = f"TimeoutError: init_process_group: rank 0 at 127.0.0.1:{port} did not come within 1 s"
-    assert answers == {1: error, 2: error}
+    assert answers_of(pipes) == {1: error, 2: error}
+
+
+def test_two_runs_that_meet_on_one_port_do_not_mix():
+    first, port = by_hand([0], 2, 60, name="first")
+    wait_for(lambda: is_served(port))
+    other, _ = by_hand([0, 1], 2, 2, port, name="other")
+    in_use = f"RuntimeError: rank 0: port {port} is in use, perhaps by another run: set MASTER_PORT to a free port"
+    answers = answers_of(other)
+    assert answers[0].startswith(in_use)
+    assert answers[1] == "TimeoutError: init_process_group: rank 0 of 2 did not come within 2 s"
+    second, _ = by_hand([1], 2, 60, port, name="first")
+    assert [total for total, _ in (answers_of(first)[0], answers_of(second)[1])] == [2, 2]
+    third, _ = by_hand([1], 2, 60, port, name="first")
+    taken = (
+        f"RuntimeError: rank 1 of 2 is here already, perhaps of another run: set MASTER_PORT to a free port, .* {port}$"
+    )
+    assert re.match(taken, answers_of(third)[1])
+
+
+def is_served(port):
+    try:
+        socket.create_connection(("127.0.0.1", port)).close()
+    except OSError:
+        return False
+    return True
 
 
 # ------------------------------------------------------------------------------------ other people's programs, by torch
+
+HABIT = """
+import os
+import torch
+import torch.multiprocessing as mp
+import distributed as dist
+
+def worker(rank, size):
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", "NUMBER"
+    dist.init_process_group("gloo", rank=rank, world_size=size)
+    total = torch.ones(1) * rank
+    dist.all_reduce(total, op=dist.ReduceOp.SUM)
+    sent = torch.full((2,), float(rank))
+    dist.broadcast(sent, src=1)
+    pair = dist.new_group([0, 1])
+    if rank < 2:
+        dist.broadcast(total, src=0, group=pair)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        print(total.item(), sent.tolist(), dist.is_initialized(), dist.get_backend())
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    mp.start_processes(worker, args=(3,), nprocs=3, start_method="fork")
+"""
+
+
+def test_a_program_for_torch_distributed_runs_with_this_file_in_its_place(tmp_path):
+    file = tmp_path / "program.py"
+    file.write_text(HABIT.replace("NUMBER", str(free_port())))
+    done = forker().run(file, cwd=tmp_path, path=[ROOT])
+    assert done.code == 0 and done.out.splitlines()[1:] == ["3.0 [1.0, 1.0] True gloo"], done
+
+
+def test_a_name_that_is_not_defined_here_is_torchs_and_python_is_not_disturbed():
+    assert dist.ReduceOp is torch_dist.ReduceOp and dist.new_group is torch_dist.new_group
+    with pytest.raises(AttributeError, match="neither .*distributed.py nor torch.distributed defines 'all_reduec'"):
+        _ = dist.all_reduec
+    for name in "__path__", "__all__", "__wrapped__", "_shard":  # torch.distributed has the first and the last
+        assert not hasattr(dist, name)
+    assert pickle.loads(pickle.dumps(dist.all_reduce)) is copy.deepcopy(dist.all_reduce) is dist.all_reduce
+    text = pydoc.plain(pydoc.render_doc(dist))
+    assert "sync_params" in text and "destroy_process_group" not in text
+    assert doctest.DocTestFinder().find(dist)
+
 
 FOREIGN = """
 import torch

@@ -528,6 +528,73 @@ def test_with_threads_the_ranks_are_spawned_with_copies_and_a_lambda_is_refused(
     assert re.match(refused, done.out.splitlines()[2])
 
 
+DRAWS = """
+import random
+import numpy
+class Seed(torch.utils.data.Dataset):
+    def __len__(self): return 1
+    def __getitem__(self, index): return torch.initial_seed()
+def worker(rank, n):
+    seed = torch.initial_seed()
+    loader = torch.utils.data.DataLoader(Seed(), num_workers=1)
+    drawn = torch.rand(1).item(), random.random(), numpy.random.rand(), next(iter(loader)).item()
+    with open(f"drawn{rank}", "a") as file: print(seed, *drawn, file=file)
+if __name__ == "__main__":
+    method, seed = sys.argv[1:]
+    if method == "spawn":
+        import launcher
+        launcher.fork_is_safe = lambda: False
+    for _ in range(2):
+        if seed: torch.manual_seed(int(seed))
+        dist.launch(worker, nproc=2)
+"""
+
+
+@pytest.mark.parametrize(("method", "seed"), [("fork", ""), ("fork", "5"), ("spawn", "5")])
+def test_each_rank_has_random_numbers_of_its_own_and_a_caller_who_has_seeded_gets_them_again(program, method, seed):
+    file = program(DRAWS)
+    assert run(file, method, seed).code == 0
+    runs = zip(*((file.parent / f"drawn{rank}").read_text().splitlines() for rank in (0, 1)), strict=True)
+    (first, other), again = [[line.split() for line in lines] for lines in runs]
+    assert not set(first) & set(other)  # torch's seed, then numbers of torch, Python, numpy and a loader's worker
+    assert int(other[0]) == int(first[0]) + 1
+    if seed:
+        assert again == [first, other]
+        generator = torch.Generator().manual_seed(int(seed))
+        assert int(first[0]) == torch.empty((), dtype=torch.int64).random_(generator=generator)
+    else:
+        assert not set(first + other) & set(again[0] + again[1])
+
+
+STARTS = """
+if __name__ != "__main__":  # a spawned rank, that still imports
+    open(f"starting{os.getpid()}", "w").close()
+    while not os.path.exists("go"): time.sleep(0.01)
+def worker(rank, n): print("went on")
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
+    import launcher
+    launcher.fork_is_safe = lambda: False
+    dist.launch(worker, nproc=2)
+"""
+NO_ANSWER = "".join(rf"  rank {rank}: no answer \(starting, or stopped: then kill -CONT \d+\)\n" for rank in (0, 1))
+
+
+@pytest.mark.parametrize("name", ["SIGUSR1", "SIGINT"])
+def test_ranks_that_still_start_have_no_answer_and_live_on_or_end(program, name):
+    file = program(STARTS)
+    job = start(file)
+    wait_for(lambda: len(list(file.parent.glob("starting*"))) == 2)
+    os.kill(job.pid, signal.Signals[name])
+    wait_for(lambda: "rank 1" in job.err())
+    if name == "SIGUSR1":
+        (file.parent / "go").touch()
+    done = job.wait()
+    assert re.fullmatch(rf"\n?where each rank stands:\n{NO_ANSWER}", done.err)
+    assert (done.code, done.out.count("went on")) == ((0, 2) if name == "SIGUSR1" else (130, 0))
+    assert_nothing_left(file)
+
+
 SHELL_LINES = """
 import torch
 import distributed as dist

@@ -105,17 +105,33 @@ def test_not_distributed_every_rank_has_the_whole_data_set(monkeypatch):
         assert [list(s) for s in samplers(monkeypatch, 9, 7, distributed=False, shuffle=False)] == [list(range(7))] * 9
 
 
-def test_a_forgotten_set_epoch_is_a_warning():
+def _forgets_set_epoch(workers):
+    """For each epoch the warnings: text, and file."""
     sampler = dist.data_sampler(range(50))
-    text = r"call sampler.set_epoch\(epoch\) before each epoch: .* \(to evaluate, make it with shuffle=False\)"
-    for epoch in 1, 2:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            first = list(sampler)
-        with pytest.warns(UserWarning, match=text) as seen:
-            assert list(sampler) == first
-        assert [warning.filename for warning in seen] == [__file__]
-        sampler.set_epoch(epoch)
+    loader = torch.utils.data.DataLoader(range(50), 5, sampler=sampler, num_workers=workers)
+    seen = []
+    for epoch in range(6):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in loader:
+                pass
+        seen.append([(str(warning.message), warning.filename) for warning in caught])
+        if epoch == 3:
+            sampler.set_epoch(4)
+    return seen
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@WORLDS
+def test_a_forgotten_set_epoch_is_one_warning_on_rank_0_at_the_callers_line(n, workers):
+    text = (
+        "call sampler.set_epoch(epoch) before each epoch: this one repeats the last one's order "
+        "(to evaluate, make it with shuffle=False)"
+    )
+    warning = [(text, __file__)]
+    first, *others = run(_forgets_set_epoch, n, workers)
+    assert first == [[], warning, [], [], [], warning]
+    assert others == [[[]] * 6] * (n - 1)
     in_order = dist.data_sampler(range(50), shuffle=False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -13,6 +13,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 from world import ENVIRONMENT, ROOT, error_of, forker, gone, wait_for
 
 import distributed as dist
@@ -50,8 +51,15 @@ PLACES = {  # rank, world size, local rank, local world size; whether a launcher
     "srun -n 1 --mpi=pmi2": (ONE | {"PMI_FD": "12", "PMI_RANK": "0", "PMI_SIZE": "1"}, (0, 1, 0, 1, False)),
     "MPICH in salloc": (ONE | MPICH, (1, 2, 1, 2, True)),
     "Open MPI in a job": (srun(0, 2, 0, "1(x2)") | OPEN_MPI, (1, 2, 1, 2, True)),
+    "torch's own env://, as Kubernetes sets it": ({"RANK": "1", "WORLD_SIZE": "2"}, (1, 2, 0, None, True)),
     "torchrun on each node of a job": (srun(1, 2, 0, "1(x2)", 1) | TORCHRUN | LAST_OF_FOUR, (3, 4, 1, 2, True)),
 }
+
+
+def test_without_local_rank_the_ranks_of_a_machine_take_its_gpus_in_turn(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    for rank, local_rank in (2, 2), (5, 1):
+        assert under({"RANK": str(rank), "WORLD_SIZE": "8"}, who)[0] == (rank, 8, local_rank)
 
 
 def who():
@@ -69,7 +77,10 @@ def test_the_place_is_the_launchers_and_is_written_into_torchruns_variables(case
     variables, place = PLACES[case]
     found, after = under(variables, who)
     assert found == place[:3]
-    assert [after.get(name) for name in TORCHRUN] == ([str(n) for n in place[:4]] if place[4] else [None] * 4)
+    written = {name: str(number) for name, number in zip(TORCHRUN, place, strict=False) if place[4]}
+    assert {name: after[name] for name in TORCHRUN if name in after} == (
+        variables if case.startswith("torch's") else written
+    )
     assert under(after, who)[0] == found  # once is enough
 
 
@@ -93,7 +104,8 @@ def test_the_meeting_point_is_implied_by_the_launchers_variables_or_told(variabl
     assert meeting_point(variables | {"MASTER_ADDR": "there", "MASTER_PORT": "7"})[0] == ("there", 7)
     if variables is not MPICH:
         other_step = {"SLURM_STEP_ID": "1", "PMIX_NAMESPACE": "another"}
-        assert meeting_point(variables | other_step)[0] != (found, port)
+        (_, other_port), other = meeting_point(variables | other_step)
+        assert other_port != port and other["DIST_RUN"] != after["DIST_RUN"]
 
 
 @pytest.mark.parametrize(
@@ -263,6 +275,23 @@ def test_distributed_py_alone_under_a_real_launcher(launcher, tmp_path):
     process = start(command, tmp_path, **environment)
     out = process.communicate(timeout=100)[0]
     assert process.returncode == 0 and says(2) in out and out.count("rank 0") == 1, out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", LAUNCHERS[1:3], ids=["Open MPI", "MPICH"])
+def test_two_containers_whose_processes_have_the_same_numbers_do_not_meet(launcher, tmp_path):
+    command, environment = launcher()
+    if subprocess.run(["unshare", "-p", "-f", "--mount-proc", "true"]).returncode:
+        pytest.skip("PID namespaces need root")
+    alone(tmp_path, "distributed.py")
+    contained = ["unshare", "-p", "-f", "--mount-proc", *command]
+    first, second = start(contained, tmp_path, "stay", **environment), None
+    wait_for(lambda: all((tmp_path / f"staying{rank}").exists() for rank in range(2)))
+    second = start(contained, tmp_path, **environment)
+    out = second.communicate(timeout=100)[0]
+    os.killpg(first.pid, signal.SIGKILL)
+    first.communicate(timeout=60)
+    assert second.returncode == 0 and says(2) in out, out
 
 
 @pytest.mark.slow
