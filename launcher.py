@@ -48,7 +48,7 @@ class _Report(NamedTuple):
     when: float
     error: str = ""
     died: bool = False  # killed, or exited without a report: then `error` says how
-    lost: bool = False  # all that is known: its connection was lost, or a collective has timed out
+    lost: bool = False  # its connection: that is a consequence
     timed_out: bool = False
     stop_signal: int = 0  # it ended itself with 128 + this signal, as programs do that have saved
     result: Any = None
@@ -258,8 +258,7 @@ class _Ranks:
         code = process.exitcode  # first: a rank that has ended has written its report, or never will
         if code is not None:
             self.ended.add(rank)
-        written = self.read(f"report{rank}")
-        if written and rank not in self.reports:
+        if rank not in self.reports and (written := self.read(f"report{rank}")):
             self.reports[rank] = pickle.loads(written)
         report = self.reports.get(rank)
         if code is not None and report is None:

@@ -387,7 +387,9 @@ def worker(rank, n):
     if rank == 1:
         waits_here()
         waits_there()
-    dist.barrier()
+        torch.distributed.send(torch.ones(1), 0)
+    else:
+        torch.distributed.recv(torch.ones(1), 1)
 
 if __name__ == "__main__":
     dist.launch(worker, nproc=2)
@@ -405,7 +407,7 @@ def test_sigusr1_asks_where_each_rank_stands_and_the_run_goes_on(program):
     wait_for(lambda: "waits_there" in job.err())
     (file.parent / "go2").touch()
     done = job.wait()
-    table = rf"where each rank stands:\n  rank 0: {file}:\d+, worker, in barrier\n  rank 1: {file}:\d+, waits_"
+    table = rf"where each rank stands:\n  rank 0: {file}:\d+, worker, in recv\n  rank 1: {file}:\d+, waits_"
     assert done.code == 0 and re.fullmatch(f"{table}here\n{table}there\n", done.err), done.err
     assert_nothing_left(file)
 
