@@ -19,11 +19,12 @@ from typing import NamedTuple
 
 import torch
 
+import distributed as dist
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "experiments" / "results"
 NOT_PASSED_ON = re.compile(  # they would change what is measured
-    r"RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|NPROC|MASTER_ADDR|MASTER_PORT|DIST_.*|OMP_NUM_THREADS"
-    r"|MALLOC_.*|GLIBC_TUNABLES"
+    rf"NPROC|DIST_.*|OMP_NUM_THREADS|MALLOC_.*|GLIBC_TUNABLES|{'|'.join(dist.LAUNCHER_VARIABLES)}"
 )
 EPOCH = re.compile(r"epoch \d+/\d+  loss (\S+)(?:  accuracy (\S+)% \(\d+/\d+\))?  (\d+) images/s")
 NONE = "–"  # a cell without a figure

@@ -9,6 +9,7 @@ import torch  # noqa: E402
 import torch._dynamo  # noqa: E402, F401  a process's first DDP model imports it, for seconds; forked ones find it here
 from tqdm import tqdm  # noqa: E402
 
+import distributed as dist  # noqa: E402
 import launcher  # noqa: E402
 
 launcher.fork_is_safe = lambda: True  # pytest-xdist's own thread only waits
@@ -19,5 +20,5 @@ tqdm.monitor_interval = 0  # no thread that watches over progress bars
 @pytest.fixture(autouse=True)
 def no_launcher(monkeypatch):
     """Whatever starts the tests: they start from a world without a launcher."""
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NPROC", "OMP_NUM_THREADS"):
+    for name in (*dist.LAUNCHER_VARIABLES, "NPROC", "OMP_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
