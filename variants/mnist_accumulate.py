@@ -79,7 +79,7 @@ def main(local_rank, world_size, args):
     model = ConvNet(train_set.channels, train_set.side)
     model = model.to(device, memory_format=torch.channels_last)  # the faster layout for convolutions
     optimizer = torch.optim.SGD(model.parameters(), args.lr, momentum=0.9)
-    model = dist.prepare_ddp_model(model)  # averages the gradients of all processes
+    model = dist.prepare_ddp_model(model, sync_buffers=False)  # averages the gradients of all processes
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, total_steps=args.epochs * len(train_loader))
     dist.print_primary(f"{args.dataset} on {device}, global batch {global_batch} = {world_size} x {batch_size}")
 
@@ -89,6 +89,7 @@ def main(local_rank, world_size, args):
         epoch_started = time.perf_counter()
         trained = train(model, train_loader, optimizer, scheduler, device, args.accumulate)
         seconds = time.perf_counter() - epoch_started
+        dist.sync_params(model.buffers())  # BatchNorm's averages differ between ranks: all take rank 0's
         tested = evaluate(model, test_loader, device)
         dist.all_reduce(trained)  # in place: now the sums over all processes; the helper takes them to the GPU for NCCL
         dist.all_reduce(tested)

@@ -91,8 +91,7 @@ def main(local_rank, world_size, args):
         seconds = time.perf_counter() - epoch_started
         hvd.broadcast_parameters(dict(model.named_buffers()), root_rank=0)  # BatchNorm's averages
         tested = evaluate(model, test_loader, device)
-        trained = hvd.allreduce(trained, op=hvd.Sum)
-        tested = hvd.allreduce(tested, op=hvd.Sum)
+        trained, tested = hvd.allreduce(trained, op=hvd.Sum), hvd.allreduce(tested, op=hvd.Sum)
         loss, seen = trained.tolist()
         correct, count = tested.tolist()
         log(

@@ -38,13 +38,11 @@ def check_torch(error: Callable[[str], None]) -> None:
 
 
 def whole(model: nn.Module, plain: nn.Module) -> nn.Module:
-    """`plain`, which is not sharded, with all of the model's parameters and rank 0's buffers: for evaluation.
+    """`plain`, which is not sharded, with all of the model's parameters and this rank's buffers: for evaluation.
 
     The forward pass of a sharded model gathers parameters: it is a collective, and a rank with fewer batches than the
-    others would make them wait for ever.  That of `plain` is none.  FSDP doesn't touch buffers, so those of the ranks
-    differ until this sets them, in both models.
+    others would make them wait for ever.  That of `plain` is none.
     """
-    dist.sync_params(model.buffers())
     # fully_shard has split each parameter along its first dimension; to_local is this rank's share.
     state = model.state_dict()
     for name, value in state.items():
