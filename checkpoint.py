@@ -209,21 +209,24 @@ class Keeper:
         for name, part in self.parts.items():
             try:
                 part.load_state_dict(state["parts"][name])
-            except (KeyError, ValueError, RuntimeError) as problem:
-                reason = " ".join(str(problem).split())
+            except Exception as problem:  # a part may raise anything
+                reason = " ".join(f"{type(problem).__name__}: {problem}".split())
                 raise CheckpointError(f"{path} doesn't fit this {name} ({reason})") from None
         return state
 
     def save(self, step: int, score: float | None = None, **extra: Any) -> None:
         """Write a checkpoint, and remove those that are neither among the last two nor among the best `keep`.
 
-        Every rank must call it, after `step` steps; it returns when rank 0 has written.
+        Every rank must call it, after `step` steps (an integer); it returns when rank 0 has written.
         score: the higher the better; among equal ones the earlier is the better.
         extra: more that `restore` returns: rank 0's tensors, numbers, strings, lists and dictionaries.
-        CheckpointError, on all ranks, if it can't be written: what was saved before is untouched.
+        CheckpointError, on all ranks, if it can't be written, or if the folder has one of a later step, which `restore`
+        would take: what was saved before is untouched.
         """
-        if step < 0 or (score is not None and not math.isfinite(score)):
-            raise ValueError(f"save: step {step}, score {score}: give a step of at least 0 and a finite score")
+        if not isinstance(step, int) or step < 0 or (score is not None and not math.isfinite(score)):
+            raise ValueError(f"save: step {step!r}, score {score}: give an integer of at least 0 and a finite score")
+        if taken := extra.keys() & {"config", "parts", "random"}:
+            raise ValueError(f"save: {', '.join(sorted(taken))}: the checkpoint has these names already, choose others")
         random = {"cpu": torch.get_rng_state()}
         if dist.get_device().type == "cuda":
             random["cuda"] = torch.cuda.get_rng_state()
@@ -231,9 +234,14 @@ class Keeper:
         _on_primary(self._write, state, "" if score is None else f"-score-{float(score)}")
 
     def _write(self, state: dict, score: str) -> None:
+        before = _saved(self.folder)
+        if before and before[-1][0] > state["step"]:
+            raise CheckpointError(
+                f"{before[-1][2]} is later than step {state['step']}: restore it, or take another folder"
+            )
         parts = {name: part.state_dict() for name, part in self.parts.items()}
         write(self.folder / f"step-{state['step']}{score}.pt", {**state, "parts": parts})
-        saved = [entry for entry in _saved(self.folder) if entry[0] <= state["step"]]  # not those of a longer run
+        saved = _saved(self.folder)
         scored = [(score, -step, path) for step, score, path in saved if score > -math.inf]
         best = [path for _, _, path in sorted(scored, reverse=True)[: self.keep]]
         for _, _, path in saved[:-2]:
@@ -246,7 +254,7 @@ def from_all(value: Any) -> list:
     """Every rank's value, in rank order, on every rank: anything that can be pickled.  Every rank must call it."""
     values = [value] * dist.get_world_size()
     if len(values) > 1:
-        torch.distributed.all_gather_object(values, value)
+        torch_dist.all_gather_object(values, value)
     return values
 
 

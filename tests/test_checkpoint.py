@@ -140,13 +140,14 @@ def test_a_save_keeps_the_last_two_and_the_best(tmp_path, keep, saves, expected)
 
 def refuses(folder):
     keeper = save(folder, 1)
-    errors = [error_of(keeper.save, *bad) for bad in [(-1,), (2, float("nan")), (2, float("inf"))]]
+    errors = [error_of(keeper.save, *bad) for bad in [(-1,), (2.0,), ("2",), (2, float("nan")), (2, float("inf"))]]
+    errors += [error_of(keeper.save, 2, **{name: []}) for name in ("parts", "config", "random")]
     return errors, error_of(keeper.save, 2, path=Path("a")), error_of(keeper.save, 2, mean=np.float64(1))
 
 
 def test_what_could_not_be_restored_is_not_saved(tmp_path):
     for errors, path, mean in run(refuses, 3, tmp_path):
-        assert all(error.startswith("ValueError: save: step ") for error in errors)
+        assert all(error.startswith("ValueError: save: ") for error in errors)
         for error, kind in (path, "pathlib"), (mean, "numpy"):
             assert error.startswith(f"CheckpointError: can't write {tmp_path}/step-2.pt ({kind}")
     assert names(tmp_path) == ["step-1.pt"]
@@ -284,15 +285,27 @@ def test_a_foreign_file_is_refused_and_the_one_before_is_used(tmp_path, monkeypa
 
 
 def test_a_damaged_file_does_not_count_among_the_last_two(tmp_path):
-    save(tmp_path, 10, 20, 30)
-    for step in 20, 30:
-        os.truncate(tmp_path / f"step-{step}.pt", 100)
-    save(tmp_path, 10)  # 10 was removed: the last two were damaged
+    save(tmp_path, 10, 30)
+    os.truncate(tmp_path / "step-30.pt", 100)
     keeper = checkpoint.Keeper(tmp_path, model=linear())
     assert keeper.restore()["step"] == 10
     for step in 15, 16, 31:
         keeper.save(step)
     assert [name for name in names(tmp_path) if name.endswith(".pt")] == ["step-16.pt", "step-31.pt"]
+
+
+def start_again(folder):
+    """A new run in the folder of a longer one, which it doesn't restore."""
+    save(folder, 1000)
+    keeper = save(folder)
+    return [error_of(keeper.save, step) for step in (1, 999, 1000)]
+
+
+def test_a_step_below_one_that_is_saved_is_refused(tmp_path):
+    """Or the next restore would take that one."""
+    refused = f"CheckpointError: {tmp_path}/step-1000.pt is later than step {{}}: restore it, or take another folder"
+    assert run(start_again, 3, tmp_path) == [[refused.format(1), refused.format(999), None]] * 3
+    assert names(tmp_path) == ["step-1000.pt"]
 
 
 def damaged(folder):
@@ -309,19 +322,26 @@ def test_if_all_are_damaged_it_is_an_error_on_all_ranks(tmp_path):
     assert all(f"{tmp_path}/step-{step}.pt is damaged" in error for step in (1, 2))
 
 
+class Strange(nn.Linear):
+    def load_state_dict(self, state):
+        if dist.get_rank() == 1:
+            raise TypeError("of\nmine")
+
+
 def fit(folder):
     save(folder, 1)
     outputs = 3 if dist.get_rank() == 1 else 2  # no rank goes on without the one that can't
     return [
         error_of(checkpoint.Keeper(folder, **parts).restore)
-        for parts in ({"model": linear(outputs=outputs)}, {"net": linear()})
+        for parts in ({"model": linear(outputs=outputs)}, {"net": linear()}, {"model": Strange(2, 2)})
     ]
 
 
 def test_what_does_not_fit_is_one_error_on_all_ranks(tmp_path):
-    ((shape, name),) = set(map(tuple, run(fit, 3, tmp_path)))
+    ((shape, name, strange),) = set(map(tuple, run(fit, 3, tmp_path)))
     assert shape.startswith(f"CheckpointError: {tmp_path}/step-1.pt doesn't fit this model (") and "\n" not in shape
     assert name.startswith(f"CheckpointError: {tmp_path}/step-1.pt doesn't fit this net (")
+    assert strange == f"CheckpointError: {tmp_path}/step-1.pt doesn't fit this model (TypeError: of mine)"
 
 
 def other_folders(folder, is_stale):
@@ -412,6 +432,23 @@ def told(which):
 @pytest.mark.parametrize(("n", "which"), [(1, 0), (3, 1)])
 def test_sigterm_to_one_rank_is_agreed_on_by_all(n, which):
     assert run(told, n, which) == [(False, rank == which, True) for rank in range(n)]
+
+
+def ask_alone(folder):
+    """Rank 0's error; the others don't answer before it has one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DIST_TIMEOUT", "3")
+        with preemption() as stop:
+            if not dist.is_primary():
+                return wait_for((folder / "ended").exists, seconds=90)
+            error = error_of(stop.agreed)
+    (folder / "ended").touch()
+    return error
+
+
+def test_an_answer_that_does_not_come_is_an_error(tmp_path):
+    error, *_ = run(ask_alone, 3, tmp_path)
+    assert error.startswith("RuntimeError: ") and "imed out" in error, error
 
 
 def fork_and_terminate():

@@ -52,6 +52,7 @@ WRONG = {
         ("shuffle first", "order" + SHARE, "torch.arange(count)" + SHARE + "[torch.argsort(order" + SHARE + ")]"),
         ("is not shuffled", "return order" + SHARE, "return ((torch.arange(count) + epoch) % count)" + SHARE),
         ("there is no example", "order[", "(order + 1)["),
+        ("2 examples, epoch 0: 1 counted twice", ".tolist()", ".tolist() or [0]"),
     ],
     "ring_all_reduce": [
         ("the tensor is unchanged", START, "return"),
