@@ -175,10 +175,10 @@ class Progress:
         self.keeper.save(self.epoch * self.steps + self.batch, score, **state)
 
     def end_if_told(self):
-        """If any process has received SIGTERM: save a checkpoint, and exit with 143."""
+        """If any process was told to stop (by SIGTERM, or Ctrl-C of `launch`): save a checkpoint, and exit with 143."""
         if self.stop.agreed():
             self.save()
-            log(self.args, f"SIGTERM: saved at {self}; the same command continues")
+            log(self.args, f"told to stop: saved at {self}; the same command continues")
             dist.cleanup()
             sys.exit(143)
 
@@ -205,7 +205,7 @@ def open_events(args, history):
 def report(args, history, events):
     """After an epoch: the table metrics.csv, and the last epoch's numbers to TensorBoard."""
     with open(Path(args.run_dir, "metrics.csv"), "w", encoding="utf-8", newline="") as file:
-        table = csv.DictWriter(file, max(history, key=len))
+        table = csv.DictWriter(file, dict.fromkeys(name for row in history for name in row))
         table.writeheader()
         table.writerows(history)
     for name, value in history[-1].items():
@@ -274,10 +274,13 @@ def run_epoch(args, loaders, parts, progress, events):
     augmented_loader.dataset.set_epoch(progress.epoch)  # other crops and flips
     train(**parts, loader=augmented_loader, dtype=dtype, label_smoothing=args.label_smoothing, progress=progress)
     loss, seen = progress.totals()
-    speed = (progress.batch - first_batch) * args.batch_size / (time.perf_counter() - started)
-    row = {"epoch": progress.epoch + 1, "training_loss": loss / seen, "training_images_per_s": speed}
+    row = {"epoch": progress.epoch + 1, "training_loss": loss / seen}
     row["training_lr"] = parts["scheduler"].get_last_lr()[0]
-    text = f"epoch {row['epoch']}/{args.epochs}  loss {loss / seen:.4f}  {speed:.0f} images/s"
+    text = f"epoch {row['epoch']}/{args.epochs}  loss {loss / seen:.4f}"
+    if progress.batch > first_batch:  # else it was stopped after the epoch's last batch
+        speed = (progress.batch - first_batch) * args.batch_size / (time.perf_counter() - started)
+        row["training_images_per_s"] = speed
+        text += f"  {speed:.0f} images/s"
     if row["epoch"] % args.validate_every == 0 or row["epoch"] == args.epochs:
         for name, loader in ("train", train_loader), ("test", test_loader):
             means = evaluate(parts["model"], loader, dist.get_device(), dtype, progress.stop)
@@ -296,8 +299,6 @@ def make_loaders(args, world_size):
     """Three loaders: the augmented train set for training, the train set and the test set for evaluation."""
     limit = 2 * args.batch_size if args.dry_run else None
     train_set, test_set = data.load(args.dataset, args.data_dir, limit, colour=True)
-    if args.batch_size > len(train_set):
-        sys.exit(f"--batch-size {args.batch_size} is too large for the {len(train_set)} examples of {args.dataset}")
     augmented_set = data.Augmented(train_set, args.seed)
     sampler = dist.data_sampler(augmented_set, seed=args.seed)
     loaders = [data.loader(augmented_set, args.batch_size // world_size, sampler, drop_last=True)]
@@ -365,10 +366,28 @@ def check_flags(parser, args):
         )
     if args.model != "resnet9" and args.model not in torchvision.models.list_models(module=torchvision.models):
         parser.error(f"--model {args.model} is unknown: type resnet9, resnet18, or another model of torchvision")
+    if args.model != "resnet9":
+        check_model(parser, args)
+    if args.batch_size > data.DATASETS[args.dataset]:
+        examples = f"{data.DATASETS[args.dataset]} examples of {args.dataset}"
+        parser.error(f"--batch-size {args.batch_size} is too large for the {examples}")
     if args.dtype and not args.amp:
         parser.error("--dtype is for mixed precision: add --amp")
     if args.clearml and not importlib.util.find_spec("clearml"):
         parser.error("--clearml needs the package of that name: pip install clearml")
+
+
+def check_model(parser, args):
+    """A model of torchvision must train on a small image, and return one tensor."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # after torch's thread pool has started, no process can be forked
+    try:
+        F.cross_entropy(build(args.model, args.width)(torch.zeros(2, 3, 32, 32)), torch.zeros(2, dtype=torch.int64))
+    except Exception as problem:
+        reason = str(problem).partition("\n")[0]
+        parser.error(f"--model {args.model} can't train on images of 32 x 32 pixels ({reason}): type resnet18")
+    finally:
+        torch.set_num_threads(threads)
 
 
 def check_run_dir(parser, args):

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from torchvision import datasets
 from tqdm import tqdm
 
-DATASETS = ("mnist", "cifar10", "synthetic")
+DATASETS = {"mnist": 60_000, "cifar10": 50_000, "synthetic": 12_000}  # and how many examples there are to train on
 COLOUR_DATASETS = ("cifar10", "synthetic")
 LOCK_TIMEOUT = 600  # seconds to wait for another process that downloads
 DOWNLOAD_TIMEOUT = 30  # seconds without a byte from the server
@@ -58,7 +58,7 @@ def load(name: str, data_dir: str, limit: int | None = None, colour: bool = Fals
     (`prepare` puts them there).  `colour` gives the synthetic digits CIFAR-10's shape, [N, 3, 32, 32].
     """
     if name == "synthetic":
-        train, test = _digits(12_000, seed=1), _digits(2_000, seed=2)
+        train, test = _digits(DATASETS[name], seed=1), _digits(2_000, seed=2)
         mean, std = (0.2,), (0.16,)
         if colour:
             train, test = ((F.pad(images, [2] * 4).repeat(1, 3, 1, 1), labels) for images, labels in (train, test))
@@ -74,7 +74,7 @@ def load(name: str, data_dir: str, limit: int | None = None, colour: bool = Fals
 def _read(name: str, data_dir: str, is_train: bool, download: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     if name == "mnist":
         source = datasets.MNIST(data_dir, is_train, download=download)
-        count = 60_000 if is_train else 10_000
+        count = DATASETS[name] if is_train else 10_000
         if not count == len(source.data) == len(source.targets):
             raise ValueError(f"{len(source.data)} images and {len(source.targets)} labels in place of {count}")
         return source.data.unsqueeze(1), source.targets
@@ -143,8 +143,9 @@ class Augmented(Images):
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int) -> None:
-        """Draw anew: the row and the column that the crop starts at, and whether to flip; uint8, [N, 3]."""
-        generator = torch.Generator().manual_seed(self.seed + epoch)
+        """Draw anew, independently of the order: the crop's row and column, and whether to flip; uint8, [N, 3]."""
+        seed = self.seed + epoch + 2**31  # the sampler's is seed + epoch, and the low 32 bits count
+        generator = torch.Generator().manual_seed(seed)
         highs = (2 * self.PAD + 1, 2 * self.PAD + 1, 2)
         draws = [torch.randint(high, (len(self),), generator=generator, dtype=torch.uint8) for high in highs]
         self.draws = torch.stack(draws, dim=1)

@@ -135,8 +135,8 @@ def parse_args():
     parser.add_argument("--dry-run", action="store_true", help="one epoch of two batches, to see that all of it runs")
     parser.add_argument("--opt-level", default="O2", choices=["O0", "O1", "O2", "O3"], help="(default: %(default)s)")
     args = dist.parse_args(parser)  # with --nproc and --backend
-    if min(args.epochs, args.batch_size) < 1 or not 0 < args.lr < float("inf"):
-        parser.error("--epochs and --batch-size must be at least 1, --lr greater than 0 and finite")
+    if min(args.epochs, args.batch_size) < 1 or not 0 < args.lr < float("inf") or not 0 <= args.seed < 2**32:
+        parser.error("--epochs and --batch-size must be at least 1, --lr positive and finite, --seed 0 to 2**32 - 1")
     check_apex(parser.error)
     data.prepare(args.dataset, args.data_dir, error=parser.error)
     args.epochs = 1 if args.dry_run else args.epochs

@@ -103,8 +103,8 @@ def parse_args():
     parser.add_argument("--seed", type=int, default=0, help="of weights and order (default: %(default)s)")
     parser.add_argument("--dry-run", action="store_true", help="one epoch of two batches, to see that all of it runs")
     args = parser.parse_args()
-    if min(args.epochs, args.batch_size) < 1 or not 0 < args.lr < float("inf"):
-        parser.error("--epochs and --batch-size must be at least 1, --lr greater than 0 and finite")
+    if min(args.epochs, args.batch_size) < 1 or not 0 < args.lr < float("inf") or not 0 <= args.seed < 2**32:
+        parser.error("--epochs and --batch-size must be at least 1, --lr positive and finite, --seed 0 to 2**32 - 1")
     data.prepare(args.dataset, args.data_dir, error=parser.error)
     args.epochs = 1 if args.dry_run else args.epochs
     return args

@@ -123,8 +123,8 @@ def parse_args():
         parser.error("start it with torchrun: torchrun --nproc_per_node=2 mnist_ddp_plain.py")
     if args.batch_size < int(os.environ["WORLD_SIZE"]):
         parser.error("--batch-size must be at least the number of processes")
-    if min(args.epochs, args.batch_size) < 1 or not 0 < args.lr < float("inf"):
-        parser.error("--epochs and --batch-size must be at least 1, --lr greater than 0 and finite")
+    if min(args.epochs, args.batch_size) < 1 or not 0 < args.lr < float("inf") or not 0 <= args.seed < 2**32:
+        parser.error("--epochs and --batch-size must be at least 1, --lr positive and finite, --seed 0 to 2**32 - 1")
     data.prepare(args.dataset, args.data_dir, error=parser.error)
     args.epochs = 1 if args.dry_run else args.epochs
     return args

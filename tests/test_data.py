@@ -176,6 +176,8 @@ def test_crops_and_flips_depend_on_seed_epoch_and_example_alone():
     others = crops_and_flips(seed=4, epoch=2), crops_and_flips(seed=3, epoch=1)
     for one, other in (of_seed_0, (expected, others[0]), (expected, others[1])):
         assert (other == one).all(1).double().mean() < 0.04  # by chance one in 9 x 9 x 2
+    of_the_sampler = torch.randint(9, (500,), generator=torch.Generator().manual_seed(3 + 2))  # as it draws the order
+    assert (expected[:, 0] == of_the_sampler).double().mean() < 0.2  # by chance one in 9
 
 
 # ------------------------------------------------------------------------------------------- MNIST, without a download

@@ -232,7 +232,8 @@ def test_each_script_refuses_bad_numbers(monkeypatch, script):
     for name, value in PLACE.items() if script == f"{PLAIN}.py" else ():
         monkeypatch.setenv(name, value)
     module = importlib.import_module(script.removesuffix(".py").replace("/", "."))
-    for flag in "--epochs=0", "--batch-size=-8", "--lr=0", "--lr=nan", "--lr=inf":
+    too_large = "--seed=99999999999999999999"
+    for flag in "--epochs=0", "--batch-size=-8", "--lr=0", "--lr=nan", "--lr=inf", "--seed=-1", too_large:
         refused(module.parse_args, flag.partition("=")[0], flags=["--dataset=synthetic", flag])
 
 

@@ -376,7 +376,7 @@ def test_the_batch_script_of_launching_md_saves_at_sigterm_and_puts_the_job_back
     log = tmp_path / "log"
     try:
         wait_for(lambda: log.exists() and "epoch 1, batch 0" in log.read_text(), 120)
-        wait_for(lambda: not slurms("scancel", "--signal=TERM", job) and "SIGTERM: saved at" in log.read_text(), 60)
+        wait_for(lambda: not slurms("scancel", "--signal=TERM", job) and "saved at" in log.read_text(), 60)
         wait_for(lambda: slurms("squeue", "-h", "-o", "%t", "-j", job) == "PD", 60)  # waits to be started again
     finally:
         slurms("scancel", job)

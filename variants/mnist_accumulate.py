@@ -116,8 +116,8 @@ def parse_args():
     parser.add_argument("--dry-run", action="store_true", help="one epoch of two batches, to see that all of it runs")
     parser.add_argument("--accumulate", type=int, default=4, help="micro-batches per step (default: %(default)s)")
     args = dist.parse_args(parser)  # with --nproc and --backend
-    if min(args.epochs, args.batch_size) < 1 or not 0 < args.lr < float("inf"):
-        parser.error("--epochs and --batch-size must be at least 1, --lr greater than 0 and finite")
+    if min(args.epochs, args.batch_size) < 1 or not 0 < args.lr < float("inf") or not 0 <= args.seed < 2**32:
+        parser.error("--epochs and --batch-size must be at least 1, --lr positive and finite, --seed 0 to 2**32 - 1")
     if args.accumulate < 1:
         parser.error(f"--accumulate {args.accumulate}: it must be at least 1")
     data.prepare(args.dataset, args.data_dir, error=parser.error)

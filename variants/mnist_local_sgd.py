@@ -114,8 +114,8 @@ def parse_args():
     parser.add_argument("--dry-run", action="store_true", help="one epoch of two batches, to see that all of it runs")
     parser.add_argument("--every", type=int, default=8, help="steps between two averages (default: %(default)s)")
     args = dist.parse_args(parser)  # with --nproc and --backend
-    if min(args.epochs, args.batch_size) < 1 or not 0 < args.lr < float("inf"):
-        parser.error("--epochs and --batch-size must be at least 1, --lr greater than 0 and finite")
+    if min(args.epochs, args.batch_size) < 1 or not 0 < args.lr < float("inf") or not 0 <= args.seed < 2**32:
+        parser.error("--epochs and --batch-size must be at least 1, --lr positive and finite, --seed 0 to 2**32 - 1")
     if args.every < 1:
         parser.error(f"--every {args.every}: it must be at least 1")
     data.prepare(args.dataset, args.data_dir, error=parser.error)
