@@ -277,7 +277,7 @@ def test_ended_in_many_ways_and_again(run, reference, folder):
         assert result.out.splitlines()[-1] == f"told to stop: saved at epoch {saved} of 5; the same command continues"
     result = run(*flags)
     assert result.code == 0 and result.err == "" and "epoch 2, batch 5 of 5\n" in result.out, result
-    assert re.search(r"^epoch 2/2  loss \d\.\d{4}  train ", result.out, re.MULTILINE), "no image was trained on: no speed"
+    assert re.search(r"^epoch 2/2  loss \d\.\d{4}  train ", result.out, re.MULTILINE)  # no image, no speed
     assert same_end(folder, reference[1])
 
 
@@ -339,7 +339,7 @@ def test_a_finished_run_says_so_and_refuses_other_flags(run, reference, folder):
     result = run(*FLAGS, "--nproc", 2)
     assert result.code == 0 and result.err == ""
     assert "runs/cifar10 is finished: 2 epochs; for a new run choose another --run-dir\n" in result.out
-    others = {"--epochs": 3, "--lr": 0.2, "--seed": 4, "--width": 3, "--weight-decay": 0, "--warmup": 0.1}
+    others = {"--epochs": 3, "--lr": 0.2, "--seed": 1, "--width": 3, "--weight-decay": 0, "--warmup": 0.1}
     others |= {"--label-smoothing": 0, "--batch-size": 48, "--model": "resnet18"}
     was = RECIPE | {"--batch-size": 12, "--model": "resnet9"}
     result = run(*FLAGS, "--nproc", 2, *(text for flag in others.items() for text in flag))
