@@ -25,9 +25,9 @@ import data
 SCRIPT = "cifar10_ddp.py"
 TRAIN, TEST = 61, 23  # examples
 STEPS = 5  # of an epoch: 13 examples can't be shared by two processes, and 61 are not a multiple of 12
-RECIPE = {"--epochs": 2, "--batch-size": 13, "--lr": 0.1, "--weight-decay": 0.05, "--label-smoothing": 0.4}
-RECIPE |= {"--warmup": 0.375, "--seed": 4, "--width": 2, "--dataset": "synthetic"}
-# With most seeds a rounding error tips a maximum in so small a network, and test_recipe sees another training.
+RECIPE = {"--epochs": 2, "--batch-size": 13, "--lr": 0.02, "--weight-decay": 0.05, "--label-smoothing": 0.4}
+RECIPE |= {"--warmup": 0.375, "--seed": 3, "--width": 2, "--dataset": "synthetic"}
+# With --lr 0.1 rounding errors grow, and test_recipe would see another training.
 FLAGS = [text for flag in RECIPE.items() for text in flag]  # each has a value that shows after a few steps
 FLAGS += ["--checkpoint-every", 2]
 
@@ -220,7 +220,7 @@ def test_recipe(reference, small):
     factors = [[1 / 4, 2 / 4, 3 / 4, 4 / 4, 6 / 6], [5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6]]
     losses, weights = by_hand(2, 12, factors, small[0])
     assert [row["training_loss"] for row in rows(folder)] == pytest.approx(losses, rel=1e-4)
-    assert [row["training_lr"] for row in rows(folder)] == pytest.approx([0.1 * 5 / 6, 0])
+    assert [row["training_lr"] for row in rows(folder)] == pytest.approx([RECIPE["--lr"] * 5 / 6, 0])
     for name, weight in weights.items():
         torch.testing.assert_close(last(folder)["parts"]["model"][name], weight, rtol=1e-3, atol=1e-5)
 
