@@ -8,10 +8,10 @@
         dist.init_process_group()
         model = dist.prepare_ddp_model(Net().to(dist.get_device()))  # averages the gradients over all processes
         sampler = dist.data_sampler(dataset)          # this process's share of the data
-        loader = DataLoader(dataset, batch_size=64 // world_size, sampler=sampler)
+        loader = DataLoader(dataset, batch_size=64 // world_size, sampler=sampler)  # 64 of all processes together
         for epoch in range(epochs):
             sampler.set_epoch(epoch)                  # a different order in each epoch
-            loss = train(model, loader)
+            loss = train(model, loader)               # yours, as Net and dataset; returns a tensor
             loss = dist.reduce(loss)                  # the mean over all processes
             dist.print_primary(f"epoch {epoch}  loss {loss:.4f}")
         dist.cleanup()
@@ -20,15 +20,20 @@
         dist.launch(main_worker, 10)
 
     python train.py                                   # one process per visible GPU; two without a GPU
-    CUDA_VISIBLE_DEVICES=0,1 python train.py          # choose the GPUs; NPROC=2 chooses the number of processes
-    torchrun --nproc_per_node=2 train.py              # or srun, or mpirun: then launch only calls main_worker
+    NPROC=3 python train.py                           # three processes
+    CUDA_VISIBLE_DEVICES=0,1 python train.py          # these GPUs
+    torchrun --nproc_per_node=2 train.py              # torchrun starts the processes; launch calls main_worker in each
+    srun -n 2 python train.py                         # and so do srun, and mpirun -n 2
 
-This file is enough under torchrun, srun and mpirun.  Copy launcher.py, too, if you want to start `python train.py`.
-They need Python 3.10, torch 2.4 and numpy, which torch's all_gather_object uses.
+`python train.py` needs launcher.py beside this file; torchrun, srun and mpirun don't.  Both files need Python 3.10,
+torch 2.4 and numpy, which torch's all_gather_object uses.
 
-A collective is a call that all ranks take part in: all_reduce, reduce, gather, sync_params, barrier.  Every rank must
-call the same ones in the same order.  Each of these first sends a small message that checks this: once per epoch that
-costs nothing; in an inner loop torch's own collectives are cheaper.  With one process they need no process group.
+A collective is a call in which all ranks exchange data: all_reduce, reduce, gather, sync_params, barrier, and also the
+backward pass of a DDP model.  A rank waits in it until all others have called it.  So every rank must make the same
+calls in the same order: none inside `if dist.is_primary():`.
+These five first compare the calls of all ranks; if they differ, every rank gets a RuntimeError that lists them.  The
+check is one small message for each call.  In an inner loop torch.distributed.all_reduce, which checks nothing, is
+cheaper.  With one process they need no process group.  No gradient flows through them.
 A name that this file does not define is torch.distributed's: dist.broadcast, dist.new_group, dist.ReduceOp.
 """
 
@@ -54,6 +59,8 @@ from torch import nn
 from torch.utils.data import Dataset, DistributedSampler
 
 # ---------------------------------------------------------------------------------------------- rank, device, print
+# Two machines with four GPUs each, one process per GPU: the world size is 8; the ranks are 0 to 3 on the first machine,
+# 4 to 7 on the second; the local ranks are 0 to 3 on both.
 
 
 def get_rank() -> int:
@@ -72,12 +79,12 @@ def get_world_size() -> int:
 
 
 def get_device() -> torch.device:
-    """This process's device: the GPU with its local rank's number, or the CPU.  A process that sees one GPU uses it.
+    """This process's device: the GPU with its local rank's number, modulo the number of visible GPUs, or the CPU.
 
     On a machine with GPUs, CUDA_VISIBLE_DEVICES= (nothing) chooses the CPU.
     """
     count = torch.cuda.device_count()  # torch.cuda.is_available may start CUDA; after that no process can be forked
-    return torch.device("cuda", get_local_rank() % count) if count else torch.device("cpu")  # %: ranks may share a GPU
+    return torch.device("cuda", get_local_rank() % count) if count else torch.device("cpu")
 
 
 def is_primary() -> bool:
@@ -102,12 +109,13 @@ def init_process_group(
 ) -> None:
     """Join the process group.  Every rank must call it; it returns when all have joined.
 
-    backend: None takes nccl with GPUs, else gloo.  Sets the CUDA device.
-    rank, world_size: only in a process that neither `launch` nor a launcher has started, but mp.spawn, say.
-        init_process_group(rank, world_size) is accepted, too.
-    timeout: seconds, or a timedelta (None: DIST_TIMEOUT, or 600 s).  How long the start waits for missing ranks: after
-        10 s a line on stderr names them, at the end TimeoutError does.  And how long each collective waits: then gloo
-        raises an error that names nobody, and NCCL ends the process.
+    With a GPU it also calls torch.cuda.set_device(get_device()).
+    backend: the library that moves the data: "nccl" between GPUs, or "gloo".  None takes nccl with GPUs, else gloo.
+    rank, world_size: leave them out if `launch`, torchrun, srun or mpirun starts your processes.  If you start them
+        yourself, give them, and set MASTER_ADDR and MASTER_PORT.  init_process_group(rank, world_size) works, too.
+    timeout: seconds, or a timedelta (None: DIST_TIMEOUT, or 600 s).  It limits two waits.  At the start: after 10 s a
+        line on stderr names the ranks that are missing; when the time is up, TimeoutError names them.  In each
+        collective: when the time is up, gloo raises an error, and NCCL ends the process; neither names a rank.
     """
     if isinstance(backend, int):
         backend, rank = None, backend
@@ -134,10 +142,10 @@ def init_process_group(
 
 
 def cleanup() -> None:
-    """Leave the process group, if there is one.
+    """Leave the process group, if there is one.  `launch` does this when worker_fn has returned.
 
     While an exception is being handled it does nothing, if there are several processes: the other ranks may be inside
-    a collective, and leaving would wait for them for ever (pytorch/torchtitan#1342).  `launch` leaves when all is well.
+    a collective, and leaving would wait for them for ever (pytorch/torchtitan#1342).
     """
     has_failed = sys.exc_info()[1] is not None
     if not torch_dist.is_initialized() or (has_failed and get_world_size() > 1):
@@ -153,7 +161,7 @@ def cleanup() -> None:
 
 
 def all_reduce(tensor: torch.Tensor, op: str | torch_dist.ReduceOp = "sum") -> torch.Tensor:
-    """Overwrite the tensor with the sum over all ranks, on every rank; returns the tensor.  As torch's, in place.
+    """Overwrite the tensor with the sum (or another op) over all ranks, on every rank; returns it.  As torch's.
 
     Every rank must call it, with the same op, shape and dtype; otherwise RuntimeError on all, with what each called.
     op: "sum", "mean" (or "avg"), "min", "max", "product", or torch's ReduceOp.  A NaN on any rank is in the result.
@@ -173,6 +181,8 @@ def reduce(tensor: torch.Tensor, op: str | torch_dist.ReduceOp = "mean") -> torc
 
     Not torch's reduce, which returns nothing and leaves the result on one rank.  Every rank must call it, with the
     same op, shape and dtype; otherwise RuntimeError on all, with what each called.
+    The mean of the ranks' means is right if their shares are equal.  In an evaluation they may not be: there reduce
+    the sum and the count with op="sum", and divide then.
     op: as for `all_reduce`.  Computed in float64 or int64.  The result has the input's shape and device, and the dtype
     of a floating-point input (so a float16 sum above 65504 is inf).  Of integers and bools means are float64, the
     others int64.
@@ -238,10 +248,10 @@ def data_sampler(
     distributed: False gives every rank the whole data set, as tensor parallelism needs it.
     shuffle: a new order each epoch, a function of (seed, epoch), if `sampler.set_epoch(epoch)` is called before each.
         `set_epoch(epoch, skip=n)` leaves out this rank's first n examples: to go on in the middle of an epoch.
-    pad: for training.  All ranks get equally many examples, a few of them twice where the number doesn't divide: a rank
-        with one batch less would leave the others waiting.  False is for evaluation: every example exactly once.
-        ValueError if there are fewer examples than processes, as DDP needs at least one batch on each.
-    drop_last: as torch's: instead of giving a few examples twice, leave a few out.
+    pad: of 10 examples on 4 ranks each rank gets 3; two come twice.  That is for training: a rank with fewer steps
+        would leave the others waiting in backward().  With False the ranks get 3, 3, 2, 2, and every example comes
+        exactly once: for evaluation.  Then ValueError if there are fewer examples than ranks.
+    drop_last: instead of giving two examples twice, leave two out.  (DataLoader's drop_last leaves out a batch.)
     """
     replicas, rank = (get_world_size(), get_rank()) if distributed else (1, 0)
     sampler = _Sampler(dataset, replicas, rank, shuffle, seed, drop_last)
@@ -256,44 +266,18 @@ def data_sampler(
     return sampler
 
 
-class _Sampler(DistributedSampler):
-    """torch's sampler; it can start in the middle of an epoch, and warns of a forgotten set_epoch."""
-
-    passes = skip = 0
-
-    def set_epoch(self, epoch: int, skip: int = 0) -> None:
-        if skip < 0:
-            raise ValueError(f"set_epoch: skip is {skip}: it must be 0 or more examples")
-        super().set_epoch(epoch)
-        self.passes, self.skip = 0, skip
-
-    def __len__(self) -> int:
-        return max(0, self.num_samples - self.skip)
-
-    def __iter__(self) -> Iterator[int]:
-        self.passes += 1
-        if self.shuffle and self.passes == 2 and is_primary():
-            text = (
-                "call sampler.set_epoch(epoch) before each epoch: this one repeats the last one's order "
-                "(to evaluate, make it with shuffle=False)"
-            )
-            level, frame = 2, sys._getframe(1)  # the caller's line, not that of torch's DataLoader
-            while frame.f_back and frame.f_globals.get("__name__", "").startswith("torch."):
-                level, frame = level + 1, frame.f_back
-            warnings.warn(text, stacklevel=level)
-        return iter(list(super().__iter__())[self.skip :])
-
-
 def prepare_ddp_model(
     model: nn.Module, device_ids: Any = None, sync_bn: bool = False, sync_buffers: bool = True, **kwargs: Any
 ) -> nn.Module:
     """The model as torch's DistributedDataParallel, on GPUs and on the CPU; the model itself with one process.
 
-    Every rank must call it, with the model on `get_device()`; all start from rank 0's weights.
+    Each rank has a copy.  All start from rank 0's weights, and backward() averages the gradients, so they stay equal.
+    Every rank must call it, with the model on `get_device()`.  The optimizer may be made before or after it.
     sync_bn: BatchNorm over the global batch, on CUDA only.  Without it each process normalises by its own share.
-    sync_buffers: DDP sends rank 0's buffers (BatchNorm's averages) to all in the forward passes of the training, and in
-        the first one of an evaluation under torch.no_grad: ranks may then have different numbers of batches, at least
-        one each.  False saves these messages; then call `sync_params(model.buffers())` before each evaluation.
+    sync_buffers: buffers are tensors that are not trained, such as BatchNorm's averages.  Each rank computes its own.
+        With True DDP copies rank 0's to all, in each forward pass of the training, and in the first one of an
+        evaluation under torch.no_grad().  (So each rank needs a batch there; after it their numbers may differ.)
+        False saves these messages.  Then call `sync_params(model.buffers())` before each evaluation.
     kwargs go to DistributedDataParallel (find_unused_parameters=True, ...).  device_ids is accepted, and not needed.
     """
     if _comm_device() is None:
@@ -330,8 +314,9 @@ def launch(worker_fn: Callable, *args: Any, nproc: int | None = None) -> Any:
     The first started process that fails ends the run: SystemExit with its error, in a notebook RuntimeError.
     The processes are forked where that is safe, else spawned: then each imports the program anew.  So what worker_fn
     needs (a default dtype, globals) is set in it or passed to it.
-    Each rank has random numbers of its own (torch, Python, numpy): its seed is a number drawn from this process's
-    torch generator, plus the rank.  Call torch.manual_seed before `launch`, and every run draws the same.
+    Each process that it starts has random numbers of its own (torch, Python, numpy): its seed is a number drawn from
+    this process's torch generator, plus the rank.  Call torch.manual_seed before `launch`, and every run draws the
+    same.  (Under a launcher nothing is seeded: there torch.manual_seed(0) gives all ranks the same numbers.)
     """
     get_timeout()
     if _has_launcher():
@@ -438,6 +423,37 @@ def __getattr__(name: str) -> Any:
     if name.startswith("_") or not hasattr(torch_dist, name):  # Python itself asks for names such as __path__
         raise AttributeError(f"neither {__file__} nor torch.distributed defines {name!r}")
     return getattr(torch_dist, name)
+
+
+# ------------------------------------------------------------------------------------- sampler: skip, set_epoch
+
+
+class _Sampler(DistributedSampler):
+    """torch's sampler; it can start in the middle of an epoch, and warns of a forgotten set_epoch."""
+
+    passes = skip = 0
+
+    def set_epoch(self, epoch: int, skip: int = 0) -> None:
+        if skip < 0:
+            raise ValueError(f"set_epoch: skip is {skip}: it must be 0 or more examples")
+        super().set_epoch(epoch)
+        self.passes, self.skip = 0, skip
+
+    def __len__(self) -> int:
+        return max(0, self.num_samples - self.skip)
+
+    def __iter__(self) -> Iterator[int]:
+        self.passes += 1
+        if self.shuffle and self.passes == 2 and is_primary():
+            text = (
+                "call sampler.set_epoch(epoch) before each epoch: this one repeats the last one's order "
+                "(to evaluate, make it with shuffle=False)"
+            )
+            level, frame = 2, sys._getframe(1)  # the caller's line, not that of torch's DataLoader
+            while frame.f_back and frame.f_globals.get("__name__", "").startswith("torch."):
+                level, frame = level + 1, frame.f_back
+            warnings.warn(text, stacklevel=level)
+        return iter(list(super().__iter__())[self.skip :])
 
 
 # ------------------------------------------------------------------------------------------ collectives: their checks
