@@ -428,13 +428,16 @@ def _in_words(standings: list[_Standing]) -> str:
 def _guard(parent: int, folder: str) -> None:
     """The leader of the process group that all ranks join, and so what they start: data loader workers, forkservers.
 
-    If the launching process dies, even by SIGKILL, it removes the run's folder and kills the group.
+    If the launching process dies, even by SIGKILL, the group is killed and the run's folder removed.
     """
     os.setpgid(0, 0)  # or a parent that dies now would make it kill the group of the parent
     while os.getppid() == parent:
         time.sleep(0.5)
-    shutil.rmtree(folder, ignore_errors=True)
-    os.killpg(0, signal.SIGKILL)
+    group = os.getpgid(0)
+    if os.fork() == 0:
+        os.setpgid(0, 0)  # out of the group, to be there when all of it has gone
+        os.killpg(group, signal.SIGKILL)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _be_rank(guard: int, environment: dict, folder: str, seed: int, threads: int | None, job: Any) -> None:

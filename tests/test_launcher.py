@@ -229,7 +229,7 @@ def worker(rank, n):
     if rank == 1:
         if WAITS:
             while len([f for f in os.listdir() if f[:4] == "done"]) < 2: time.sleep(0.01)
-        raise ConnectionResetError(104, "while downloading http://x")
+        raise ConnectionResetError(104, "Connection reset by peer: http://x")
     if not WAITS:
         dist.barrier()
     open(f"done{rank}", "w").close()
