@@ -202,7 +202,7 @@ def gather(tensor: torch.Tensor) -> list[torch.Tensor]:
     Not torch's gather, which returns nothing.  Every rank must call it.  Shapes may differ, even to zero rows; if
     dtypes or numbers of dimensions do, RuntimeError on all ranks.  The results are new, on the input's device.
     """
-    _check_tensors("gather", [tensor])
+    _check_tensors("gather", [tensor], _DTYPES)
     _check_same_call(f"gather of {tensor.dtype} with {tensor.dim()} dimension(s)")
     mine = tensor.detach().cpu().clone()  # pickle would send the whole storage of a view
     return [part.to(tensor.device) for part in _all_gather_object(mine)]
@@ -450,7 +450,7 @@ class _Sampler(DistributedSampler):
                 "(to evaluate, make it with shuffle=False)"
             )
             level, frame = 2, sys._getframe(1)  # the caller's line, not that of torch's DataLoader
-            while frame.f_back and frame.f_globals.get("__name__", "").startswith("torch."):
+            while frame.f_back and str(frame.f_globals.get("__name__")).startswith("torch."):
                 level, frame = level + 1, frame.f_back
             warnings.warn(text, stacklevel=level)
         return iter(list(super().__iter__())[self.skip :])

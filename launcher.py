@@ -240,7 +240,7 @@ class _Ranks:
             if remaining <= 0:
                 return self.explain()
             self.wait_for_news(remaining)
-        if self.stop_signal == signal.SIGINT:
+        if self.stop_signal == signal.SIGINT and not any(report.stop_signal for report in self.reports.values()):
             print(f"\n{_table(self.ask_ranks())}", file=sys.stderr, flush=True)  # a line below the terminal's ^C
         return ""
 
@@ -259,7 +259,10 @@ class _Ranks:
         if code is not None:
             self.ended.add(rank)
         if rank not in self.reports and (written := self.read(f"report{rank}")):
-            self.reports[rank] = pickle.loads(written)
+            try:
+                self.reports[rank] = pickle.loads(written)
+            except Exception as error:  # of a class that can't be made here, for example
+                self.reports[rank] = _Report(time.monotonic(), f"its result can't be read: {error}")
         report = self.reports.get(rank)
         if code is not None and report is None:
             self.reports[rank] = _Report(time.monotonic(), _how_it_ended(code), died=True)
@@ -472,6 +475,7 @@ def _be_rank(guard: int, environment: dict, folder: str, seed: int, threads: int
         sys.stdout.flush()
         report = _report_of(error)
         _write_report(report, f"{folder}/report{rank}")
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises if a data loader's worker dies
         while report.error or report.stop_signal:  # if it ended now, the others would report a lost connection
             signal.pause()
 
@@ -486,18 +490,17 @@ def _report_of(error: BaseException) -> _Report:
     now = time.monotonic()
     if not isinstance(error, SystemExit):
         lines = traceback.format_exception(type(error), error, error.__traceback__.tb_next)  # without this file
-        message = str(error) if _is_of_torch_communication(error) else ""
-        lost = bool(re.search(CONNECTION_LOST, message, re.IGNORECASE))
-        timed_out = isinstance(error, TimeoutError) or bool(re.search(TIMED_OUT, message, re.IGNORECASE))
+        message = "".join(traceback.format_exception_only(type(error), error))
+        # NCCL's errors and the store's have a class; gloo's are a RuntimeError that names the line of its source.
+        is_torchs = isinstance(error, torch.distributed.DistError) or (
+            type(error) is RuntimeError and "gloo/" in message
+        )
+        lost = is_torchs and bool(re.search(CONNECTION_LOST, message, re.IGNORECASE))
+        timed_out = is_torchs and bool(re.search(TIMED_OUT, message, re.IGNORECASE)) or isinstance(error, TimeoutError)
         return _Report(now, "\n\n" + "".join(lines), lost=lost, timed_out=timed_out)
     code = error.code
     if code is None or code == 0:
         return _Report(now)
     if isinstance(code, int) and code - 128 in STOP_SIGNALS:
         return _Report(now, stop_signal=code - 128)
-    return _Report(now, code if isinstance(code, str) else f"it called sys.exit({code!r})")
-
-
-def _is_of_torch_communication(error: BaseException) -> bool:
-    """NCCL's errors and the store's have classes; gloo's are a RuntimeError that names the line in its source."""
-    return isinstance(error, torch.distributed.DistError) or (isinstance(error, RuntimeError) and "gloo/" in str(error))
+    return _Report(now, code if code and isinstance(code, str) else f"it called sys.exit({code!r})")

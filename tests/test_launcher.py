@@ -243,6 +243,18 @@ def worker(rank, n):
 print(dist.launch(worker, nproc=2)[1])
 raise SystemExit("rank 1 is not to blame")
 """
+UNREADABLE = """
+class Odd(RuntimeError):
+    def __str__(self): raise ValueError
+def worker(rank, n):
+    if rank == 1: raise Odd("odd")
+dist.launch(worker, nproc=2)
+"""
+EMPTY = """
+def worker(rank, n):
+    if rank == 1: sys.exit("")
+dist.launch(worker, nproc=2)
+"""
 OWN = (
     r"rank 1 of 3 failed first: \s+Traceback(?s:.*)raise ConnectionResetError\(104, (?s:.*)\nConnectionResetError: .*x"
 )
@@ -254,8 +266,20 @@ CAUSES = [
     (DOWNLOAD.replace("WAITS", "False"), OWN + r"\n$"),
     (DOWNLOAD.replace("WAITS", "True"), OWN + r"\n\(rank 0, rank 2 had finished\)\n$"),
     (SLOW_TO_WRITE, "^rank 1 is not to blame"),
+    (UNREADABLE, r"^rank 1 of 2 failed first: \s+Traceback(?s:.*)raise Odd(?s:.*)str\(\) failed"),
+    (EMPTY, r"^rank 1 of 2 failed first: it called sys.exit\(''\)"),
 ]
-NAMES = ["unfinished", "late", "watchdog", "afterwards", "download", "download later", "slow to write"]
+NAMES = [
+    "unfinished",
+    "late",
+    "watchdog",
+    "afterwards",
+    "download",
+    "download later",
+    "slow to write",
+    "unreadable",
+    "empty",
+]
 
 
 @pytest.mark.parametrize(("code", "cause"), CAUSES, ids=NAMES)
