@@ -188,8 +188,9 @@ class Recorder:
             self.last_event = time.monotonic()
         if self.is_recorded(self.step):
             self.note_tensors(optimizer, "gradients")
-        elif self.step > self.last:
-            self.gradients |= {name: digest(p.grad) for name, p in self.parameters(optimizer) if p.grad is not None}
+        if self.step > self.last and optimizer is self.optimizer:
+            self.gradients = {name: digest(p.grad) for name, p in self.parameters(optimizer) if p.grad is not None}
+            raise Finished  # here, where all ranks are at the same place and the weights are those after the last step
         self.begin("optimizer")
 
     def after_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -206,7 +207,7 @@ class Recorder:
         self.cut, self.cut_is_final = time.time_ns(), False
 
     def maybe_begin_step(self) -> None:
-        """Called at each forward and backward: does what is due once a step, outside of the optimizer's own step."""
+        """Called at each forward and backward, as torch crashes if its profiler is started inside an optimizer's step."""
         if not self.step_begins or not self.cuts:
             return
         self.step_begins = False
@@ -214,8 +215,6 @@ class Recorder:
             self.hook_groups()
             self.profiler.start()
             self.is_profiling = True
-        if len(self.cuts) >= self.last + 2:
-            raise Finished
 
     def hook_groups(self) -> None:
         """Let the process groups say what they send: with torch 2.14 and newer."""
@@ -415,7 +414,7 @@ def recording_of(recorder: Recorder) -> dict:
         "weights": {name: digest(tensor) for name, tensor in recorder.weights().items()},
         "gradients": recorder.gradients,
         "inputs": recorder.inputs,
-        "setting": f"torch {torch.__version__}, {device_of(recorder)}, {torch.get_num_threads()} thread(s)",
+        "setting": f"torch {torch.__version__}, {device_of(recorder)}, {counted(torch.get_num_threads(), 'thread')} each",
     }
 
 
@@ -515,14 +514,21 @@ def ddp_waits(main: list[dict], spans: list[Span], messages: list[dict]) -> list
 
 def memory_by_kind(events: list[dict], notes: list[tuple[int, dict]], spans: list[Span]) -> list[list]:
     """Each allocation as [kind, bytes, begin, end]; begin 0: before the recording, end 0: it is still there."""
-    history = defaultdict(list)  # address: its allocations
+    history: dict[int, list] = defaultdict(list)  # address: its allocations
+    late: Counter = Counter()
     for event in events:
         if event["name"] == "[memory]" and event["args"]["Device Type"] == 0:
             address, size = event["args"]["Addr"], event["args"]["Bytes"]
+            parts = history[address]
             if size > 0:
-                history[address].append(["", size, event["begin"], 0])
-            elif history[address]:
-                history[address][-1][3] = event["begin"]
+                if parts and not parts[-1][3]:  # another thread has freed it, and its event comes later
+                    parts[-1][3] = event["begin"]
+                    late[address] += 1
+                parts.append(["", size, event["begin"], 0])
+            elif late[address]:
+                late[address] -= 1
+            elif parts:
+                parts[-1][3] = event["begin"]
     for now, kinds in notes:
         for address, (kind, size) in kinds.items():
             alive = [part for part in history[address] if part[2] <= now and (not part[3] or now < part[3])]
@@ -554,7 +560,7 @@ def align_clocks(recordings: list[dict]) -> str:
         if other["machine"] == recordings[0]["machine"]:
             continue
         ends = [
-            {key: m["end"] for key, m in numbered(one).items() if key[1] in ("allreduce", "allgather", "barrier")}
+            {key: m["end"] for key, m in numbered(one).items() if key[0] in ("allreduce", "allgather", "barrier")}
             for one in (recordings[0], other)
         ]
         differences = sorted(ends[1][key] - ends[0][key] for key in ends[0] if key in ends[1])
@@ -575,16 +581,17 @@ def align_clocks(recordings: list[dict]) -> str:
 
 
 def numbered(recording: dict) -> dict[tuple, dict]:
-    """A rank's messages by what is the same on all ranks that take part: the k-th of its kind in its group."""
+    """A rank's messages by what is the same on all ranks that take part: the k-th of its kind and group in a step."""
     counts: Counter = Counter()
     found = {}
     for message in recording["messages"]:
-        key = (message.get("group"), message["kind"])
+        kind = message["kind"]
+        key = (kind, message.get("group"), bisect_right(recording["cuts"], message["issued"]))
         if message["peer"] is not None:
             pair = (recording["rank"], message["peer"])
-            key = (message.get("group"), "sent", *(pair if message["kind"] == "send" else reversed(pair)))
-        found[*key, message["kind"], counts[key, message["kind"]]] = message
-        counts[key, message["kind"]] += 1
+            key = ("sent", *key[1:], *(pair if kind == "send" else reversed(pair)))
+        found[*key, counts[key, kind], kind] = message
+        counts[key, kind] += 1
     return found
 
 
@@ -595,13 +602,14 @@ def match_messages(recordings: list[dict]) -> list[dict]:
     for recording in recordings:
         for key, message in numbered(recording).items():
             message |= {"until": message["begin"], "last": recording["rank"]}
-            together[key if message["peer"] is None else (*key[:-2], key[-1])][recording["rank"]] = message
+            together[key[:-1]][recording["rank"]] = message
     for key, messages in together.items():
-        if key[1] == "sent":
-            if key[2] in messages and key[3] in messages:
-                send, receive = messages[key[2]], messages[key[3]]
-                receive |= {"until": min(max(receive["begin"], send["begin"]), receive["end"]), "last": key[2]}
-                arrows.append({"from": key[2], "to": key[3], "begin": send["begin"], "end": receive["end"]})
+        if key[0] == "sent":
+            source, target = key[3:5]
+            if source in messages and target in messages:
+                send, receive = messages[source], messages[target]
+                receive |= {"until": min(max(receive["begin"], send["begin"]), receive["end"]), "last": source}
+                arrows.append({"from": source, "to": target, "begin": send["begin"], "end": receive["end"]})
             continue
         last = max(messages, key=lambda rank: messages[rank]["begin"])
         for message in messages.values():
@@ -706,7 +714,7 @@ def picture_of(recordings: list[dict], args: argparse.Namespace) -> dict:
     found = {
         "title": title_of(args.command),
         "command": shlex.join(["timeline.py", *args.command]),
-        "setting": f"{len(recordings)} process(es), {recordings[0]['setting']}",
+        "setting": f"{counted(len(recordings), 'process')}, {recordings[0]['setting']}",
         "shown": [step, shown],
         "end": stop - origin,
         "length": max(sum(lengths(recording, step, step + shown - 1)) for recording in recordings),
@@ -742,7 +750,7 @@ def size_of(count: float) -> str:
 
 
 def counted(count: int, name: str) -> str:
-    plural = "es" if name.endswith("ch") else "s"
+    plural = "es" if name.endswith(("s", "ch")) else "s"
     return f"{count} {name}" + (plural if count != 1 else "")
 
 
@@ -800,23 +808,24 @@ def who_came_last(recordings: list[dict], first: int, last: int) -> str:
     """Over all recorded steps: in how many of them which rank made the others wait longest."""
     if len(recordings) == 1:
         return ""
-    blamed: Counter = Counter()
     waited: Counter = Counter()
+    steps: Counter = Counter()
     for step in range(first, last + 1):
         caused: Counter = Counter()
         for recording in recordings:
-            for message in recording["messages"]:
-                if recording["cuts"][step] <= message["issued"] < recording["cuts"][step + 1]:
-                    caused[message["last"]] += message["until"] - message["begin"]
-        if caused.total():
+            begin, end = recording["cuts"][step : step + 2]
+            messages = [message for message in recording["messages"] if begin <= message["issued"] < end]
+            caused += waits_for(parts_of(recording, begin, end), messages)
+        del caused[None]
+        if caused:
             rank, duration = caused.most_common(1)[0]
-            blamed[rank] += 1
             waited[rank] += duration
+            steps[rank] += 1
     texts = [
-        f"rank {rank} in {steps} of {last - first + 1} steps (by {ms(waited[rank] / steps)} ms on average)"
-        for rank, steps in blamed.most_common()
+        f"for rank {rank} in {count} of {last - first + 1} steps, {ms(waited[rank] / count)} ms on average"
+        for rank, count in steps.most_common()
     ]
-    return f"the others' messages waited longest for {', for '.join(texts)}" if texts else "no message waited"
+    return f"the others waited longest {'; '.join(texts)}" if texts else "no rank waited for another"
 
 
 def memory_sums(curve: list[list[int]]) -> str:
@@ -892,7 +901,7 @@ svg{--other:#565d66;--hatch:#ff8a80;--message:#e39a2b;--edge:#f2c572;--weights:#
 text{font:13px system-ui,sans-serif;fill:var(--ink)}.t{font-weight:600;font-size:15px}.n{fill:var(--soft)}.r{text-anchor:end}
 .c{text-anchor:middle}.i{fill:#fff}.d{fill:#1c2128}.l{font-size:11px}.g{fill:var(--page)}.f{fill:var(--forward)}
 .b{fill:var(--backward)}.o{fill:var(--optimizer)}.x{fill:var(--other)}.w{fill:url(#hatch)}.m{fill:var(--message)}
-.s1{fill:var(--weights)}.s2{fill:var(--state)}.q{fill:none;stroke:var(--edge);stroke-dasharray:2.5 1.5}.u{fill:var(--edge)}
+.s1{fill:var(--weights)}.s2{fill:var(--state)}.q{fill:var(--message);fill-opacity:.18;stroke:var(--edge);stroke-dasharray:2.5 1.5}.u{fill:var(--edge)}
 .a{stroke:var(--edge);stroke-width:1.4;marker-end:url(#head)}.k{stroke:var(--soft);fill:none}.h{stroke:var(--hatch)}
 .e{stroke:var(--page);stroke-width:.7}.y{stroke:var(--hatch);stroke-dasharray:5 3}
 """
@@ -938,6 +947,7 @@ def draw(pictures: list[dict]) -> str:
         draw_picture(drawing, picture, lanes)
     draw_axis(drawing)
     draw_legend(drawing, pictures)
+    drawing.y += 6
     for picture in pictures:
         drawing.y += 15
         drawing.text(12, drawing.y, f"{picture['command']}: {picture['setting']}"[:130], "n l")
@@ -1095,10 +1105,8 @@ def draw_link(drawing: Drawing, link: dict) -> None:
 
 
 def draw_axis(drawing: Drawing) -> None:
-    scale = 10.0 ** len(str(drawing.longest // 1000)) / 1e4 * 1e6 / 1e3
-    step = next(step for power in range(9) for step in (10**power * 1e4, 10**power * 2e4, 10**power * 5e4)
-                if drawing.longest / step <= 7)
-    del scale
+    steps = [digit * 10**power for power in range(4, 13) for digit in (1, 2, 5)]
+    step = next(step for step in steps if drawing.longest / step <= 7)
     drawing.y += 10
     marks = [number * step for number in range(int(drawing.longest / step) + 1)]
     path = "".join(f"M{drawing.x(mark):.1f},{drawing.y}v5" for mark in marks)
