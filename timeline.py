@@ -5,13 +5,14 @@
     torchrun --nproc_per_node=2 timeline.py train.py --my-flags          # any program, with or without distributed.py
     python timeline.py --draw a.json b.json --out both                   # two recordings, on one scale
 
-The program is not changed, and it needs nothing but a torch.optim optimizer.  timeline.svg has a lane for each rank:
-forward, backward, optimizer, waiting; below it the messages, then the memory.  timeline.json has the same, and torch's
-operations, for https://ui.perfetto.dev.  docs/timeline.md says how to read them.
+The program is not changed; it needs an optimizer of torch.optim.  timeline.svg has a lane for each rank: forward,
+backward, optimizer, waiting; below them messages and memory.  timeline.json has the same, and torch's operations, for
+https://ui.perfetto.dev.  docs/timeline.md says how to read them.
 
-A step lies between two steps of the (first) optimizer; it begins where the DataLoader is asked for the next batch, if
-it is.  The first steps are left out, the next ones run without the recorder, then come those that are recorded; then
-the program is left.  No real GPU was seen by this file: there it draws what the process does, not the GPU's kernels.
+A step lies between two steps of the first optimizer, and begins where the DataLoader is asked for the next batch, if
+it is.  The first steps are left out, the next ones run without the recorder, then some are recorded, then the program
+is left.  Before torch 2.14 the recorder takes more time, and can't tell message buffers and process groups apart.
+No real GPU was seen: on GPUs this draws what the processes do, not what the kernels do, and no messages of NCCL.
 """
 
 import argparse
@@ -21,6 +22,7 @@ import hashlib
 import io
 import itertools
 import json
+import math
 import os
 import re
 import runpy
@@ -41,7 +43,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else it warns of memory that is older than the recording
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else torch warns of memory that is older than the recording
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # of the profiler
 
 import torch  # noqa: E402
@@ -54,20 +56,22 @@ from torch.utils.data import dataloader  # noqa: E402
 import distributed as dist  # noqa: E402
 
 WARM_UP = 3  # steps
-HAS_MESSAGE_HOOKS = hasattr(torch_dist.ProcessGroup, "register_pre_hook")  # torch 2.14: which tensors are sent
-Span = tuple[str, int, int]  # what, begin, end in nanoseconds since 1970
+HAS_MESSAGE_HOOKS = hasattr(torch_dist.ProcessGroup, "register_pre_hook")  # since torch 2.14
+KEPT = ("weights", "optimizer state", "gradients", "message buffers")  # kinds of memory
+BORN = ("activations", "temporary")
+Span = tuple[str, int, int]  # what, begin and end in nanoseconds since 1970
 
 # ------------------------------------------------------------------------------------------------ what a rank records
 
 
-def recorded_steps(count: int) -> tuple[int, int]:
-    """The first and the last, counted from 0.  Before them are steps without the recorder, and the one that starts it."""
-    first = WARM_UP + max(1, count // 2) + 1
-    return first, first + count - 1
-
-
 class Finished(BaseException):
     """Enough was recorded: leaves the program, through all of its `except Exception`."""
+
+
+def recorded_steps(count: int) -> tuple[int, int]:
+    """The numbers of the first and the last, from 0.  Before them: warm-up, some without the recorder, its first."""
+    first = WARM_UP + max(1, count // 2) + 1
+    return first, first + count - 1
 
 
 class Recorder:
@@ -76,39 +80,30 @@ class Recorder:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
         self.first, self.last = recorded_steps(args.steps)
-        self.is_over = threading.Event()
         self.thread = threading.get_ident()
         self.spans: list[list] = []  # [what, begin, end], in the order of their begins
         self.open: list[list] = []  # those that have not ended, the innermost last
         self.optimizer: Any = None  # the first that makes a step
-        self.cut, self.cut_is_final = 0, True  # where the next step begins
         self.cuts: list[int] = []  # where the steps begin
-        self.step_begins = True
-        self.last_event = time.monotonic()  # for the watch
+        self.next_cut, self.next_cut_is_final = 0, True
         self.models: dict[int, nn.Module] = {}  # those with parameters that no other module calls
+        self.groups: dict[str, list[int]] = {}  # process groups: the ranks of each
         self.calls: list[dict] = []  # messages
         self.tensors: list[tuple[int, dict]] = []  # time, {address: (kind, bytes)}
-        self.groups: dict = {}
         self.inputs = ""
         self.gradients: dict[str, str] = {}
-        self.profiler = torch.profiler.profile(
-            activities=[torch.profiler.ProfilerActivity.CPU],
-            profile_memory=True,
-            record_shapes=not HAS_MESSAGE_HOOKS,  # costs time: only where no hook says how large a message is
-        )
-        self.is_profiling = False
+        self.profiler: Any = None
+        self.last_step = time.monotonic()
+        self.is_over = threading.Event()
 
     @property
     def step(self) -> int:
         """The number, from 0, of the step whose optimizer was called last."""
         return len(self.cuts) - 1
 
-    def is_recorded(self, step: int) -> bool:
-        return self.first <= step <= self.last
-
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        """Whoever calls a module, backward, an optimizer, a loader's batch or a wait tells it to this recorder."""
+        """Modules, optimizers, backward, loaders and waits tell this recorder when they begin and end."""
         handles = [
             nn_module.register_module_forward_pre_hook(self.before_module),
             nn_module.register_module_forward_hook(self.after_module, always_call=True),
@@ -122,7 +117,7 @@ class Recorder:
             (torch_dist.Work, "wait", "wait"),
             (torch_dist, "_broadcast_coalesced", "wait"),  # DDP's, of buffers: it waits in C++
         ]
-        originals = [(place, name, getattr(place, name)) for place, name, _ in patched]
+        originals = [getattr(place, name) for place, name, _ in patched]
         for place, name, what in patched:
             setattr(place, name, self.noted(getattr(place, name), what))
         threading.Thread(target=self.watch, daemon=True).start()
@@ -130,17 +125,19 @@ class Recorder:
             yield
         finally:
             self.is_over.set()
-            for place, name, original in originals:
+            for (place, name, _), original in zip(patched, originals, strict=True):
                 setattr(place, name, original)
             for handle in handles:
                 handle.remove()
 
     def noted(self, function: Callable, what: str) -> Callable:
+        """The function, with a span for each call."""
+
         def call(*args: Any, **kwargs: Any) -> Any:
             if self.is_elsewhere():
                 return function(*args, **kwargs)
             if what == "backward":
-                self.maybe_begin_step()
+                self.maybe_start_profiler()
             self.begin(what)
             try:
                 return function(*args, **kwargs)
@@ -149,18 +146,19 @@ class Recorder:
 
         return call
 
+    def is_elsewhere(self) -> bool:
+        """In another thread; or torch.compile is looking at the program."""
+        return torch.compiler.is_compiling() or threading.get_ident() != self.thread
+
     def begin(self, what: str) -> None:
         now = time.time_ns()
-        if what == "data" and not self.cut_is_final:
-            self.cut, self.cut_is_final = now, True
+        if what == "data" and not self.next_cut_is_final:
+            self.next_cut, self.next_cut_is_final = now, True
         self.open.append([what, now, 0])
         self.spans.append(self.open[-1])
 
     def end(self) -> None:
         self.open.pop()[2] = time.time_ns()
-
-    def is_elsewhere(self) -> bool:
-        return torch.compiler.is_compiling() or threading.get_ident() != self.thread
 
     def before_module(self, module: nn.Module, args: Any) -> None:
         """A forward pass is a call of a module with parameters, by no other module and not to load data."""
@@ -171,7 +169,7 @@ class Recorder:
                 return
             self.models[id(module)] = module
         if torch.is_grad_enabled():
-            self.maybe_begin_step()
+            self.maybe_start_profiler()
         self.begin("forward")
         self.open[-1].append(id(module))
 
@@ -184,63 +182,70 @@ class Recorder:
             return
         self.optimizer = self.optimizer or optimizer
         if optimizer is self.optimizer:
-            self.cuts.append(self.cut or time.time_ns())
-            self.last_event = time.monotonic()
-        if self.is_recorded(self.step):
-            self.note_tensors(optimizer, "gradients")
-        if self.step > self.last and optimizer is self.optimizer:
-            self.gradients = {name: digest(p.grad) for name, p in self.parameters(optimizer) if p.grad is not None}
-            raise Finished  # here, where all ranks are at the same place and the weights are those after the last step
+            self.cuts.append(self.next_cut or time.time_ns())
+            self.last_step = time.monotonic()
+            if self.step > self.last:  # all ranks leave here, where the weights are those after the last step
+                self.gradients = {name: digest(p.grad) for name, p in self.parameters() if p.grad is not None}
+                raise Finished
+        if self.step >= self.first:
+            stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            gradients = [parameter.grad for parameter in (*dict(self.parameters()).values(), *stepped)]
+            self.note_memory({"gradients": gradients})
         self.begin("optimizer")
 
     def after_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self.is_elsewhere():
             return
         self.end()
-        if self.is_recorded(self.step):
-            self.note_tensors(optimizer, "weights")
-        if optimizer is self.optimizer:
-            self.step_begins = True
-            if self.step == self.last:
-                for model in self.models.values():
-                    model.register_forward_pre_hook(self.note_inputs, with_kwargs=True)
-        self.cut, self.cut_is_final = time.time_ns(), False
+        if self.step >= self.first:
+            state = [value for values in optimizer.state.values() for value in values.values()]
+            stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            weights = [tensor for model in self.models.values() for tensor in (*model.parameters(), *model.buffers())]
+            self.note_memory({"optimizer state": state, "weights": [*weights, *stepped]})
+        if self.step == self.last and optimizer is self.optimizer:
+            for model in self.models.values():
+                model.register_forward_pre_hook(self.note_inputs, with_kwargs=True)
+        self.next_cut, self.next_cut_is_final = time.time_ns(), False
 
-    def maybe_begin_step(self) -> None:
-        """Called at each forward and backward, as torch crashes if its profiler is started inside an optimizer's step."""
-        if not self.step_begins or not self.cuts:
+    def maybe_start_profiler(self) -> None:
+        """At the first forward or backward of a step: torch crashes if it is started inside an optimizer's step."""
+        if len(self.cuts) < self.first - 1 or self.profiler:
             return
-        self.step_begins = False
-        if len(self.cuts) == self.first - 1:
-            self.hook_groups()
-            self.profiler.start()
-            self.is_profiling = True
-
-    def hook_groups(self) -> None:
-        """Let the process groups say what they send: with torch 2.14 and newer."""
         for group in torch_dist.distributed_c10d._world.pg_map if torch_dist.is_initialized() else ():
             self.groups[group.group_name] = torch_dist.get_process_group_ranks(group)
             if HAS_MESSAGE_HOOKS:
-                group.register_pre_hook(38, lambda args, name=group.group_name: self.note(args, name))
-
-    def note(self, args: Any, group: str) -> None:
-        tensors = args.input_tensors or args.output_tensors
-        self.calls.append(
-            {
-                "kind": args.name.name.lower().replace("_", ""),
-                "bytes": sum(tensor.nbytes for tensor in tensors),
-                "runs": len(tensors) if args.name.name == "REDUCE_SCATTER" else 1,
-                "peer": self.groups[group][args.root] if args.name.name in ("SEND", "RECV") else None,
-                "group": group,
-                "issued": time.time_ns(),
-            }
+                group.register_pre_hook(38, lambda args, name=group.group_name: self.note_message(args, name))
+        self.profiler = torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU],
+            profile_memory=True,
+            record_shapes=not HAS_MESSAGE_HOOKS,  # costs time: only where no hook says how large a message is
         )
-        buffers = {memory_of(tensor): tensor for tensor in (*args.input_tensors, *args.output_tensors)}
-        sizes = {address: ("message buffers", t.untyped_storage().nbytes()) for address, t in buffers.items()}
-        self.tensors.append((time.time_ns(), sizes))
+        self.profiler.start()
 
-    def parameters(self, optimizer: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        """Those of the models, by their names, and what only the optimizer knows."""
+    def note_message(self, args: Any, group: str) -> None:
+        kind, tensors = args.name.name, args.input_tensors or args.output_tensors
+        call = {"kind": kind.lower().replace("_", ""), "issued": time.time_ns(), "group": group}
+        call["bytes"] = sum(tensor.nbytes for tensor in tensors)
+        call["runs"] = len(tensors) if kind == "REDUCE_SCATTER" else 1  # gloo makes an all-reduce of each
+        call["peer"] = self.groups[group][args.root] if kind in ("SEND", "RECV") else None
+        self.calls.append(call)
+        self.note_memory({"message buffers": [*args.input_tensors, *args.output_tensors]})
+
+    def note_memory(self, tensors: dict[str, list]) -> None:
+        """Where in memory these tensors are."""
+        found = {}
+        for kind, some in tensors.items():
+            for storage in (local(tensor).untyped_storage() for tensor in some if isinstance(tensor, torch.Tensor)):
+                found[storage.data_ptr()] = (kind, storage.nbytes())
+        self.tensors.append((time.time_ns(), found))
+
+    def note_inputs(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        """Of the first forward pass after the recorded steps."""
+        tensors = [value for value in leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
+        self.inputs = self.inputs or " ".join(map(digest, tensors))
+
+    def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Those of the models, each once."""
         known, names = set(), set()
         for model in self.models.values():
             for name, parameter in model.named_parameters():
@@ -249,56 +254,26 @@ class Recorder:
                     yield f"{type(model).__name__}.{name}" if name in names else name, parameter
                 known.add(id(parameter))
                 names.add(name)
-        stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        for number, parameter in enumerate(stepped):
-            if id(parameter) not in known:
-                yield f"the optimizer's parameter {number}", parameter
-
-    def note_tensors(self, optimizer: Any, kind: str) -> None:
-        """Where in memory weights and optimizer state are, or gradients."""
-        parameters = [parameter for _, parameter in self.parameters(optimizer)]
-        if kind == "gradients":
-            tensors = [(kind, parameter.grad) for parameter in parameters]
-        else:
-            buffers = [buffer for model in self.models.values() for buffer in model.buffers()]
-            state = [value for values in optimizer.state.values() for value in values.values()]
-            tensors = [("optimizer state", value) for value in state] + [(kind, t) for t in (*parameters, *buffers)]
-        found = [(kind, local(tensor)) for kind, tensor in tensors if isinstance(tensor, torch.Tensor)]
-        sizes = {memory_of(tensor): (kind, tensor.untyped_storage().nbytes()) for kind, tensor in found}
-        self.tensors.append((time.time_ns(), sizes))
-
-    def note_inputs(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        """Of the first forward pass after the recorded steps."""
-        tensors = [value for value in flat((args, kwargs)) if isinstance(value, torch.Tensor)]
-        if not self.inputs and tensors:
-            self.inputs = " ".join(map(digest, tensors))
-
-    def weights(self) -> dict[str, torch.Tensor]:
-        return dict(self.parameters(self.optimizer)) if self.optimizer else {}
 
     def watch(self) -> None:
         """In a thread of its own: ends a program that makes no steps any more."""
         patience = self.args.patience
-        while time.monotonic() - self.last_event < patience:
+        while time.monotonic() - self.last_step < patience:
             if self.is_over.wait(min(0.5, patience / 4)):
                 return
         frame, libraries = sys._current_frames()[self.thread], (os.path.dirname(torch.__file__), __file__)
         while frame.f_back and frame.f_code.co_filename.startswith(libraries):
             frame = frame.f_back
         place = f"{frame.f_code.co_filename}:{frame.f_lineno}, {frame.f_code.co_name}"
-        said = f"timeline: rank {dist.get_rank()} has made no step for {patience:g} s, {len(self.cuts)} before"
+        said = f"timeline: rank {dist.get_rank()} made no step for {patience:g} s, after {len(self.cuts)}"
         print(f"{said}; it stands in {place}", file=sys.stderr, flush=True)
-        if dist.is_primary():
-            show_alone(self)
         os._exit(1)
 
 
-def flat(value: Any) -> Iterator[Any]:
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, (list, tuple)):
-        for part in value:
-            yield from flat(part)
+def leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, (list, tuple, dict)):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from leaves(part)
     else:
         yield value
 
@@ -309,188 +284,162 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to_local() if hasattr(tensor, "to_local") else tensor.detach()
 
 
-def memory_of(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
-
-
 def digest(tensor: torch.Tensor) -> str:
     """Equal for equal tensors; of a sharded DTensor only that it is sharded."""
     if any(placement.is_shard() for placement in getattr(tensor, "placements", ())):
         return "sharded"
     data = local(tensor).cpu().contiguous()
-    values = ctypes.string_at(data.data_ptr(), data.nbytes) if data.nbytes else b""
-    return hashlib.blake2b(values + str((data.dtype, *data.shape)).encode(), digest_size=8).hexdigest()
+    content = ctypes.string_at(data.data_ptr(), data.nbytes) if data.nbytes else b""
+    return hashlib.blake2b(content + str((data.dtype, *data.shape)).encode(), digest_size=8).hexdigest()
 
 
 def run_program(recorder: Recorder, command: list[str]) -> None:
     """The program as __main__, in this process."""
-    # The program may have files of its own with these names.
-    helpers = {name: sys.modules.pop(name) for name in ("distributed", "launcher") if name in sys.modules}
-    sys.argv = command[1:] if command[0] == "-m" else list(command)
-    sys.path[0] = os.getcwd() if command[0] == "-m" else os.path.dirname(os.path.abspath(command[0]))
-    with recorder.installed(), contextlib.suppress(Finished):
-        try:
-            if command[0] == "-m":
+    is_module = command[0] == "-m"
+    helpers = {name: sys.modules.pop(name) for name in ("distributed", "launcher") if name in sys.modules}  # or its own
+    sys.argv = command[is_module:]
+    sys.path[0] = os.getcwd() if is_module else os.path.dirname(os.path.abspath(command[0]))
+    try:
+        with recorder.installed():
+            if is_module:
                 runpy.run_module(command[1], run_name="__main__", alter_sys=True)
             else:
                 runpy.run_path(command[0], run_name="__main__")
-        except SystemExit as end:
-            if end.code:
-                raise
-        finally:
-            sys.modules.update(helpers)
+    except Finished:
+        pass
+    except SystemExit as end:
+        if end.code:
+            raise
+    finally:
+        sys.modules.update(helpers)
 
 
 def record(local_rank: int, world_size: int, args: argparse.Namespace) -> list[dict] | None:
     """One rank: runs the program.  On rank 0 it returns the recordings of all ranks."""
-    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    for name, value in ({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"} | alone).items():
-        os.environ.setdefault(name, value)  # so that a program in one process doesn't start others
+    alone = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1"}
+    for name, value in ({"MASTER_PORT": 0} | alone).items():
+        os.environ.setdefault(name, str(value))  # so that a program in one process doesn't start others
     recorder = Recorder(args)
     try:
         run_program(recorder, args.command)
-    except (Exception, SystemExit):
-        show_alone(recorder)
+    except Exception:
+        recording = recording_of(recorder)  # the other ranks may be waiting for ever
+        if recording["last"] >= recording["first"]:
+            print(f"timeline: rank {recording['rank']} failed; what it recorded before is drawn, without other ranks")
+            show([recording], args)
         raise
     return together(recorder, world_size)
 
 
-def show_alone(recorder: Recorder) -> None:
-    """After a failure: the others may be waiting, so that only this rank's recording can be had."""
-    recording = recording_of(recorder)
-    if recording["last"] >= recording["first"]:
-        print(f"timeline: rank {recording['rank']} failed; what it had recorded is drawn, without the other ranks")
-        show([recording], recorder.args)
-
-
 def together(recorder: Recorder, world_size: int) -> list[dict] | None:
     """The recordings of all ranks, on rank 0; None on the others."""
-    recording = recording_of(recorder)
+    mine = recording_of(recorder)
     if world_size == 1:
-        return [recording]
+        return [mine]
     if not torch_dist.is_initialized():  # the program has left its group
         with contextlib.redirect_stdout(io.StringIO()):
             dist.init_process_group(backend="gloo")
     group = torch_dist.new_group(backend="gloo", timeout=timedelta(seconds=recorder.args.patience))
     recordings: list = [None] * world_size
-    torch_dist.all_gather_object(recordings, recording, group=group)
-    name = first_difference([found["weights"] for found in recordings])
-    if name:
+    torch_dist.all_gather_object(recordings, mine, group=group)
+    different = first_difference([recording["weights"] for recording in recordings])
+    if different:
         tensors: list = [None] * world_size
-        torch_dist.all_gather_object(tensors, local(recorder.weights()[name]).cpu(), group=group)
-        if len({tensor.shape for tensor in tensors}) == 1:
-            recording["largest"] = max((tensor.double() - tensors[0].double()).abs().max().item() for tensor in tensors)
+        torch_dist.all_gather_object(tensors, local(dict(recorder.parameters())[different]).cpu().double(), group=group)
+        if all(tensor.shape == tensors[0].shape for tensor in tensors):
+            recordings[0]["difference"] = max((tensor - tensors[0]).abs().max().item() for tensor in tensors)
     torch_dist.destroy_process_group(group)
-    recordings[dist.get_rank()] = recording
     return recordings if dist.is_primary() else None
 
 
 def first_difference(tables: list[dict[str, str]]) -> str | None:
-    """The first name that all ranks have, with different digests."""
-    common = [name for name in tables[0] if all(name in table for table in tables)]
-    return next((name for name in common if len({table[name] for table in tables}) > 1), None)
+    """The first name that is in all tables, and not with the same digest."""
+    names = [name for name in tables[0] if all(name in table for table in tables)]
+    return next((name for name in names if len({table[name] for table in tables}) > 1), None)
+
+
+# -------------------------------------------------------------------------------------- what is computed on each rank
 
 
 def recording_of(recorder: Recorder) -> dict:
     """All that is known of this rank, in plain lists and dicts."""
-    events = read_trace(recorder)
+    events = read_trace(recorder.profiler) if recorder.profiler else []
     main = [event for event in events if event["tid"] == threading.get_native_id() and event["ph"] == "X"]
     messages = messages_of(events, recorder.calls)
     spans = [(what, begin, end or time.time_ns()) for what, begin, end, *_ in recorder.spans]
     spans += [("wait", e["begin"], e["end"]) for e in main if e["name"].endswith("::wait_tensor")]
     spans += ddp_waits(main, spans, messages)
-    cuts = [*recorder.cuts, recorder.cut] if recorder.step_begins and recorder.cuts else recorder.cuts
+    is_between = recorder.cuts and not recorder.open and recorder.next_cut > recorder.cuts[-1]
+    cuts = [*recorder.cuts, recorder.next_cut] if is_between else recorder.cuts
+    parameters = dict(recorder.parameters())
+    device = next(iter(parameters.values()), torch.empty(0)).device.type
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    allocations = allocations_of(events, 1 if device == "cuda" else 0)
     return {
         "rank": dist.get_rank(),
-        "machine": machine(),
+        "setting": f"torch {torch.__version__}, {device}, {counted(torch.get_num_threads(), 'thread')} each",
+        "machine": socket.gethostname() + (boot.read_text() if boot.exists() else ""),
         "cuts": cuts,
         "first": recorder.first,
         "last": min(recorder.last, len(cuts) - 2),
-        "spans": sorted(spans, key=lambda span: (span[1], -span[2])),
+        "spans": spans,
         "messages": messages,
-        "groups": recorder.groups,
+        "memory": named_allocations(allocations, recorder.tensors, spans),
         "operations": [(event["name"], event["begin"], event["end"]) for event in main],
-        "memory": memory_by_kind(events, recorder.tensors, spans),
-        "weights": {name: digest(tensor) for name, tensor in recorder.weights().items()},
+        "weights": {name: digest(parameter) for name, parameter in parameters.items()},
         "gradients": recorder.gradients,
         "inputs": recorder.inputs,
-        "setting": f"torch {torch.__version__}, {device_of(recorder)}, {counted(torch.get_num_threads(), 'thread')} each",
     }
 
 
-def machine() -> str:
-    """Equal on ranks that share a clock."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return socket.gethostname() + (boot.read_text() if boot.exists() else "")
-
-
-def device_of(recorder: Recorder) -> str:
-    return next((str(tensor.device) for tensor in recorder.weights().values()), "cpu")
-
-
-def read_trace(recorder: Recorder) -> list[dict]:
-    """The profiler's events in the order of their begins, with `begin` and `end` in ns.  It must be left running until
-    the program's last event has ended: so it is stopped here, and nowhere else."""
-    if not recorder.is_profiling:
-        return []
-    recorder.is_profiling = False
-    recorder.profiler.stop()
+def read_trace(profiler: Any) -> list[dict]:
+    """The events in the order of their begins, with `begin` and `end`."""
+    profiler.stop()
     with tempfile.TemporaryDirectory() as folder:
-        recorder.profiler.export_chrome_trace(f"{folder}/trace.json")
+        profiler.export_chrome_trace(f"{folder}/trace.json")
         trace = json.loads(Path(folder, "trace.json").read_bytes())
-    base, events = trace.get("baseTimeNanoseconds", 0), []
-    for event in trace["traceEvents"]:
-        if event["ph"] == "X" or event["name"] == "[memory]":
-            event["begin"] = base + round(1000 * event["ts"])
-            event["end"] = event["begin"] + round(1000 * event.get("dur", 0))
-            events.append(event)
+    events = [event for event in trace["traceEvents"] if event["ph"] == "X" or event["name"] == "[memory]"]
+    for event in events:
+        event["begin"] = trace.get("baseTimeNanoseconds", 0) + round(1000 * event["ts"])
+        event["end"] = event["begin"] + round(1000 * event.get("dur", 0))
     return sorted(events, key=lambda event: event["begin"])
 
 
 KINDS = re.compile("allreduce|allgather|reducescatter|broadcast|reduce|gather|scatter|alltoall|barrier|send|recv")
-SIZES = {"double": 8, "float": 4, "long int": 8, "int": 4, "unsigned char": 1, "signed char": 1}
+BYTES = {"double": 8, "long int": 8, "float": 4, "int": 4, "c10::Half": 2, "c10::BFloat16": 2}
 
 
-def kind_of(name: str) -> str:
+def kind_of(event: dict) -> str:
     """Of an operation such as c10d::_allgather_base_, or gloo:all_gather."""
-    found = KINDS.search(name.replace("_", ""))
+    found = KINDS.search(event["name"].replace("_", ""))
     return found[0] if found else "message"
 
 
 def messages_of(events: list[dict], calls: list[dict]) -> list[dict]:
-    """Each call of a collective, with the `begin` and the `end` of its run: gloo runs them in threads of its own."""
+    """The calls, each with `begin` and `end` of its run: gloo runs them in threads of its own, in their order."""
     runs = defaultdict(list)
     for event in events:
         if event["name"].startswith("gloo:"):
-            runs[kind_of(event["name"])].append(event)
+            runs[kind_of(event)].append(event)
     if not HAS_MESSAGE_HOOKS:
-        called = [event for event in events if event["name"].startswith("c10d::") and event["ph"] == "X"]
-        calls = [{"kind": kind_of(event["name"]), "issued": event["begin"], "peer": peer_of(event)} for event in called]
+        calls = [old_call(event) for event in events if event["name"].startswith("c10d::")]
     messages = []
     for call in calls:
-        kind = "allreduce" if call["kind"] == "reducescatter" and not runs["reducescatter"] else call["kind"]
-        count = call.get("runs", 1)
-        mine, runs[kind] = runs[kind][:count], runs[kind][count:]
-        if not mine:
-            continue
-        if not HAS_MESSAGE_HOOKS:
+        kind = call["kind"] if runs[call["kind"]] else {"reducescatter": "allreduce"}.get(call["kind"], "")
+        mine, runs[kind] = runs[kind][: call["runs"]], runs[kind][call["runs"] :]
+        if mine:
             shapes = zip(mine[0]["args"].get("Input Dims", []), mine[0]["args"].get("Input type", []), strict=False)
-            call["bytes"] = sum(SIZES.get(dtype, 2) * product(shape) for shape, dtype in shapes)
-        messages.append(call | {"begin": mine[0]["begin"], "end": mine[-1]["end"]})
+            size = sum(BYTES.get(dtype, 1) * math.prod(shape) for shape, dtype in shapes)
+            messages.append({"bytes": size} | call | {"begin": mine[0]["begin"], "end": mine[-1]["end"]})
     return messages
 
 
-def peer_of(event: dict) -> int | None:
-    """Of a send or a receive, as torch before 2.14 records it."""
-    given = event["args"].get("Concrete Inputs", [])
-    return int(given[2]) if kind_of(event["name"]) in ("send", "recv") and len(given) > 2 and given[2] else None
-
-
-def product(numbers: Iterable[int]) -> int:
-    result = 1
-    for number in numbers:
-        result *= number
-    return result
+def old_call(event: dict) -> dict:
+    """As the profiler of torch before 2.14 knows it."""
+    call = {"kind": kind_of(event), "issued": event["begin"], "group": "", "runs": 1, "peer": None}
+    if call["kind"] in ("send", "recv"):
+        call["peer"] = int(event["args"]["Concrete Inputs"][2])
+    return call
 
 
 def ddp_waits(main: list[dict], spans: list[Span], messages: list[dict]) -> list[Span]:
@@ -512,65 +461,85 @@ def ddp_waits(main: list[dict], spans: list[Span], messages: list[dict]) -> list
     return waits
 
 
-def memory_by_kind(events: list[dict], notes: list[tuple[int, dict]], spans: list[Span]) -> list[list]:
-    """Each allocation as [kind, bytes, begin, end]; begin 0: before the recording, end 0: it is still there."""
-    history: dict[int, list] = defaultdict(list)  # address: its allocations
+def allocations_of(events: list[dict], device: int) -> dict[int, list[list]]:
+    """For each address its allocations [kind, bytes, begin, end]; end 0: it is still there."""
+    history: dict[int, list[list]] = defaultdict(list)
     late: Counter = Counter()
     for event in events:
-        if event["name"] == "[memory]" and event["args"]["Device Type"] == 0:
-            address, size = event["args"]["Addr"], event["args"]["Bytes"]
-            parts = history[address]
-            if size > 0:
-                if parts and not parts[-1][3]:  # another thread has freed it, and its event comes later
-                    parts[-1][3] = event["begin"]
-                    late[address] += 1
-                parts.append(["", size, event["begin"], 0])
-            elif late[address]:
-                late[address] -= 1
-            elif parts:
+        if event["name"] != "[memory]" or event["args"]["Device Type"] != device:
+            continue
+        size, address = event["args"]["Bytes"], event["args"]["Addr"]
+        parts = history[address]
+        if size > 0:
+            if parts and not parts[-1][3]:  # another thread has freed it, and its event comes later
                 parts[-1][3] = event["begin"]
+                late[address] += 1
+            parts.append(["", size, event["begin"], 0])
+        elif late[address]:
+            late[address] -= 1
+        elif parts:
+            parts[-1][3] = event["begin"]
+    return history
+
+
+def named_allocations(history: dict[int, list], notes: list[tuple[int, dict]], spans: list[Span]) -> list[list]:
+    """All allocations with their kinds, and those that are noted and older than the recording (begin 0)."""
     for now, kinds in notes:
         for address, (kind, size) in kinds.items():
             alive = [part for part in history[address] if part[2] <= now and (not part[3] or now < part[3])]
-            if alive:
-                alive[0][0] = alive[0][0] if alive[0][0] not in ("", "message buffers") else kind
+            if alive and alive[0][0] in ("", "message buffers"):
+                alive[0][0] = kind
             elif size and address and not history[address]:
                 history[address].append([kind, size, 0, 0])
     backwards = sorted((begin, end) for what, begin, end in spans if what == "backward")
-    begins = [begin for begin, _ in backwards]
-    for part in (part for parts in history.values() for part in parts if not part[0]):
-        following = bisect_right(begins, part[2])
-        is_kept = following < len(begins) and (not part[3] or begins[following] < part[3])
-        is_in_backward = following > 0 and part[2] < backwards[following - 1][1]
-        part[0] = "activations" if is_kept and not is_in_backward else "temporary"
-    return [part for parts in history.values() for part in parts]
+    parts = [part for parts in history.values() for part in parts]
+    for part in parts:
+        if not part[0]:
+            place = bisect_right(backwards, (part[2], 0))  # of the next backward
+            is_in_backward = place > 0 and part[2] < backwards[place - 1][1]
+            is_kept = place < len(backwards) and (not part[3] or backwards[place][0] < part[3])
+            part[0] = "activations" if is_kept and not is_in_backward else "temporary"
+    return parts
 
 
-# ------------------------------------------------------------------------------- what is computed from the recordings
+# ------------------------------------------------------------------------------- what is computed from all recordings
 
 PARTS = ("forward", "backward", "optimizer", "waiting", "other")
-KEPT = ("weights", "optimizer state", "gradients", "message buffers")
-BORN = ("activations", "temporary")
+NAMES = {"allreduce": "all-reduce", "allgather": "all-gather", "reducescatter": "reduce-scatter"}
+
+
+def numbered(recording: dict) -> dict[tuple, dict]:
+    """A rank's messages by what is the same on all ranks that take part: the k-th of its kind and group in a step."""
+    counts: Counter = Counter()
+    found = {}
+    for message in recording["messages"]:
+        kind, step = message["kind"], bisect_right(recording["cuts"], message["issued"])
+        key: tuple = (kind, message["group"], step)
+        if message["peer"] is not None:
+            pair = (recording["rank"], message["peer"])
+            key = ("sent", message["group"], step, *(pair if kind == "send" else reversed(pair)))
+        found[(*key, counts[key, kind], kind)] = message
+        counts[key, kind] += 1
+    return found
 
 
 def align_clocks(recordings: list[dict]) -> str:
-    """Machines' clocks differ: all-reduces and their like end at the same time on all ranks.  Returns what was done."""
+    """Between machines: all-reduces and their like end on all ranks at the same time.  Returns what was done."""
     said = []
-    for other in recordings[1:]:
+    ends = [
+        {key: m["end"] for key, m in numbered(recording).items() if key[0] in ("allreduce", "allgather", "barrier")}
+        for recording in recordings
+    ]
+    for rank, other in enumerate(recordings):
         if other["machine"] == recordings[0]["machine"]:
             continue
-        ends = [
-            {key: m["end"] for key, m in numbered(one).items() if key[0] in ("allreduce", "allgather", "barrier")}
-            for one in (recordings[0], other)
-        ]
-        differences = sorted(ends[1][key] - ends[0][key] for key in ends[0] if key in ends[1])
+        differences = sorted(ends[rank][key] - ends[0][key] for key in ends[0] if key in ends[rank])
         if not differences:
-            said.append(f"rank {other['rank']}'s clock could not be compared with rank 0's")
+            said.append(f"rank {rank} is on another machine, and its clock could not be compared")
             continue
-        shift = differences[len(differences) // 2]
-        quarter = len(differences) // 4
+        shift, quarter = differences[len(differences) // 2], len(differences) // 4
         uncertain = max(differences[-1 - quarter] - shift, shift - differences[quarter])
-        said.append(f"rank {other['rank']}'s clock was set by {ms(-shift)} ms, within {ms(uncertain, 2)} ms")
+        said.append(f"rank {rank}'s clock was {ms(shift)} ms ahead of rank 0's, give or take {ms(uncertain, 2)} ms")
         other["cuts"] = [cut - shift for cut in other["cuts"]]
         for key in ("spans", "operations"):
             other[key] = [(what, begin - shift, end - shift) for what, begin, end in other[key]]
@@ -580,45 +549,29 @@ def align_clocks(recordings: list[dict]) -> str:
     return "; ".join(said)
 
 
-def numbered(recording: dict) -> dict[tuple, dict]:
-    """A rank's messages by what is the same on all ranks that take part: the k-th of its kind and group in a step."""
-    counts: Counter = Counter()
-    found = {}
-    for message in recording["messages"]:
-        kind = message["kind"]
-        key = (kind, message.get("group"), bisect_right(recording["cuts"], message["issued"]))
-        if message["peer"] is not None:
-            pair = (recording["rank"], message["peer"])
-            key = ("sent", *key[1:], *(pair if kind == "send" else reversed(pair)))
-        found[*key, counts[key, kind], kind] = message
-        counts[key, kind] += 1
-    return found
-
-
 def match_messages(recordings: list[dict]) -> list[dict]:
-    """Note in each message until when it waited, and for whom: for the rank that came last.  Returns the arrows."""
-    together = defaultdict(dict)
-    arrows = []
+    """Note in each message until when it waited, and for the rank that came `last`.  Returns the arrows."""
+    together: dict[tuple, dict] = defaultdict(dict)
     for recording in recordings:
         for key, message in numbered(recording).items():
             message |= {"until": message["begin"], "last": recording["rank"]}
             together[key[:-1]][recording["rank"]] = message
+    arrows = []
     for key, messages in together.items():
-        if key[0] == "sent":
+        if key[0] != "sent":
+            last = max(messages, key=lambda rank: messages[rank]["begin"])
+            for message in messages.values():
+                message |= {"until": min(messages[last]["begin"], message["end"]), "last": last}
+        elif len(messages) == 2:
             source, target = key[3:5]
-            if source in messages and target in messages:
-                send, receive = messages[source], messages[target]
-                receive |= {"until": min(max(receive["begin"], send["begin"]), receive["end"]), "last": source}
-                arrows.append({"from": source, "to": target, "begin": send["begin"], "end": receive["end"]})
-            continue
-        last = max(messages, key=lambda rank: messages[rank]["begin"])
-        for message in messages.values():
-            message |= {"until": min(messages[last]["begin"], message["end"]), "last": last}
+            begin, receive = messages[source]["issued"], messages[target]
+            receive |= {"until": min(max(receive["begin"], begin), receive["end"]), "last": source}
+            arrows.append({"from": source, "to": target, "begin": begin, "end": receive["end"]})
     return arrows
 
 
 def parts_of(recording: dict, begin: int, end: int) -> list[Span]:
-    """The time from begin to end, without gaps: what the innermost span says, else "other"."""
+    """The time from begin to end without a gap: what the innermost span says, else "other"."""
     spans = [span for span in recording["spans"] if span[1] < end and begin < span[2]]
     spans = sorted([*spans, *losses(spans, recording["messages"])], key=lambda span: (span[1], -span[2]))
     borders = sorted({begin, end, *(t for span in spans for t in span[1:] if begin < t < end)})
@@ -627,29 +580,38 @@ def parts_of(recording: dict, begin: int, end: int) -> list[Span]:
         covering = [what for what, first, last in spans if first <= left and right <= last]
         what = {"wait": "waiting", "data": "other"}.get(covering[-1], covering[-1]) if covering else "other"
         if parts and parts[-1][0] == what:
-            parts[-1] = (what, parts[-1][1], right)
-        else:
-            parts.append((what, left, right))
+            left = parts.pop()[1]
+        parts.append((what, left, right))
     return parts
 
 
 def losses(spans: list[Span], messages: list[dict]) -> Iterator[Span]:
     """Between a forward pass and its backward is the loss: forward, too, unless a message goes out there."""
     for what, begin, _ in spans:
-        before = max((span for span in spans if span[2] <= begin), key=lambda span: span[2], default=None)
-        if what == "backward" and before and before[0] == "forward":
-            if not any(before[2] <= message["issued"] < begin for message in messages):
-                yield ("forward", before[2], begin)
+        before = max((span for span in spans if span[2] <= begin), key=lambda span: span[2], default=("", 0, 0))
+        sends = any(before[2] <= message["issued"] < begin for message in messages)
+        if what == "backward" and before[0] == "forward" and not sends:
+            yield ("forward", before[2], begin)
 
 
-def lengths(recording: dict, first: int, last: int) -> list[int]:
-    return [recording["cuts"][step + 1] - recording["cuts"][step] for step in range(first, last + 1)]
+def waits_for(parts: list[Span], messages: list[dict]) -> Counter:
+    """Of the waiting the nanoseconds for each rank; None: for none of them, as bytes moved or a queue was full."""
+    found: Counter = Counter()
+    for what, begin, end in parts:
+        if what == "waiting":
+            now = begin
+            for message in sorted(messages, key=lambda message: message["begin"]):
+                left, right = max(now, message["begin"]), min(end, message["until"])
+                if left < right:
+                    found[message["last"]] += right - left
+                    now = right
+                    begin += right - left
+            found[None] += end - begin
+    return found
 
 
-def choose(recordings: list[dict], first: int, last: int, shown: int) -> int:
-    """The first of the `shown` steps that took the shortest time: such a window begins at a multiple of `shown`."""
-    starts = [step for step in range(first, last + 2 - shown) if step % shown == 0] or [first]
-    return min(starts, key=lambda step: max(sum(lengths(one, step, step + shown - 1)) for one in recordings))
+def issued_in(recording: dict, begin: int, end: int) -> list[dict]:
+    return [message for message in recording["messages"] if begin <= message["issued"] < end]
 
 
 def memory_curve(allocations: list[list], begin: int, end: int) -> list[list[int]]:
@@ -657,9 +619,10 @@ def memory_curve(allocations: list[list], begin: int, end: int) -> list[list[int
     changes: dict[int, list[int]] = {begin: [0] * 6}
     for kind, size, born, freed in allocations:
         place = (*KEPT, *BORN).index(kind)
-        for when, change in ((max(born, begin), size), (freed, -size)):
-            if when and born < end and (not freed or freed > begin) and when < end:
-                changes.setdefault(when, [0] * 6)[place] += change
+        if born < end and not 0 < freed <= begin:
+            changes.setdefault(max(born, begin), [0] * 6)[place] += size
+            if freed and freed < end:
+                changes.setdefault(freed, [0] * 6)[place] -= size
     held, curve = [0] * 6, []
     for when in sorted(changes):
         held = [size + change for size, change in zip(held, changes[when], strict=True)]
@@ -667,57 +630,46 @@ def memory_curve(allocations: list[list], begin: int, end: int) -> list[list[int
     return [*curve, [end, *held]]
 
 
-def waits_for(parts: list[Span], messages: list[dict]) -> Counter:
-    """Of this rank's waiting the nanoseconds in which a message waited for a rank; None: bytes moved, or a queue."""
-    found: Counter = Counter()
-    for _, begin, end in (part for part in parts if part[0] == "waiting"):
-        now = begin
-        for message in sorted(messages, key=lambda message: message["begin"]):
-            left, right = max(now, message["begin"]), min(end, message["until"])
-            if left < right:
-                found[message["last"]] += right - left
-                now = right
-        found[None] += end - begin
-    found[None] -= sum(duration for rank, duration in found.items() if rank is not None)
-    return found
+def lengths(recordings: list[dict], first: int, last: int) -> list[int]:
+    """Of the steps from the first to the last, each on the rank where it took longest."""
+    cuts = [recording["cuts"] for recording in recordings]
+    return [max(cut[step + 1] - cut[step] for cut in cuts) for step in range(first, last + 1)]
 
 
 def picture_of(recordings: list[dict], args: argparse.Namespace) -> dict:
-    """All that is drawn and said, with times from the begin of the picture, in nanoseconds."""
+    """All that is drawn and said; times in nanoseconds from the left end of the picture."""
     clocks = align_clocks(recordings)
     arrows = match_messages(recordings)
     first, last = recordings[0]["first"], min(recording["last"] for recording in recordings)
     shown = min(args.steps_shown, last - first + 1)
-    step = choose(recordings, first, last, shown)
+    windows = [step for step in range(first, last + 2 - shown) if step % shown == 0] or [first]
+    step = min(windows, key=lambda step: sum(lengths(recordings, step, step + shown - 1)))
     origin = min(recording["cuts"][step] for recording in recordings)
     stop = max(recording["cuts"][step + shown] for recording in recordings)
     ranks = []
     for recording in recordings:
-        begin, end = recording["cuts"][step], recording["cuts"][step + shown]
-        messages = [m for m in recording["messages"] if begin <= m["issued"] < end]
-        parts = parts_of(recording, begin, end)
-        ranks.append(
-            {
-                "rank": recording["rank"],
-                "cuts": [cut - origin for cut in recording["cuts"][step : step + shown + 1]],
-                "parts": [(what, left - origin, right - origin) for what, left, right in parts],
-                "waits_for": [[rank, duration] for rank, duration in waits_for(parts, messages).items() if duration],
-                "messages": [m | {key: m[key] - origin for key in ("issued", "begin", "until", "end")} for m in messages],
-                "memory": [[t - origin, *held] for t, *held in memory_curve(recording["memory"], begin, end)],
-                "operations": [
-                    (name, left - origin, right - origin)
-                    for name, left, right in recording["operations"]
-                    if begin <= left < end
-                ],
-            }
-        )
-    found = {
-        "title": title_of(args.command),
+        cuts = recording["cuts"][step : step + shown + 1]
+        messages = issued_in(recording, cuts[0], cuts[-1])
+        parts = parts_of(recording, cuts[0], cuts[-1])
+        operations = [span for span in recording["operations"] if cuts[0] <= span[1] < cuts[-1]]
+        times = ("issued", "begin", "until", "end")
+        one = {
+            "rank": recording["rank"],
+            "cuts": [cut - origin for cut in cuts],
+            "parts": [(what, begin - origin, end - origin) for what, begin, end in parts],
+            "waits_for": [pair for pair in waits_for(parts, messages).items() if pair[1]],
+            "messages": [message | {key: message[key] - origin for key in times} for message in messages],
+            "memory": [[t - origin, *held] for t, *held in memory_curve(recording["memory"], cuts[0], cuts[-1])],
+            "operations": [(what, begin - origin, end - origin) for what, begin, end in operations],
+        }
+        ranks.append(one)
+    picture = {
         "command": shlex.join(["timeline.py", *args.command]),
+        "title": " ".join([Path(args.command[0]).stem, *args.command[1:]]).removeprefix("-m ")[:60],
         "setting": f"{counted(len(recordings), 'process')}, {recordings[0]['setting']}",
-        "shown": [step, shown],
+        "steps": [step, shown],
+        "length": sum(lengths(recordings, step, step + shown - 1)),
         "end": stop - origin,
-        "length": max(sum(lengths(recording, step, step + shown - 1)) for recording in recordings),
         "ranks": ranks,
         "arrows": [
             arrow | {"begin": arrow["begin"] - origin, "end": arrow["end"] - origin}
@@ -725,17 +677,10 @@ def picture_of(recordings: list[dict], args: argparse.Namespace) -> dict:
             if origin <= arrow["begin"] and arrow["end"] < stop
         ],
     }
-    return found | {"findings": findings(found, recordings, first, last, clocks)}
-
-
-def title_of(command: list[str]) -> str:
-    program = command[1] if command[0] == "-m" else Path(command[0]).stem
-    return " ".join([program.rpartition(".")[2], *command[1 + (command[0] == "-m") :]])[:60]
+    return picture | {"findings": findings(picture, recordings, first, last, clocks)}
 
 
 # --------------------------------------------------------------------------------------------------- what is said
-
-NAMES = {"allreduce": "all-reduce", "allgather": "all-gather", "reducescatter": "reduce-scatter", "alltoall": "all-to-all"}
 
 
 def ms(nanoseconds: float, digits: int = 1) -> str:
@@ -750,22 +695,37 @@ def size_of(count: float) -> str:
 
 
 def counted(count: int, name: str) -> str:
-    plural = "es" if name.endswith(("s", "ch")) else "s"
-    return f"{count} {name}" + (plural if count != 1 else "")
+    return f"{count} {name}" + ("" if count == 1 else "es" if name.endswith(("s", "ch")) else "s")
 
 
-def message_sums(messages: list[dict]) -> str:
-    """Such as: 2 broadcasts 404 B, 1 all-reduce 116 kB."""
-    kinds = list(dict.fromkeys(message["kind"] for message in messages if message["kind"] != "recv"))
-    parts = []
-    for kind in kinds:
-        sizes = [message["bytes"] for message in messages if message["kind"] == kind]
-        parts.append(f"{counted(len(sizes), NAMES.get(kind, kind))} {size_of(sum(sizes))}")
-    return ", ".join(parts) or "no messages"
+def message_sums(one: dict) -> str:
+    """Such as: 2 broadcasts 400 B, 1 all-reduce 116 kB."""
+    sizes = defaultdict(list)
+    for message in one["messages"]:
+        if message["kind"] != "recv":
+            sizes[message["kind"]].append(message["bytes"])
+    texts = [f"{counted(len(some), NAMES.get(kind, kind))} {size_of(sum(some))}" for kind, some in sizes.items()]
+    return ", ".join(texts) or "no messages"
+
+
+def memory_sums(one: dict) -> str:
+    """The largest of each kind."""
+    peaks = [max(column) for column in zip(*(held for _, *held in one["memory"]), strict=True)]
+    texts = [f"{kind} {size_of(peak)}" for kind, peak in zip((*KEPT, *BORN), peaks, strict=True) if peak]
+    return ", ".join(texts) or "not seen"
+
+
+def part_sums(one: dict, has_others: bool) -> str:
+    sums: Counter = Counter()
+    for what, begin, end in one["parts"]:
+        sums[what] += end - begin
+    text = ", ".join(f"{part} {ms(sums[part])}" for part in PARTS if part in sums) + " ms"
+    waits = [f"{ms(ns)} for rank {rank}" for rank, ns in one["waits_for"] if rank is not None]
+    waits += [f"{ms(ns)} while bytes move" for rank, ns in one["waits_for"] if rank is None]
+    return text + (f" (waiting: {', '.join(waits)})" if waits and has_others else "")
 
 
 def of_ranks(texts: list[str]) -> str:
-    """One text if all ranks have the same."""
     if len(texts) == 1:
         return texts[0]
     if len(set(texts)) == 1:
@@ -773,145 +733,122 @@ def of_ranks(texts: list[str]) -> str:
     return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
 
 
-def findings(found: dict, recordings: list[dict], first: int, last: int, clocks: str) -> list[list[str]]:
-    """[subject, sentence] for each line."""
-    step, shown = found["shown"]
-    count = last - first + 1
-    steps = [max(some) for some in zip(*(lengths(recording, first, last) for recording in recordings), strict=True)]
-    bare = [
-        max(some) for some in zip(*(lengths(recording, WARM_UP, first - 2) for recording in recordings), strict=True)
-    ]
-    which = f"step {step + 1}" if shown == 1 else f"steps {step + 1} to {step + shown}"
-    lines = [
-        [
-            "step",
-            f"{ms(found['length'])} ms: {which}, the shortest of {count} recorded (median of a step "
-            f"{ms(statistics.median(steps))} ms; without the recorder {ms(statistics.median(bare))} ms, of {len(bare)})",
-        ]
-    ]
-    for one in found["ranks"]:
-        sums: Counter = Counter()
-        for what, begin, end in one["parts"]:
-            sums[what] += end - begin
-        text = ", ".join(f"{part} {ms(sums[part])}" for part in PARTS if part in sums) + " ms"
-        waits = [f"{ms(ns)} for rank {rank}" for rank, ns in one["waits_for"] if rank is not None]
-        rest = [f"{ms(ns)} while bytes move" for rank, ns in one["waits_for"] if rank is None and len(recordings) > 1]
-        lines.append([f"rank {one['rank']}", text + (f" (waiting: {', '.join(waits + rest)})" if waits + rest else "")])
-    lines += [["waiting", text] for text in [who_came_last(recordings, first, last)] if text]
-    lines.append(["messages", of_ranks([message_sums(one["messages"]) for one in found["ranks"]])])
-    lines.append(["memory", "at most, " + of_ranks([memory_sums(one["memory"]) for one in found["ranks"]])])
-    lines += [["clocks", clocks]] if clocks else []
-    return lines + equalities(recordings, last)
-
-
 def who_came_last(recordings: list[dict], first: int, last: int) -> str:
-    """Over all recorded steps: in how many of them which rank made the others wait longest."""
-    if len(recordings) == 1:
-        return ""
-    waited: Counter = Counter()
+    """In how many of the recorded steps the others waited longest for which rank."""
     steps: Counter = Counter()
+    waited: Counter = Counter()
     for step in range(first, last + 1):
         caused: Counter = Counter()
         for recording in recordings:
             begin, end = recording["cuts"][step : step + 2]
-            messages = [message for message in recording["messages"] if begin <= message["issued"] < end]
-            caused += waits_for(parts_of(recording, begin, end), messages)
+            caused += waits_for(parts_of(recording, begin, end), issued_in(recording, begin, end))
         del caused[None]
         if caused:
             rank, duration = caused.most_common(1)[0]
-            waited[rank] += duration
             steps[rank] += 1
+            waited[rank] += duration
+    count = last - first + 1
     texts = [
-        f"for rank {rank} in {count} of {last - first + 1} steps, {ms(waited[rank] / count)} ms on average"
-        for rank, count in steps.most_common()
+        f"for rank {rank} in {steps[rank]} of {count} steps, {ms(waited[rank] / steps[rank])} ms on average"
+        for rank, _ in steps.most_common()
     ]
     return f"the others waited longest {'; '.join(texts)}" if texts else "no rank waited for another"
 
 
-def memory_sums(curve: list[list[int]]) -> str:
-    peaks = [max(column) for column in zip(*(held for _, *held in curve), strict=True)]
-    return ", ".join(f"{kind} {size_of(peak)}" for kind, peak in zip((*KEPT, *BORN), peaks, strict=True) if peak)
+def findings(picture: dict, recordings: list[dict], first: int, last: int, clocks: str) -> list[tuple[str, str]]:
+    """(subject, sentence) for each line."""
+    (step, shown), ranks = picture["steps"], picture["ranks"]
+    bare = lengths(recordings, WARM_UP, first - 2)
+    steps = lengths(recordings, first, last)
+    which = f"step {step + 1}" if shown == 1 else f"steps {step + 1} to {step + shown}"
+    text = f"{ms(picture['length'])} ms: {which}, the shortest of {len(steps)} recorded (median of a step: "
+    text += f"{ms(statistics.median(steps))} ms; of {len(bare)} without the recorder: {ms(statistics.median(bare))} ms)"
+    lines = [("step", text)]
+    lines += [(f"rank {one['rank']}", part_sums(one, len(ranks) > 1)) for one in ranks]
+    drawn = {what for one in ranks for what, _, _ in one["parts"]}
+    if missing := [part for part in PARTS[:2] if part not in drawn]:
+        lines.append(("other", f"{' and '.join(missing)} can't be told apart, and are drawn as other"))
+    if len(ranks) > 1:
+        lines.append(("waiting", who_came_last(recordings, first, last)))
+    lines.append(("messages", of_ranks([message_sums(one) for one in ranks])))
+    lines.append(("memory", "at most, " + of_ranks([memory_sums(one) for one in ranks])))
+    if clocks:
+        lines.append(("clocks", clocks))
+    if len({recording["last"] for recording in recordings}) > 1:
+        lines.append(("ranks", "they made different numbers of steps: with DDP those with more wait for ever"))
+    return [*lines, *(equalities(recordings, last) if len(ranks) > 1 else [])]
 
 
-def equalities(recordings: list[dict], last: int) -> list[list[str]]:
+def equalities(recordings: list[dict], last: int) -> Iterator[tuple[str, str]]:
     """Whether weights, inputs and gradients are equal on all ranks, and what that means."""
-    if len(recordings) == 1:
-        return []
-    lines = []
-    weights = [recording["weights"] for recording in recordings]
-    shared = [name for name in weights[0] if all(name in table for table in weights)]
-    sharded = sum(weights[0][name] == "sharded" for name in shared)
-    different = sum(len({table[name] for table in weights}) > 1 for name in shared)
-    name = first_difference(weights)
-    if name:
-        largest = recordings[0].get("largest")
-        by = f"by up to {largest:.3g}" if largest is not None else "even in its shape"
-        text = f"{different} of {len(shared)} tensors differ, {name} first, {by}: with data parallelism a mistake; "
-        text += "a pipeline and tensor parallelism share the layers out, local SGD averages the weights later"
-    elif not shared:
-        text = "the ranks have no tensor in common: as in a pipeline"
-    else:
-        text = f"{len(shared) - sharded} tensors are equal on all ranks: as data parallelism needs it"
-    if sharded:
-        text = f"{sharded} of {len(shared)} tensors are sharded, each rank has its part" + (
-            f"; {text}" if len(shared) > sharded else ""
+    weights, gradients = ([recording[key] for recording in recordings] for key in ("weights", "gradients"))
+    names = [name for name in weights[0] if all(name in table for table in weights)]
+    if not names:
+        yield "weights", "the ranks have no tensor in common: a pipeline"
+    elif all(weights[0][name] == "sharded" for name in names):
+        yield "weights", f"{len(names)} tensors are sharded: each rank has its part (FSDP)"
+    elif first_difference(weights):
+        count = sum(len({table[name] for table in weights}) > 1 for name in names)
+        by = f"by up to {recordings[0]['difference']:.3g}" if "difference" in recordings[0] else "even in its shape"
+        text = (
+            f"{count} of {len(names)} tensors differ after step {last + 1}, {first_difference(weights)} first, {by}: "
         )
-    lines.append(["weights", text])
-    inputs = [recording["inputs"] for recording in recordings]
-    if any(inputs):
-        same = "equal on all ranks: with data parallelism a mistake, as the ranks do the same work; tensor parallelism needs it"
-        parted = "different on the ranks: as data parallelism needs it"
-        lines.append(["inputs", same if len(set(inputs)) == 1 else parted if len(set(inputs)) == len(inputs) else
-                      "equal on some ranks: as with tensor parallelism in groups"])
-    gradients = [recording["gradients"] for recording in recordings]
+        yield "weights", text + "a mistake in data parallelism, but not in tensor parallelism or within local SGD"
+    else:
+        yield "weights", f"{len(names)} tensors are equal on all ranks after step {last + 1}: right in data parallelism"
+    inputs = {recording["inputs"] for recording in recordings}
+    if inputs == {""}:
+        pass
+    elif len(inputs) == 1:
+        yield "inputs", "equal on all ranks: a mistake in data parallelism, but right in tensor parallelism"
+    else:
+        are = "different on all ranks" if len(inputs) == len(recordings) else "equal on some ranks, different on others"
+        yield "inputs", f"{are}: right in data parallelism"
     names = [name for name in gradients[0] if all(name in table for table in gradients)]
-    if names and not all(gradients[0][name] == "sharded" for name in names):
-        if first_difference(gradients):
-            text = f"different on the ranks ({first_difference(gradients)} first): they were not averaged; "
-            text += "with data parallelism a mistake, unless the optimizer has a part of the weights (ZeRO) or local SGD is meant"
-        elif len(set(inputs)) == 1:
-            text = "equal on all ranks, as the inputs are"
-        else:
-            text = "equal on all ranks though the inputs are not: they were averaged"
-        lines.append(["gradients", text])
-    return lines
+    if not names or all(gradients[0][name] == "sharded" for name in names):
+        return
+    if first_difference(gradients):
+        text = f"different on the ranks, {first_difference(gradients)} first, so not averaged: a mistake in data "
+        yield "gradients", text + "parallelism, but not in ZeRO, tensor parallelism or local SGD"
+    elif len(inputs) == 1:
+        yield "gradients", "equal on all ranks, as the inputs are"
+    else:
+        yield "gradients", "equal on all ranks, though the inputs are not: they were averaged"
 
 
-def say(lines: list[list[str]]) -> None:
-    width = shutil.get_terminal_size().columns - 1
+def say(lines: Iterable[tuple[str, str]]) -> None:
+    width = max(40, shutil.get_terminal_size().columns - 1)
     for subject, sentence in lines:
-        print(textwrap.fill(f"{subject:9} {sentence}", max(width, 40), subsequent_indent=" " * 10), flush=True)
+        print(textwrap.fill(f"{subject:9} {sentence}", width, subsequent_indent=" " * 10), flush=True)
 
 
 # ---------------------------------------------------------------------------------------------------- what is drawn
 
-LEFT, PLOT, WIDTH = 84, 640, 860  # pixels: where the time begins, how long it is, the whole
-LANE, ROW, AREA = 26, 13, 34  # heights: of a rank, of a row of messages, of the memory
-MOST_ROWS = 8
-CLASS = {
-    "forward": "f", "backward": "b", "optimizer": "o", "other": "x", "waiting": "w",
-    "weights": "s1", "optimizer state": "s2", "gradients": "b", "message buffers": "m", "activations": "f",
-    "temporary": "x",
-}  # fmt: skip
-STYLE = """
-svg{--page:#fff;--ink:#1c2128;--soft:#57606a;--forward:#9ccbf2;--backward:#1f63ac;--optimizer:#35b58a;--other:#cdd1d6}
-svg{--hatch:#c0322b;--message:#f0a32a;--edge:#a86a00;--weights:#3a434d;--state:#6fd0ae}
-@media(prefers-color-scheme:dark){svg{--page:#0d1117;--ink:#e6edf3;--soft:#9aa4af;--forward:#7fb5e2;--backward:#2f74c0}
-svg{--other:#565d66;--hatch:#ff8a80;--message:#e39a2b;--edge:#f2c572;--weights:#aeb8c2;--state:#4fb795}}
-text{font:13px system-ui,sans-serif;fill:var(--ink)}.t{font-weight:600;font-size:15px}.n{fill:var(--soft)}.r{text-anchor:end}
-.c{text-anchor:middle}.i{fill:#fff}.d{fill:#1c2128}.l{font-size:11px}.g{fill:var(--page)}.f{fill:var(--forward)}
-.b{fill:var(--backward)}.o{fill:var(--optimizer)}.x{fill:var(--other)}.w{fill:url(#hatch)}.m{fill:var(--message)}
-.s1{fill:var(--weights)}.s2{fill:var(--state)}.q{fill:var(--message);fill-opacity:.18;stroke:var(--edge);stroke-dasharray:2.5 1.5}.u{fill:var(--edge)}
-.a{stroke:var(--edge);stroke-width:1.4;marker-end:url(#head)}.k{stroke:var(--soft);fill:none}.h{stroke:var(--hatch)}
-.e{stroke:var(--page);stroke-width:.7}.y{stroke:var(--hatch);stroke-dasharray:5 3}
-"""
-DEFS = """<defs><pattern id="hatch" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">
-<path class="h" d="M0,0v6"/></pattern><marker id="head" class="u" viewBox="0 0 6 6" refX="5" refY="3" markerWidth="5"
-markerHeight="5" orient="auto"><path d="M0,0L6,3L0,6z"/></marker></defs>"""
+LEFT, PLOT, WIDTH = 84, 640, 860  # pixels: where the time begins, how long it is; the whole
+LANE, ROW, AREA = 26, 13, 34  # heights: of a rank, of a row of messages, of memory
+MOST_ROWS = 8  # of messages
+CLASSES = {"forward": "f", "backward": "b", "optimizer": "o", "other": "x", "waiting": "w"}
+CLASSES |= {"weights": "v", "optimizer state": "s", "gradients": "b", "message buffers": "m"}
+CLASSES |= {"activations": "f", "temporary": "x"}
+STYLE = """<style>
+svg{--page:#fff;--ink:#1c2128;--soft:#57606a;--forward:#9ccbf2;--backward:#1f63ac;--optimizer:#35b58a;--other:#cdd1d6;
+--hatch:#c0322b;--message:#f0a32a;--edge:#a86a00;--weights:#3a434d;--state:#6fd0ae}
+@media(prefers-color-scheme:dark){svg{--page:#0d1117;--ink:#e6edf3;--soft:#9aa4af;--forward:#7fb5e2;--backward:#2f74c0;
+--other:#565d66;--hatch:#ff8a80;--message:#e39a2b;--edge:#f2c572;--weights:#aeb8c2;--state:#4fb795}}
+text{font:13px system-ui,sans-serif;fill:var(--ink)}.title{font-weight:600;font-size:15px}.soft{fill:var(--soft)}
+.right{text-anchor:end}.middle{text-anchor:middle}.small{font-size:11px}.light{fill:#fff}.dark{fill:#1c2128}
+.page{fill:var(--page)}.f{fill:var(--forward)}.b{fill:var(--backward)}.o{fill:var(--optimizer)}.x{fill:var(--other)}
+.w{fill:url(#hatch)}.m{fill:var(--message)}.v{fill:var(--weights)}.s{fill:var(--state)}.queue{fill:var(--edge)}
+.stays{fill:var(--message);fill-opacity:.18;stroke:var(--edge);stroke-dasharray:2.5 1.5}
+.line{stroke:var(--soft);fill:none}.arrow{stroke:var(--edge);stroke-width:1.4;marker-end:url(#head)}.hatch{stroke:var(--hatch)}
+.layer{stroke:var(--page);stroke-width:.7}.limit{stroke:var(--hatch);stroke-dasharray:5 3}
+</style><defs><pattern id="hatch" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">
+<path class="hatch" d="M0,0v6"/></pattern><marker id="head" class="queue" viewBox="0 0 6 6" refX="5" refY="3"
+markerWidth="5" markerHeight="5" orient="auto"><path d="M0,0L6,3L0,6z"/></marker></defs>"""
 
 
 class Drawing:
-    """Lines of SVG from top to bottom; y is where the next thing is drawn."""
+    """Lines of SVG, from top to bottom; y is where the next thing is drawn."""
 
     def __init__(self, longest: int) -> None:
         self.longest = longest
@@ -924,147 +861,146 @@ class Drawing:
     def text(self, x: float, y: float, text: str, style: str = "") -> None:
         self.lines.append(f'<text class="{style}" x="{x:.1f}" y="{y:.1f}">{escape(text)}</text>')
 
-    def boxes(self, style: str, boxes: Iterable[tuple[float, float, float, float]]) -> None:
-        """Rectangles (left, right, top, height) of one style, as one path."""
-        path = "".join(
-            f"M{left:.1f},{top:.1f}h{max(right - left, 0.4):.1f}v{height:.1f}h-{max(right - left, 0.4):.1f}z"
-            for left, right, top, height in boxes
-        )
-        if path:
-            self.lines.append(f'<path class="{style}" d="{path}"/>')
+    def row(self, name: str, value: str, y: float) -> None:
+        """The name of a lane, and at its other end a figure."""
+        self.text(12, y, name, "soft")
+        self.text(WIDTH - 12, y, value, "right soft")
+
+    def path(self, style: str, path: str) -> None:
+        self.lines.append(f'<path class="{style}" d="{path}"/>')
+
+    def boxes(self, style: str, boxes: Iterable[tuple[float, float]], top: float, height: float) -> None:
+        """Rectangles of one style in a row, each from left to right."""
+        sides = [(left, max(right - left, 0.4)) for left, right in boxes]
+        if sides:
+            self.path(style, "".join(f"M{x:.1f},{top:.1f}h{width:.1f}v{height}h-{width:.1f}z" for x, width in sides))
 
 
 def text_width(text: str, size: int = 13) -> float:
-    return 0.58 * size * len(text)
+    return 0.6 * size * len(text)
 
 
 def draw(pictures: list[dict]) -> str:
-    """One SVG with all pictures below each other, on one scale of time."""
+    """One SVG with the pictures below each other, on one scale."""
     drawing = Drawing(max(picture["end"] for picture in pictures))
     curves = [one["memory"] for picture in pictures for one in picture["ranks"]]
-    lanes = [max((area_peak(curve, kinds(curve)) for curve in curves), default=1) or 1 for kinds in (kept_kinds, born_kinds)]
+    peaks = [max(peak_of(curve, two_areas(curve)[area]) for curve in curves) for area in (0, 1)]
     for picture in pictures:
-        draw_picture(drawing, picture, lanes)
+        draw_picture(drawing, picture, peaks)
     draw_axis(drawing)
     draw_legend(drawing, pictures)
     drawing.y += 6
     for picture in pictures:
         drawing.y += 15
-        drawing.text(12, drawing.y, f"{picture['command']}: {picture['setting']}"[:130], "n l")
-    height = drawing.y + 10
+        drawing.text(12, drawing.y, f"{picture['command'][:80]}: {picture['setting']}", "soft small")
+    width, height = WIDTH, round(drawing.y + 10)
     title = "What each process does in a step: " + "; ".join(picture["title"] for picture in pictures)
     told = ". ".join(f"{subject}: {sentence}" for picture in pictures for subject, sentence in picture["findings"])
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:.0f}" role="img" aria-labelledby="t d"'
-    lines = [head + f' width="{WIDTH}" height="{height:.0f}">', f'<title id="t">{escape(title)}</title>']
-    lines += [f'<desc id="d">{escape(told)}</desc>', f"<style>{STYLE}</style>", DEFS]
-    lines += [f'<path class="g" d="M0,0h{WIDTH}v{height:.0f}h-{WIDTH}z"/>']
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}"',
+        f'role="img" aria-labelledby="title told"><title id="title">{escape(title)}</title>',
+        f'<desc id="told">{escape(told)}</desc>{STYLE}',
+        f'<path class="page" d="M0,0h{width}v{height}h-{width}z"/>',
+    ]
     return "\n".join([*lines, *drawing.lines, "</svg>\n"])
 
 
 def draw_picture(drawing: Drawing, picture: dict, peaks: list[int]) -> None:
+    shown, ranks = picture["steps"][1], picture["ranks"]
     drawing.y += 18
-    steps = "one step" if picture["shown"][1] == 1 else f"{picture['shown'][1]} steps"
-    drawing.text(12, drawing.y, picture["title"], "t")
-    drawing.text(WIDTH - 12, drawing.y, f"{steps}: {ms(picture['length'])} ms", "r")
+    drawing.text(12, drawing.y, picture["title"], "title")
+    steps = "one step" if shown == 1 else f"{shown} steps"
+    drawing.text(WIDTH - 12, drawing.y, f"{steps}: {ms(picture['length'])} ms", "right")
     drawing.y += 17
-    drawing.text(12, drawing.y, of_ranks([message_sums(one["messages"]) for one in picture["ranks"]])[:110], "n")
+    drawing.text(12, drawing.y, of_ranks([message_sums(one) for one in ranks])[:110], "soft")
     drawing.y += 8
     tops = {}
-    for one in picture["ranks"]:
+    for one in ranks:
         tops[one["rank"]] = drawing.y
-        draw_rank(drawing, one, is_last=one is picture["ranks"][-1], has_arrows=bool(picture["arrows"]))
+        draw_rank(drawing, one)
+        drawing.y += 26 if picture["arrows"] and one is not ranks[-1] else 0
     for arrow in picture["arrows"]:
-        up = tops[arrow["to"]] < tops[arrow["from"]]
-        begin = tops[arrow["from"]] + (0 if up else LANE)
-        end = tops[arrow["to"]] + (LANE if up else 0)
-        place = f'x1="{drawing.x(arrow["begin"]):.1f}" y1="{begin:.1f}" x2="{drawing.x(arrow["end"]):.1f}" y2="{end:.1f}"'
-        drawing.lines.append(f'<line class="a" {place}/>')
+        is_down = tops[arrow["to"]] > tops[arrow["from"]]
+        ends = (tops[arrow["from"]] + LANE * is_down, tops[arrow["to"]] + LANE * (not is_down))
+        x, y = [drawing.x(arrow[key]) for key in ("begin", "end")], ends
+        drawing.path("arrow", f"M{x[0]:.1f},{y[0]:.1f}L{x[1]:.1f},{y[1]:.1f}")
     for link in picture.get("links", []):
         draw_link(drawing, link)
-    for name, curve in memory_lanes(picture["ranks"]):
-        for kinds, peak in zip((kept_kinds, born_kinds), peaks, strict=True):
-            draw_memory(drawing, name, curve, kinds(curve), peak)
+    for name, curve in memory_lanes(ranks):
+        for kinds, peak in zip(two_areas(curve), peaks, strict=True):
+            draw_memory(drawing, name, curve, kinds, max(peak, 1))
     drawing.y += 6
 
 
-def draw_rank(drawing: Drawing, one: dict, is_last: bool, has_arrows: bool) -> None:
-    """A lane for what the process does, and rows for its messages."""
+def draw_rank(drawing: Drawing, one: dict) -> None:
+    """A lane with what the process does, and rows with its messages."""
     top = drawing.y
-    drawing.text(12, top + 18, f"rank {one['rank']}")
-    waited = sum(end - begin for what, begin, end in one["parts"] if what == "waiting")
-    drawing.text(WIDTH - 12, top + 18, f"waits {ms(waited)} ms", "r n")
-    for what in PARTS:
-        parts = [(begin, end) for kind, begin, end in one["parts"] if kind == what]
-        drawing.boxes(CLASS[what], [(drawing.x(begin), drawing.x(end), top, LANE) for begin, end in parts])
-    left, right = drawing.x(one["cuts"][0]), drawing.x(one["cuts"][-1])
-    drawing.boxes("k", [(left, right, top, LANE)])
-    for cut in one["cuts"][1:-1]:
-        drawing.lines.append(f'<path class="k" d="M{drawing.x(cut):.1f},{top - 3}v{LANE + 6}"/>')
-    for what, style in (("forward", "d"), ("backward", "i"), ("waiting", "")):
-        parts = [(end - begin, begin, end) for kind, begin, end in one["parts"] if kind == what]
-        duration, begin, end = max(parts, default=(0, 0, 0))
-        word = "waits" if what == "waiting" else what
-        middle, width = drawing.x((begin + end) / 2), text_width(word)
-        if drawing.x(end) - drawing.x(begin) > width + 6:
-            if what == "waiting":
-                drawing.boxes("g", [(middle - width / 2, middle + width / 2, top + 5, LANE - 10)])
-            drawing.text(middle, top + 18, word, f"c {style}")
+    waits = sum(end - begin for what, begin, end in one["parts"] if what == "waiting")
+    drawing.row(f"rank {one['rank']}", f"waits {ms(waits)} ms", top + 18)
+    for part in PARTS:
+        spans = [(begin, end) for what, begin, end in one["parts"] if what == part]
+        drawing.boxes(CLASSES[part], [(drawing.x(begin), drawing.x(end)) for begin, end in spans], top, LANE)
+        begin, end = max(spans, key=lambda span: span[1] - span[0], default=(0, 0))
+        word, middle = part.replace("waiting", "waits"), drawing.x((begin + end) / 2)
+        half = text_width(word) / 2
+        if drawing.x(end) - drawing.x(begin) > 2 * half + 6:
+            if part == "waiting":  # no text on the hatching
+                drawing.boxes("page", [(middle - half, middle + half)], top + 5, LANE - 10)
+            style = {"backward": "light", "waiting": "", "other": ""}.get(part, "dark")
+            drawing.text(middle, top + 18, word, f"middle {style}")
+    cuts = [drawing.x(cut) for cut in one["cuts"]]
+    drawing.boxes("line", itertools.pairwise(cuts), top, LANE)
     drawing.y = top + LANE + 5
-    draw_messages(drawing, [m for m in one["messages"] if m["peer"] is None])
-    if has_arrows and not is_last:
-        drawing.y += 26
+    draw_messages(drawing, [message for message in one["messages"] if message["peer"] is None])
     drawing.y += 5
 
 
 def draw_messages(drawing: Drawing, messages: list[dict]) -> None:
-    rows: list[list[dict]] = []
-    for message in messages:
-        free = [row for row in rows if drawing.x(row[-1]["end"]) + 1 < drawing.x(message["issued"])]
-        if free:
-            free[0].append(message)
-        elif len(rows) < MOST_ROWS:
-            rows.append([message])
+    """Each in the first row that is free: a line in the queue, a pale box while it waits, a full one after that."""
+    rows: list[list[tuple]] = []
     largest = max((message["bytes"] for message in messages), default=0)
+    for message in messages:
+        name = f"{NAMES.get(message['kind'], message['kind'])} {size_of(message['bytes'])}"
+        text = name if message["bytes"] > largest / 10 else ""
+        place = (*(drawing.x(message[key]) for key in ("issued", "begin", "until", "end")), text)
+        row = next((row for row in rows if row[-1][3] + 1 < place[0]), None)
+        if row:
+            row.append(place)
+        elif len(rows) < MOST_ROWS:
+            rows.append([place])
     for row in rows:
         top, height = drawing.y, ROW - 2
-        x = [[drawing.x(message[key]) for key in ("issued", "begin", "until", "end")] for message in row]
-        drawing.boxes("u", [(x0, x1, top + height / 2 - 0.5, 1) for x0, x1, _, _ in x if x1 - x0 > 0.5])
-        drawing.boxes("q", [(x1, x2, top + 0.5, height - 1) for _, x1, x2, _ in x if x2 - x1 > 0.5])
-        drawing.boxes("m", [(x2, x3, top, height) for _, _, x2, x3 in x])
-        for place, message in enumerate(row):
-            text = f"{NAMES.get(message['kind'], message['kind'])} {size_of(message['bytes'])}"
-            room = x[place + 1][0] if place + 1 < len(row) else WIDTH - 12
-            width = text_width(text, 11)
-            if message["bytes"] < largest / 10 or not largest:
-                continue
-            if x[place][3] - x[place][2] > width + 4:
-                drawing.text((x[place][2] + x[place][3]) / 2, top + 9, text, "c d l")
-            elif x[place][3] + width + 6 < room:
-                drawing.text(x[place][3] + 4, top + 9, text, "n l")
+        drawing.boxes("queue", [(x0, x1) for x0, x1, *_ in row if x1 - x0 > 0.5], top + height / 2 - 0.5, 1)
+        drawing.boxes("stays", [(x1, x2) for _, x1, x2, *_ in row if x2 - x1 > 0.5], top + 0.5, height - 1)
+        drawing.boxes("m", [(x2, x3) for _, _, x2, x3, _ in row], top, height)
+        begins = [*(x0 for x0, *_ in row[1:]), WIDTH - 12]
+        for (_, _, x2, x3, text), following in zip(row, begins, strict=True):
+            if x3 - x2 > text_width(text, 11) + 4:
+                drawing.text((x2 + x3) / 2, top + 9, text, "middle dark small")
+            elif text and x3 + text_width(text, 11) + 8 < following:
+                drawing.text(x3 + 4, top + 9, text, "soft small")
         drawing.y += ROW
 
 
 def memory_lanes(ranks: list[dict]) -> list[tuple[str, list]]:
-    """One for all ranks, if the same is held on all of them."""
-    sums = [memory_sums(one["memory"]).split(", activations")[0] for one in ranks]
-    peaks = [area_peak(one["memory"], range(6)) for one in ranks]
-    if len(set(sums)) == 1 and max(peaks) <= 1.05 * min(peaks):
-        return [("memory", ranks[0]["memory"])] if peaks[0] else []
+    """(name, curve): one for all ranks, if they hold the same."""
+    curves = [one["memory"] for one in ranks]
+    held = {tuple(peak_of(curve, [kind]) for kind in (0, 1, 2)) for curve in curves}
+    peaks = [peak_of(curve, range(6)) for curve in curves]
+    if len(held) == 1 and max(peaks) <= 1.05 * min(peaks):
+        return [("memory", curves[0])] if peaks[0] else []
     return [(f"memory {one['rank']}", one["memory"]) for one in ranks]
 
 
-def kept_kinds(curve: list[list[int]]) -> list[int]:
-    """Message buffers stand beside the weights, if they are not much larger."""
-    buffers = max((held[3] for _, *held in curve), default=0)
-    return [0, 1, 2, 3] if buffers <= 2 * area_peak(curve, [0, 1, 2]) else [0, 1, 2]
+def peak_of(curve: list[list[int]], kinds: Iterable[int]) -> int:
+    return max(sum(held[kind] for kind in kinds) for _, *held in curve)
 
 
-def born_kinds(curve: list[list[int]]) -> list[int]:
-    return [kind for kind in (3, 4, 5) if kind not in kept_kinds(curve)]
-
-
-def area_peak(curve: list[list[int]], kinds: Iterable[int]) -> int:
-    return max((sum(held[kind] for kind in kinds) for _, *held in curve), default=0)
+def two_areas(curve: list[list[int]]) -> tuple[list[int], list[int]]:
+    """The kinds in each: what is kept, and activations, which are much more.  Message buffers may be either."""
+    if peak_of(curve, [3]) <= 2 * peak_of(curve, [0, 1, 2]):
+        return [0, 1, 2, 3], [4, 5]
+    return [0, 1, 2], [3, 4, 5]
 
 
 def draw_memory(drawing: Drawing, name: str, curve: list[list[int]], kinds: list[int], peak: int) -> None:
@@ -1078,138 +1014,129 @@ def draw_memory(drawing: Drawing, name: str, curve: list[list[int]], kinds: list
             points[-1] = (points[-1][0], max(points[-1][1], sums, key=lambda sums: sums[-1]))
         elif not points or sums != points[-1][1]:
             points.append((x, sums))
-    right = drawing.x(curve[-1][0])
+    begin, end = points[0][0], drawing.x(curve[-1][0])
     for level in reversed(range(len(kinds))):
-        if not any(sums[level] > (sums[level - 1] if level else 0) for _, sums in points):
-            continue
-        path = "".join(f"H{x:.1f}V{base - AREA * sums[level] / peak:.1f}" for x, sums in points)
-        style = f"{CLASS[(*KEPT, *BORN)[kinds[level]]]} e"
-        drawing.lines.append(f'<path class="{style}" d="M{points[0][0]:.1f},{base}{path}H{right:.1f}V{base}z"/>')
-    drawing.lines.append(f'<path class="k" d="M{points[0][0]:.1f},{base}H{right:.1f}"/>')
-    drawing.text(12, base - 8, name, "n")
-    drawing.text(WIDTH - 12, base - 8, f"peak {size_of(area_peak(curve, kinds))}", "r n")
+        if peak_of(curve, [kinds[level]]):
+            path = "".join(f"H{x:.1f}V{base - AREA * sums[level] / peak:.1f}" for x, sums in points)
+            style = CLASSES[(*KEPT, *BORN)[kinds[level]]]
+            drawing.path(f"{style} layer", f"M{begin:.1f},{base:.1f}{path}H{end:.1f}V{base:.1f}z")
+    drawing.path("line", f"M{begin:.1f},{base:.1f}H{end:.1f}")
+    drawing.row(name, f"peak {size_of(peak_of(curve, kinds))}", base - 8)
 
 
 def draw_link(drawing: Drawing, link: dict) -> None:
-    """What left a rank's network link, as bytes per second; with its limit."""
+    """What left a network link: {name, rates: [[time, bytes per second]], limit, sent}; experiments/timelines.py."""
     drawing.y += 28
-    base, top = drawing.y, max([link["limit"], *(rate for _, rate in link["rates"])])
+    base, top = drawing.y, max(link["limit"], *(rate for _, rate in link["rates"]), 1)
     path = "".join(f"H{drawing.x(when):.1f}V{base - 24 * rate / top:.1f}" for when, rate in link["rates"])
     begin, end = drawing.x(link["rates"][0][0]), drawing.x(link["rates"][-1][0])
-    drawing.lines.append(f'<path class="m" d="M{begin:.1f},{base}{path}V{base}z"/>')
-    drawing.lines.append(f'<path class="k" d="M{begin:.1f},{base}H{end:.1f}"/>')
+    drawing.path("m", f"M{begin:.1f},{base}{path}V{base}z")
+    drawing.path("line", f"M{begin:.1f},{base}H{end:.1f}")
     if link["limit"]:
-        drawing.lines.append(f'<path class="y" d="M{begin:.1f},{base - 24 * link["limit"] / top:.1f}H{end:.1f}"/>')
-    drawing.text(12, base - 6, link["name"], "n")
-    drawing.text(WIDTH - 12, base - 6, f"sent {size_of(link['sent'])}", "r n")
+        drawing.path("limit", f"M{begin:.1f},{base - 24 * link['limit'] / top:.1f}H{end:.1f}")
+    drawing.row(link["name"], f"sent {size_of(link['sent'])}", base - 6)
 
 
 def draw_axis(drawing: Drawing) -> None:
-    steps = [digit * 10**power for power in range(4, 13) for digit in (1, 2, 5)]
+    steps = [digit * 10**power for power in range(3, 13) for digit in (1, 2, 5)]
     step = next(step for step in steps if drawing.longest / step <= 7)
     drawing.y += 10
-    marks = [number * step for number in range(int(drawing.longest / step) + 1)]
-    path = "".join(f"M{drawing.x(mark):.1f},{drawing.y}v5" for mark in marks)
-    drawing.lines.append(f'<path class="k" d="M{LEFT},{drawing.y}h{PLOT}{path}"/>')
+    marks = range(0, drawing.longest + 1, step)
+    ticks = "".join(f"M{drawing.x(mark):.1f},{drawing.y}v5" for mark in marks)
+    drawing.path("line", f"M{LEFT},{drawing.y}h{PLOT}{ticks}")
     for mark in marks:
-        drawing.text(drawing.x(mark), drawing.y + 18, f"{mark / 1e6:g} ms" if mark else "0", "c")
+        drawing.text(drawing.x(mark), drawing.y + 18, f"{mark / 1e6:g} ms" if mark else "0", "middle")
     drawing.y += 26
 
 
 def draw_legend(drawing: Drawing, pictures: list[dict]) -> None:
+    """Only what is drawn."""
     ranks = [one for picture in pictures for one in picture["ranks"]]
-    messages = [message for one in ranks for message in one["messages"] if message["peer"] is None]
-    held = [max(column) for column in zip(*(held for one in ranks for _, *held in one["memory"]), strict=True)]
     drawn = {what for one in ranks for what, _, _ in one["parts"]}
+    held = [kind for place, kind in enumerate((*KEPT, *BORN)) if any(peak_of(one["memory"], [place]) for one in ranks)]
     rows = {
-        "time": [(CLASS[what], {"waiting": "waits"}.get(what, what)) for what in PARTS if what in drawn],
-        "messages": [("q", "waits for a rank"), ("m", "bytes move"), ("u", "in the queue")] if messages else [],
-        "memory": [(CLASS[kind], kind) for kind, size in zip((*KEPT, *BORN), held, strict=True) if size],
+        "time": [(CLASSES[part], part.replace("waiting", "waits")) for part in PARTS if part in drawn],
+        "messages": [("queue", "in the queue"), ("stays", "waits for a rank"), ("m", "bytes move")],
+        "memory": [(CLASSES[kind], kind) for kind in held],
     }
+    if not any(message["peer"] is None for one in ranks for message in one["messages"]):
+        del rows["messages"]
     for name, entries in rows.items():
-        if not entries:
-            continue
         drawing.y += 20
-        drawing.text(12, drawing.y, name, "n")
-        x = float(LEFT)
+        drawing.text(12, drawing.y, name, "soft")
+        x = LEFT
         for style, word in entries:
-            thin = style == "u"
-            drawing.boxes(style, [(x, x + 18, drawing.y - (6 if thin else 11), 1 if thin else 13)])
-            if style == "w":
-                drawing.boxes("k", [(x, x + 18, drawing.y - 11, 13)])
+            drawing.boxes(
+                style, [(x, x + 18)], drawing.y - (6 if style == "queue" else 11), 1 if style == "queue" else 13
+            )
+            drawing.boxes("line", [(x, x + 18)] if style == "w" else [], drawing.y - 11, 13)
             drawing.text(x + 23, drawing.y, word)
-            x += 23 + text_width(word) + 16
+            x += round(23 + text_width(word) + 14)
     if any(picture["arrows"] for picture in pictures):
         drawing.y += 20
-        drawing.lines.append(f'<line class="a" x1="{LEFT}" y1="{drawing.y - 4}" x2="{LEFT + 20}" y2="{drawing.y - 4}"/>')
-        drawing.text(LEFT + 27, drawing.y, "a message from rank to rank: from the send to the end of the wait for it")
-
-
-# ------------------------------------------------------------------------------------------------- for Perfetto
+        drawing.path("arrow", f"M{LEFT},{drawing.y - 4}h20")
+        drawing.text(LEFT + 27, drawing.y, "a message to another rank: from its send to the end of the wait for it")
 
 
 def trace_of(picture: dict) -> dict:
-    """Chrome's trace format: a process for each rank; and the picture itself, for --draw."""
+    """Chrome's trace format, for Perfetto: a process for each rank; and the picture itself, for --draw."""
     events: list[dict] = []
 
-    def slices(rank: int, thread: int, name: str, spans: Iterable[tuple]) -> None:
+    def add(rank: int, thread: int, name: str, spans: Iterable[tuple], **args: Any) -> None:
         events.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": thread, "args": {"name": name}})
-        for what, begin, end, *more in spans:
+        for what, begin, end in spans:
             place = {"pid": rank, "tid": thread, "ts": begin / 1000, "dur": (end - begin) / 1000}
-            events.append({"ph": "X", "cat": name, "name": what, **place, "args": more[0] if more else {}})
+            events.append({"ph": "X", "cat": name, "name": what, **place, "args": args})
 
     for one in picture["ranks"]:
-        rank = one["rank"]
+        rank, rows = one["rank"], []  # a thread for each row of messages, as those of one thread may not overlap
         events.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}})
-        slices(rank, 1, "what it does", one["parts"])
-        slices(rank, 2, "torch's operations", one["operations"])
-        rows: list[int] = []  # a thread for each row, as slices of one thread may not overlap
+        add(rank, 1, "what it does", one["parts"])
+        add(rank, 2, "torch's operations", one["operations"])
         for message in one["messages"]:
             row = next((row for row, end in enumerate(rows) if end <= message["issued"]), len(rows))
             rows[row : row + 1] = [message["end"]]
             name = NAMES.get(message["kind"], message["kind"])
-            parts = [("queue", "issued", "begin"), (f"{name}: waits", "begin", "until"), (name, "until", "end")]
-            found = [(what, message[a], message[b], {"bytes": message["bytes"]}) for what, a, b in parts]
-            slices(rank, 10 + row, f"messages {row + 1}", [part for part in found if part[1] < part[2]])
+            parts = [("queue", "issued", "begin"), (f"{name} waits", "begin", "until"), (name, "until", "end")]
+            spans = [
+                (what, message[begin], message[end]) for what, begin, end in parts if message[begin] < message[end]
+            ]
+            add(rank, 10 + row, f"messages {row + 1}", spans, bytes=message["bytes"])
         for when, *held in one["memory"]:
             args = dict(zip((*KEPT, *BORN), held, strict=True))
             events.append({"ph": "C", "name": "memory", "pid": rank, "ts": when / 1000, "args": args})
     for number, arrow in enumerate(picture["arrows"]):
         for phase, rank, when in (("s", arrow["from"], arrow["begin"]), ("f", arrow["to"], arrow["end"])):
-            event = {"ph": phase, "cat": "message", "name": "message", "id": number, "pid": rank, "tid": 1}
-            events.append(event | {"ts": when / 1000} | ({"bp": "e"} if phase == "f" else {}))
-    kept = picture | {"ranks": [{k: v for k, v in one.items() if k != "operations"} for one in picture["ranks"]]}
+            event = {"ph": phase, "cat": "message", "name": "message", "id": number, "pid": rank, "tid": 1, "bp": "e"}
+            events.append(event | {"ts": when / 1000})
+    kept = picture | {"ranks": [{key: one[key] for key in one if key != "operations"} for one in picture["ranks"]]}
     return {"traceEvents": events, "displayTimeUnit": "ms", "timeline": kept}
 
 
-# ------------------------------------------------------------------------------------------------- the command line
-
-
-def write(pictures: list[dict], out: str) -> None:
-    Path(f"{out}.svg").write_text(draw(pictures), encoding="utf-8")
+# ------------------------------------------------------------------------------------------------ the command line
 
 
 def show(recordings: list[dict], args: argparse.Namespace) -> int:
     """Say, draw and save what was recorded; returns the exit code."""
-    first, last = recordings[0]["first"], min(recording["last"] for recording in recordings)
-    made = min(len(recording["cuts"]) - 1 for recording in recordings)
-    if last < first:
-        needed = recorded_steps(args.steps)[0] + 1
-        if made < 1:
+    if min(recording["last"] for recording in recordings) < recordings[0]["first"]:
+        made = min(max(0, len(recording["cuts"]) - 1) for recording in recordings)
+        said = (
+            f"the program made {counted(made, 'step')}; --steps {args.steps} needs {recorded_steps(args.steps)[0] + 1}"
+        )
+        said += ": let it make more, or give fewer --steps"
+        if not any(recording["cuts"] for recording in recordings):
             said = "no optimizer of torch.optim made a step, so there is no step to draw"
-        else:
-            said = f"the program made {made} steps; --steps {args.steps} needs at least {needed}"
-            said += ": let it make more, or give a smaller --steps"
         print(f"timeline: {said}", file=sys.stderr)
         return 1
     picture = picture_of(recordings, args)
     Path(f"{args.out}.json").write_text(json.dumps(trace_of(picture), separators=(",", ":")), encoding="utf-8")
-    write([picture], args.out)
-    say([*picture["findings"], ["written", f"{args.out}.svg, {args.out}.json"]])
+    Path(f"{args.out}.svg").write_text(draw([picture]), encoding="utf-8")
+    say([*picture["findings"], ("written", f"{args.out}.svg, {args.out}.json")])
     return 0
 
 
 def draw_files(files: list[str], out: str) -> int:
+    """What `show` has saved, below each other."""
     pictures = []
     for file in files:
         try:
@@ -1217,8 +1144,8 @@ def draw_files(files: list[str], out: str) -> int:
         except (OSError, ValueError, KeyError, TypeError) as problem:
             print(f"timeline: {file} is no recording of timeline.py: {problem!r}", file=sys.stderr)
             return 2
-    write(pictures, out)
-    say([["written", f"{out}.svg"]])
+    Path(f"{out}.svg").write_text(draw(pictures), encoding="utf-8")
+    say([("written", f"{out}.svg")])
     return 0
 
 
@@ -1226,22 +1153,22 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, usage=argparse.SUPPRESS
     )
-    parser.add_argument("--steps", type=int, default=20, help="that are recorded (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=20, help="to record (default: %(default)s)")
     parser.add_argument("--steps-shown", type=int, default=1, help="in the picture (default: %(default)s)")
     parser.add_argument("--out", default="timeline", help="writes OUT.svg and OUT.json (default: %(default)s)")
     parser.add_argument("--nproc", type=int, help="processes (default: one per GPU; without a GPU, 2)")
-    parser.add_argument("--patience", type=float, default=300, help="seconds for a step (default: %(default)s)")
-    parser.add_argument("--draw", nargs="+", metavar="FILE", help="draw these recordings; run nothing")
-    parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help="a module and its flags")
-    parser.add_argument("script", nargs=argparse.REMAINDER, help="a program and its flags")
+    parser.add_argument("--patience", type=float, default=300, help="seconds to wait for a step (default: %(default)s)")
+    parser.add_argument("--draw", nargs="+", metavar="FILE", help="draw these recordings, run nothing")
+    parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help="a module, and its flags")
+    parser.add_argument("script", nargs=argparse.REMAINDER, help="a program, and its flags")
     args = parser.parse_args()
     args.command = ["-m", *args.module] if args.module else args.script
     if bool(args.draw) == bool(args.command):
-        parser.error("give a program, as in timeline.py mnist_ddp.py --dataset synthetic, or --draw and recordings")
-    if args.steps < 1 or not 1 <= args.steps_shown <= args.steps:
+        parser.error("give a program, such as mnist_ddp.py --dataset synthetic, or --draw and recordings")
+    if not 1 <= args.steps_shown <= args.steps:
         parser.error("--steps must be at least 1, and --steps-shown between 1 and --steps")
-    if args.nproc is not None and args.nproc < 1:
-        parser.error("--nproc must be at least 1")
+    if not args.patience > 0 or (args.nproc is not None and args.nproc < 1):
+        parser.error("--nproc must be at least 1, and --patience greater than 0")
     if args.command and args.command[0] != "-m" and not os.path.isfile(args.command[0]):
         parser.error(f"there is no file {args.command[0]}")
     return args
