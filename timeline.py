@@ -87,7 +87,7 @@ class Recorder:
         self.cuts: list[int] = []  # where the steps begin
         self.next_cut, self.next_cut_is_final = 0, True
         self.models: dict[int, nn.Module] = {}  # those with parameters that no other module calls
-        self.groups: dict[str, list[int]] = {}  # process groups: the ranks of each
+        self.groups: dict[Any, list[int]] = {}  # process groups: the ranks of each
         self.calls: list[dict] = []  # messages
         self.tensors: list[tuple[int, dict]] = []  # time, {address: (kind, bytes)}
         self.inputs = ""
@@ -129,6 +129,8 @@ class Recorder:
                 setattr(place, name, original)
             for handle in handles:
                 handle.remove()
+            for group in self.groups if HAS_MESSAGE_HOOKS and torch_dist.is_initialized() else ():
+                group.unregister_pre_hook(id(self))
 
     def noted(self, function: Callable, what: str) -> Callable:
         """The function, with a span for each call."""
@@ -212,9 +214,9 @@ class Recorder:
         if len(self.cuts) < self.first - 1 or self.profiler:
             return
         for group in torch_dist.distributed_c10d._world.pg_map if torch_dist.is_initialized() else ():
-            self.groups[group.group_name] = torch_dist.get_process_group_ranks(group)
+            self.groups[group] = torch_dist.get_process_group_ranks(group)
             if HAS_MESSAGE_HOOKS:
-                group.register_pre_hook(38, lambda args, name=group.group_name: self.note_message(args, name))
+                group.register_pre_hook(id(self), lambda args, group=group: self.note_message(args, group))
         self.profiler = torch.profiler.profile(
             activities=[torch.profiler.ProfilerActivity.CPU],
             profile_memory=True,
@@ -222,9 +224,9 @@ class Recorder:
         )
         self.profiler.start()
 
-    def note_message(self, args: Any, group: str) -> None:
+    def note_message(self, args: Any, group: Any) -> None:
         kind, tensors = args.name.name, args.input_tensors or args.output_tensors
-        call = {"kind": kind.lower().replace("_", ""), "issued": time.time_ns(), "group": group}
+        call = {"kind": kind.lower().replace("_", ""), "issued": time.time_ns(), "group": group.group_name}
         call["bytes"] = sum(tensor.nbytes for tensor in tensors)
         call["runs"] = len(tensors) if kind == "REDUCE_SCATTER" else 1  # gloo makes an all-reduce of each
         call["peer"] = self.groups[group][args.root] if kind in ("SEND", "RECV") else None
@@ -267,6 +269,8 @@ class Recorder:
         place = f"{frame.f_code.co_filename}:{frame.f_lineno}, {frame.f_code.co_name}"
         said = f"timeline: rank {dist.get_rank()} made no step for {patience:g} s, after {len(self.cuts)}"
         print(f"{said}; it stands in {place}", file=sys.stderr, flush=True)
+        if dist.is_primary():
+            show_alone(recording_of(self, has_trace=False), self.args)  # another thread can't stop the profiler
         os._exit(1)
 
 
@@ -323,12 +327,16 @@ def record(local_rank: int, world_size: int, args: argparse.Namespace) -> list[d
     try:
         run_program(recorder, args.command)
     except Exception:
-        recording = recording_of(recorder)  # the other ranks may be waiting for ever
-        if recording["last"] >= recording["first"]:
-            print(f"timeline: rank {recording['rank']} failed; what it recorded before is drawn, without other ranks")
-            show([recording], args)
+        show_alone(recording_of(recorder), args)  # the other ranks may be waiting for ever
         raise
     return together(recorder, world_size)
+
+
+def show_alone(recording: dict, args: argparse.Namespace) -> None:
+    """If at least one step was recorded before this rank failed."""
+    if recording["last"] >= recording["first"]:
+        print(f"timeline: rank {recording['rank']} failed; what it recorded before is drawn, without other ranks")
+        show([recording], args)
 
 
 def together(recorder: Recorder, world_size: int) -> list[dict] | None:
@@ -361,10 +369,11 @@ def first_difference(tables: list[dict[str, str]]) -> str | None:
 # -------------------------------------------------------------------------------------- what is computed on each rank
 
 
-def recording_of(recorder: Recorder) -> dict:
+def recording_of(recorder: Recorder, has_trace: bool = True) -> dict:
     """All that is known of this rank, in plain lists and dicts."""
-    events = read_trace(recorder.profiler) if recorder.profiler else []
+    events = read_trace(recorder.profiler) if recorder.profiler and has_trace else []
     main = [event for event in events if event["tid"] == threading.get_native_id() and event["ph"] == "X"]
+    main = [event for event in main if not event["name"].startswith("gloo:")]
     messages = messages_of(events, recorder.calls)
     spans = [(what, begin, end or time.time_ns()) for what, begin, end, *_ in recorder.spans]
     spans += [("wait", e["begin"], e["end"]) for e in main if e["name"].endswith("::wait_tensor")]
@@ -513,7 +522,7 @@ def numbered(recording: dict) -> dict[tuple, dict]:
     counts: Counter = Counter()
     found = {}
     for message in recording["messages"]:
-        kind, step = message["kind"], bisect_right(recording["cuts"], message["issued"])
+        kind, step = message["kind"], bisect_right(recording["cuts"], message["issued"]) - 1
         key: tuple = (kind, message["group"], step)
         if message["peer"] is not None:
             pair = (recording["rank"], message["peer"])
@@ -563,10 +572,10 @@ def match_messages(recordings: list[dict]) -> list[dict]:
             for message in messages.values():
                 message |= {"until": min(messages[last]["begin"], message["end"]), "last": last}
         elif len(messages) == 2:
-            source, target = key[3:5]
+            step, source, target = key[2:5]
             begin, receive = messages[source]["issued"], messages[target]
             receive |= {"until": min(max(receive["begin"], begin), receive["end"]), "last": source}
-            arrows.append({"from": source, "to": target, "begin": begin, "end": receive["end"]})
+            arrows.append({"step": step, "from": source, "to": target, "begin": begin, "end": receive["end"]})
     return arrows
 
 
@@ -663,9 +672,11 @@ def picture_of(recordings: list[dict], args: argparse.Namespace) -> dict:
             "operations": [(what, begin - origin, end - origin) for what, begin, end in operations],
         }
         ranks.append(one)
+    is_module = args.command[0] == "-m"
+    program = args.command[1] if is_module else Path(args.command[0]).name
     picture = {
         "command": shlex.join(["timeline.py", *args.command]),
-        "title": " ".join([Path(args.command[0]).stem, *args.command[1:]]).removeprefix("-m ")[:60],
+        "title": shlex.join([program.removesuffix(".py").rpartition(".")[2], *args.command[1 + is_module :]])[:60],
         "setting": f"{counted(len(recordings), 'process')}, {recordings[0]['setting']}",
         "steps": [step, shown],
         "length": sum(lengths(recordings, step, step + shown - 1)),
@@ -674,7 +685,7 @@ def picture_of(recordings: list[dict], args: argparse.Namespace) -> dict:
         "arrows": [
             arrow | {"begin": arrow["begin"] - origin, "end": arrow["end"] - origin}
             for arrow in arrows
-            if origin <= arrow["begin"] and arrow["end"] < stop
+            if step <= arrow["step"] < step + shown
         ],
     }
     return picture | {"findings": findings(picture, recordings, first, last, clocks)}
@@ -985,10 +996,9 @@ def draw_messages(drawing: Drawing, messages: list[dict]) -> None:
 def memory_lanes(ranks: list[dict]) -> list[tuple[str, list]]:
     """(name, curve): one for all ranks, if they hold the same."""
     curves = [one["memory"] for one in ranks]
-    held = {tuple(peak_of(curve, [kind]) for kind in (0, 1, 2)) for curve in curves}
-    peaks = [peak_of(curve, range(6)) for curve in curves]
-    if len(held) == 1 and max(peaks) <= 1.05 * min(peaks):
-        return [("memory", curves[0])] if peaks[0] else []
+    peaks = [[peak_of(curve, kinds) for curve in curves] for kinds in ((0, 1, 2), range(6))]
+    if all(max(some) <= 1.05 * min(some) for some in peaks):
+        return [("memory", curves[0])] if any(peaks[1]) else []
     return [(f"memory {one['rank']}", one["memory"]) for one in ranks]
 
 

@@ -1,0 +1,442 @@
+"""timeline.py: what it records of programs whose messages, memory and delays are known; what it says; what it draws.
+
+Most programs run in the kept world's three ranks, and each is recorded once for all tests.
+"""
+
+import argparse
+import contextlib
+import copy
+import functools
+import importlib
+import io
+import json
+import pickle
+import re
+import sys
+import time
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from world import ROOT, forker, run, shell, wait_for
+
+import data
+import distributed as dist
+import timeline
+from mnist_ddp import ConvNet
+
+N, SIDE, BATCH, STEPS = 3, 8, 30, 4
+WEIGHTS = sum(p.numel() for p in ConvNet(1, SIDE).parameters())
+BUFFERS = sum(b.nbytes for b in ConvNet(1, SIDE).buffers())
+DELAY = 30_000_000  # ns
+
+
+# ------------------------------------------------------------------------------------------------------- recordings
+
+
+def options(steps=STEPS, shown=1, out="timeline"):
+    return argparse.Namespace(steps=steps, steps_shown=shown, out=out, patience=60, command=["program.py", "--flag"])
+
+
+def _recorded(program, has_hooks, *args):
+    """On each rank: runs program(*args) under a recorder; on rank 0 all recordings, on each its memory events."""
+    events, read = [], timeline.read_trace
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()):
+        patch.setattr(timeline, "HAS_MESSAGE_HOOKS", has_hooks)
+        patch.setattr(timeline, "read_trace", lambda profiler: events.extend(read(profiler)) or events)
+        recorder = timeline.Recorder(options())
+        with recorder.installed(), contextlib.suppress(timeline.Finished):
+            program(*args)
+        found = timeline.together(recorder, dist.get_world_size())
+    memory = [(e["begin"], e["args"]) for e in events if e["name"] == "[memory]"]
+    return pickle.dumps((found, memory))
+
+
+@functools.cache
+def recorded(program, *args, has_hooks=timeline.HAS_MESSAGE_HOOKS):
+    """(The recordings of all ranks, rank 0's events of memory)."""
+    return pickle.loads(run(_recorded, N, program, has_hooks, *args)[0])
+
+
+def recordings(program, *args, **options):
+    return copy.deepcopy(recorded(program, *args, **options)[0])  # a picture changes them
+
+
+def picture(program, *args, shown=1):
+    return timeline.picture_of(recordings(program, *args), options(shown=shown))
+
+
+def said(picture):
+    return dict(picture["findings"])
+
+
+def variant(name, flags=""):
+    """Main of a script, with small images, in the group that is there."""
+    if torch.__version__ < {"mnist_fsdp": (2, 9), "mnist_pipeline": (2, 8)}.get(name.rpartition(".")[2], (2, 4)):
+        return
+    module = importlib.import_module(name)
+    pixels = torch.randint(256, (12 * BATCH, 1, SIDE, SIDE), dtype=torch.uint8, generator=torch.manual_seed(1))
+    images = data.Images(pixels, torch.arange(12 * BATCH) % 10, (0.5,), (0.5,))
+    with pytest.MonkeyPatch.context() as patch:
+        flags = f"--dataset synthetic --epochs 2 --batch-size {BATCH} --lr 0.05 {flags}"
+        patch.setattr(sys, "argv", [name, *flags.split()])
+        patch.setattr(dist, "init_process_group", lambda **kwargs: None)
+        patch.setattr(data, "load", lambda *args: (images, images))
+        module.main(dist.get_rank(), dist.get_world_size(), module.parse_args())
+
+
+def small(mistake="", folder=None):
+    """DDP of two layers in several buckets; or with a mistake, or a delay in rank 1's forward."""
+    rank = dist.get_rank()
+    torch.manual_seed(rank if mistake == "no DDP" else 0)
+    net = nn.Sequential(nn.Linear(4, 64), nn.ReLU(), nn.Linear(64, 2))
+    model = net if mistake == "no DDP" else nn.parallel.DistributedDataParallel(net, bucket_cap_mb=1e-4)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-4)
+    for step in range(12):
+        if folder and rank == 1:  # it is late by DELAY after rank 0 has computed all of its gradients
+            hook = net[0].register_forward_pre_hook(
+                lambda *_, step=step: wait_for((folder / f"{step}").exists) or time.sleep(DELAY / 1e9)
+            )
+        elif folder and rank == 0:
+            hook = net[0].bias.register_post_accumulate_grad_hook(lambda _, step=step: (folder / f"{step}").touch())
+        inputs = torch.full((5, 4), 1.0 if mistake == "no sampler" else 1.0 + rank)
+        nn.functional.mse_loss(model(inputs), torch.zeros(5, 2)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if folder and rank < 2:
+            hook.remove()
+        if mistake == "one weight" and rank == 1 and step == 3:
+            net[2].weight.data[0, 0] += 0.5
+
+
+# ------------------------------------------------------------------------------------------------------------- time
+
+
+def test_a_delay_is_the_others_waiting_and_its_rank_is_named(tmp_path):
+    found = timeline.picture_of(recordings(small, "", tmp_path), options())
+    waits = dict(found["ranks"][0]["waits_for"])
+    assert waits[1] >= 0.9 * DELAY and waits[1] > 10 * waits.get(2, 0)
+    slept = [end - begin for what, begin, end in found["ranks"][1]["parts"] if what == "forward"]
+    assert max(slept) >= DELAY
+    assert "for rank 1 in 4 of 4 steps" in said(found)["waiting"]
+    for one in recordings(small, "", tmp_path)[::2]:  # DDP waits in C++, at the end of backward: on all other ranks
+        cuts, backwards = one["cuts"], [span for span in one["spans"] if span[0] == "backward"]
+        waiting = [span for span in one["spans"] if span[0] == "wait" and cuts[one["first"]] < span[1] < cuts[-1]]
+        inside = [any(b < begin and end <= e for _, b, e in backwards) for _, begin, end in waiting]
+        assert any(inside) and sum(end - begin for _, begin, end in waiting) >= STEPS * 0.5 * DELAY
+
+
+PROGRAMS = [
+    (small,),
+    (variant, "variants.mnist_by_hand"),
+    (variant, "variants.mnist_overlap"),
+    (variant, "variants.mnist_zero"),
+    (variant, "variants.mnist_accumulate"),
+    (variant, "variants.mnist_local_sgd", "--every 2"),
+    (variant, "variants.mnist_tensor_parallel"),
+    (variant, "variants.mnist_fsdp"),
+    (variant, "variants.mnist_pipeline"),
+]
+
+
+def skip_if_refused(program):
+    needed = {"variants.mnist_fsdp": (2, 9), "variants.mnist_pipeline": (2, 8)}.get(program[-1], (2, 4))
+    if torch.__version__ < needed:
+        pytest.skip("the variant refuses this torch")
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program[-1] if len(program) > 1 else "small")
+def test_the_parts_add_up_and_the_steps_agree_in_all_but_times(program):
+    skip_if_refused(program)
+    for one in recordings(*program):
+        steps = range(one["first"], one["last"] + 1)
+        assert len(steps) == STEPS
+        lists = []
+        for begin, end in (one["cuts"][step : step + 2] for step in steps):
+            parts = timeline.parts_of(one, begin, end)
+            borders = [begin, *(right for *_, right in parts)]
+            assert borders[-1] == end and [left for _, left, _ in parts] == borders[:-1]
+            assert {"forward", "backward", "optimizer"} <= {what for what, *_ in parts}
+            messages = timeline.issued_in(one, begin, end)
+            assert all(m["issued"] <= m["begin"] <= m["end"] for m in messages if m["peer"] is None)
+            lists.append([(message["kind"], message["bytes"], message["peer"]) for message in messages])
+        period = 2 if "--every 2" in program else 1
+        assert lists[period:] == lists[:-period]
+
+
+# --------------------------------------------------------------------------------------------------- messages, memory
+
+
+def sums(*program, rank=0, **options):
+    """{kind: (how many, bytes)} in two steps of a rank."""
+    one = recordings(*program, **options)[rank]
+    messages = timeline.issued_in(one, one["cuts"][one["first"]], one["cuts"][one["first"] + 2])
+    counts, sizes = Counter(), Counter()
+    for message in messages:
+        counts[message["kind"]] += 1
+        sizes[message["kind"]] += message["bytes"]
+    return {kind: (counts[kind], sizes[kind]) for kind in counts}
+
+
+def share(parameters, n=N):
+    """Bytes of a rank's rows of each, padded as FSDP pads them."""
+    return sum(4 * -(-len(p) // n) * p[0].numel() for p in parameters)
+
+
+@pytest.mark.parametrize("has_hooks", {timeline.HAS_MESSAGE_HOOKS, False})
+def test_messages_in_closed_form(has_hooks):
+    sizes = functools.partial(sums, has_hooks=has_hooks)
+    small_weights = 4 * 64 + 64 + 64 * 2 + 2
+    assert sizes(small) == {"allreduce": (2 * 3, 2 * 4 * small_weights)}  # three buckets, two steps
+    assert sizes(variant, "variants.mnist_by_hand")["allreduce"] == (20, 2 * 4 * WEIGHTS)
+    if not has_hooks:
+        return
+    assert sizes(variant, "variants.mnist_overlap") == {"allreduce": (20, 2 * 4 * WEIGHTS)}
+    part = 4 * -(-WEIGHTS // N)
+    zero = sizes(variant, "variants.mnist_zero")
+    assert zero == {"reducescatter": (2, 2 * N * part), "allgather": (2, 2 * part)}
+    accumulated = sizes(variant, "variants.mnist_accumulate")
+    assert accumulated.pop("allreduce") == (2, 2 * 4 * WEIGHTS)
+    assert accumulated == {"broadcast": (2 * 2, 2 * BUFFERS)}  # of floats and of integers, in the last micro-batch
+    assert sizes(variant, "variants.mnist_local_sgd", "--every 2")["allreduce"] == (10, 4 * WEIGHTS)
+    parallel = sizes(variant, "variants.mnist_tensor_parallel")
+    outputs, gradients = BATCH * 10, BATCH * 16 * (SIDE // 2) ** 2
+    assert parallel["allreduce"] == (4, 2 * 4 * (outputs + gradients))
+
+
+def test_messages_of_fsdp_in_closed_form():
+    skip_if_refused(("variants.mnist_fsdp",))
+    net = ConvNet(1, SIDE)
+    layers = [p for layer in (net[0], net[4], net[9]) for p in layer.parameters()]
+    found = sums(variant, "variants.mnist_fsdp")
+    assert found["reducescatter"] == (2 * 4, 2 * N * share(net.parameters()))
+    # Forward gathers the root and three layers, backward these again.
+    assert found["allgather"] == (2 * 7, 2 * (share(net.parameters()) + share(layers)))
+
+
+def test_messages_of_a_pipeline_are_arrows():
+    skip_if_refused(("variants.mnist_pipeline",))
+    first, second = (
+        4 * BATCH * 16 * (SIDE // 2) ** 2,
+        4 * BATCH * 32 * (SIDE // 4) ** 2,
+    )  # after the first, second stage
+    program = variant, "variants.mnist_pipeline"
+    sent = [sums(*program, rank=rank)["send"] for rank in range(N)]
+    assert sent == [(4, 2 * first), (8, 2 * (first + second)), (4, 2 * second)]  # two micro-batches in two steps
+    arrows = picture(*program)["arrows"]
+    assert Counter((a["from"], a["to"]) for a in arrows) == {(0, 1): 2, (1, 2): 2, (2, 1): 2, (1, 0): 2}
+    assert all(arrow["begin"] < arrow["end"] for arrow in arrows)
+
+
+def held(*program, rank=0):
+    """The largest bytes of each kind."""
+    curve = picture(*program)["ranks"][rank]["memory"]
+    return dict(
+        zip((*timeline.KEPT, *timeline.BORN), map(max, zip(*(row[1:] for row in curve), strict=True)), strict=True)
+    )
+
+
+def test_memory_in_closed_form():
+    by_hand, zero = held(variant, "variants.mnist_by_hand"), held(variant, "variants.mnist_zero")
+    assert by_hand["weights"] == zero["weights"] - 4 * (-WEIGHTS % N) == 4 * WEIGHTS + BUFFERS
+    assert by_hand["optimizer state"] == by_hand["gradients"] == 4 * WEIGHTS
+    assert zero["optimizer state"] == 4 * -(-WEIGHTS // N)
+    adam = 4 * (64 * 4 + 64 + 2 * 64 + 2)
+    assert held(small)["optimizer state"] == 2 * adam + 4 * 4  # two averages, and four parameters' numbers of steps
+    assert held(small)["gradients"] == held(small)["weights"] == adam
+    if timeline.HAS_MESSAGE_HOOKS:
+        assert held(small)["message buffers"] == adam  # DDP's buckets are a second copy of the gradients
+    # Activations: images; of each convolution its output, ReLU's, the pool's places (int64) and output; small ones.
+    floats = 1 + (16 + 16) + (2 * 16 + 16) / 4 + (32 + 32) / 4 + (2 * 32 + 32) / 16
+    assert 1 < by_hand["activations"] / (4 * BATCH // N * SIDE**2 * floats) < 1.02
+
+
+def test_the_kinds_of_memory_add_up_to_torchs_total():
+    found, events = recorded(small)
+    allocations = [part for part in found[0]["memory"] if part[2]]
+    for when, event in events[:: len(events) // 50]:
+        mine = sum(size for _, size, born, freed in allocations if born <= when and not 0 < freed <= when)
+        before = next(event["Total Allocated"] - event["Bytes"] for _, event in events)
+        unknown = sum(e["Bytes"] for t, e in events if t <= when) - mine  # what is older than the recording was freed
+        assert before + mine + unknown == event["Total Allocated"] and unknown <= 0
+
+
+# -------------------------------------------------------------------------------------------------- what is said
+
+
+def test_silent_mistakes_are_said():
+    right = said(picture(small))
+    assert right["weights"] == "4 tensors are equal on all ranks after step 10: right in data parallelism"
+    assert right["inputs"].startswith("different on all ranks: right")
+    assert right["gradients"].endswith("they were averaged")
+    changed = said(picture(small, "one weight"))
+    assert changed["weights"].startswith("1 of 4 tensors differ after step 10, 2.weight first, by up to 0.5: a mistake")
+    alone = said(picture(small, "no DDP"))
+    assert "4 of 4 tensors differ" in alone["weights"] and "0.weight first, so not averaged" in alone["gradients"]
+    assert alone["messages"] == "each rank: no messages"
+    same = said(picture(small, "no sampler"))
+    assert same["inputs"].startswith("equal on all ranks: a mistake in data parallelism")
+    assert same["gradients"] == "equal on all ranks, as the inputs are"
+
+
+def test_sharded_weights_are_said():
+    skip_if_refused(("variants.mnist_fsdp",))
+    text = said(picture(variant, "variants.mnist_fsdp"))
+    assert text["weights"] == "10 tensors are sharded: each rank has its part (FSDP)" and "gradients" not in text
+    assert said(picture(variant, "variants.mnist_pipeline"))["weights"].startswith("the ranks have no tensor in common")
+
+
+def test_clocks_of_other_machines_are_aligned():
+    plain, shifted, shift = recordings(small), recordings(small), 5 * 10**9
+    other = shifted[2]
+    other["machine"], other["cuts"] = "another", [cut + shift for cut in other["cuts"]]
+    other["spans"] = [(what, begin + shift, end + shift) for what, begin, end in other["spans"]]
+    other["memory"] = [[kind, size, *(t and t + shift for t in times)] for kind, size, *times in other["memory"]]
+    for message in other["messages"]:
+        message |= {key: message[key] + shift for key in ("issued", "begin", "end")}
+    text = said(timeline.picture_of(shifted, options()))["clocks"]
+    ahead, uncertain = map(
+        float, re.fullmatch(r"rank 2's clock was ([\d.]+) ms .*give or take ([\d.]+) ms", text).groups()
+    )
+    gap = max(abs(a - b) for a, b in zip(other["cuts"], plain[2]["cuts"], strict=True)) / 1e6
+    assert gap == pytest.approx(abs(ahead - 5000), abs=0.06)  # rounded
+    ends = [[m["end"] for m in one["messages"]] for one in (plain[0], plain[2])]
+    spread = sorted(abs(a - b) / 1e6 for a, b in zip(*ends, strict=True))
+    assert gap <= spread[-1] + 0.1 and uncertain <= 2 * spread[-1] + 0.1
+
+
+# ------------------------------------------------------------------------------------------------- drawing, files
+
+
+def test_the_trace_is_as_perfetto_wants_it():
+    skip_if_refused(("variants.mnist_pipeline",))
+    for program in (small,), (variant, "variants.mnist_overlap"), (variant, "variants.mnist_pipeline"):
+        trace = json.loads(json.dumps(timeline.trace_of(picture(*program))))
+        slices, flows = {}, {}
+        for event in trace["traceEvents"]:
+            assert event["ph"] in "XMCsf" and isinstance(event["pid"], int) and isinstance(event["name"], str)
+            if event["ph"] == "X":
+                assert event["dur"] >= 0
+                slices.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["ts"] + event["dur"]))
+            elif event["ph"] in "sf":
+                flows.setdefault(event["id"], []).append(event["ph"])
+        assert all(phases == ["s", "f"] for phases in flows.values())
+        assert bool(flows) == (program[-1] == "variants.mnist_pipeline")
+        for spans in slices.values():  # those of a thread are apart, or inside each other
+            open_ends = []
+            for begin, end in sorted(spans, key=lambda span: (span[0], -span[1])):
+                open_ends = [other for other in open_ends if other > begin + 1e-3]
+                assert all(end <= other + 1e-3 for other in open_ends)
+                open_ends.append(end)
+
+
+def test_the_picture_is_whole_and_small():
+    pictures = [picture(small), picture(variant, "variants.mnist_overlap", shown=2)]
+    svg = timeline.draw(pictures)
+    root = ElementTree.fromstring(svg)
+    tags = {element.tag.rpartition("}")[2] for element in root.iter()}
+    assert {"title", "desc", "text", "path"} <= tags and not tags & {"script", "image", "use"}
+    assert re.findall(r"(?:https?:|url\()[^\s\"')]*", svg) == ["http://www.w3.org/2000/svg", "url(#hatch", "url(#head"]
+    assert len(svg) <= 60_000 and int(root.get("width")) <= 900
+    words = " ".join(element.text or "" for element in root.iter() if element.tag.endswith("text"))
+    assert words.count("rank 0") == 2 and "one step: " in words and "2 steps: " in words
+    assert [line.split(":")[0] for line in root[1].text.split(". ")].count("weights") == 2
+
+
+@pytest.mark.slow
+def test_no_text_is_over_another(tmp_path):
+    pytest.importorskip("selenium", reason="pip install selenium")
+    from test_pages import browser
+
+    files = {"small": [(small,)], "both": [(variant, "variants.mnist_overlap"), (variant, "variants.mnist_zero")]}
+    with browser() as page:
+        for name, programs in files.items():
+            (tmp_path / f"{name}.svg").write_text(timeline.draw([picture(*program) for program in programs]))
+            page.get(f"file://{tmp_path}/{name}.svg")
+            boxes = page.execute_script(
+                "return [...document.querySelectorAll('text')]"
+                ".map(text => [text.textContent, text.getBoundingClientRect().toJSON()])"
+            )
+            assert len(boxes) > 20
+            for text, box in boxes:
+                assert box["left"] >= 0 and box["right"] <= timeline.WIDTH, text
+            for place, (text, a) in enumerate(boxes):
+                for other, b in boxes[:place]:
+                    across = min(a["right"], b["right"]) - max(a["left"], b["left"])
+                    assert across <= 0 or min(a["bottom"], b["bottom"]) - max(a["top"], b["top"]) <= 3, (text, other)
+
+
+PROGRAM = """
+import os, sys, time, torch
+net = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(net.parameters(), 0.1)
+for step in range(int(sys.argv[1])):
+    net(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+print("made", sys.argv[1:])
+if "fail" in sys.argv:
+    raise ValueError("as planned")
+if "hang" in sys.argv:
+    time.sleep(1000)
+"""
+
+
+def program(folder, *flags, options=(), text=PROGRAM, nproc=1):
+    (folder / "train.py").write_text(text)
+    return forker().run(ROOT / "timeline.py", "--nproc", nproc, *options, "train.py", *flags, cwd=folder)
+
+
+def test_a_program_that_knows_nothing_of_it(tmp_path):
+    done = program(tmp_path, 100, "--out", options=["--steps", 3, "--out", "mine"], nproc=2)
+    assert (
+        done.code == 0 and len(re.findall("^weights ", done.out, re.MULTILINE)) == 1 and "made" not in done.out
+    )  # it was left
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.json", "mine.svg", "train.py"]
+    found = json.loads((tmp_path / "mine.json").read_text())["timeline"]
+    assert found["command"] == "timeline.py train.py 100 --out" and len(found["ranks"]) == 2
+    assert max(map(len, done.out.splitlines())) < 80
+    again = forker().run(ROOT / "timeline.py", "--draw", "mine.json", "mine.json", "--out", "both", cwd=tmp_path)
+    assert again.code == 0 and (tmp_path / "both.svg").read_text().count(">rank 1<") == 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "options", "code", "says"),
+    [
+        ((8,), ["--steps", 4], 0, "of 2 recorded"),  # fewer than asked for
+        ((5,), ["--steps", 4], 1, "timeline: the program made 5 steps; --steps 4 needs 7"),
+        ((0,), [], 1, "timeline: no optimizer of torch.optim made a step"),
+        ((3, "fail"), [], 1, "ValueError: as planned"),
+        ((8, "fail"), ["--steps", 4], 1, "timeline: rank 0 failed; what it recorded before is drawn"),
+        ((8, "hang"), ["--steps", 4, "--patience", 0.5], 1, "timeline: rank 0 made no step for 0.5 s, after 8"),
+    ],
+)
+def test_a_program_with_too_few_steps(flags, options, code, says, tmp_path):
+    done = program(tmp_path, *flags, options=options)
+    assert done.code == code and says in done.out + done.err, done
+    assert (tmp_path / "timeline.svg").exists() == (flags[0] == 8)
+    assert "made ['" in done.out
+
+
+def test_bad_flags_are_one_line(tmp_path):
+    for given in (
+        [],
+        ["--draw", "a", "b.py"],
+        ["nothing.py"],
+        ["--steps", "0", "train.py"],
+        ["--nproc", "0", "train.py"],
+    ):
+        done = forker().run(ROOT / "timeline.py", *given, cwd=tmp_path)
+        assert done.code == 2 and len(done.err.splitlines()) == 1, done
+
+
+@pytest.mark.slow
+def test_under_torchrun_without_the_helpers(tmp_path):
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", ROOT / "timeline.py", "--steps", 4)
+    done = shell(*torchrun, ROOT / "mnist_ddp_plain.py", "--dataset", "synthetic", cwd=tmp_path, OMP_NUM_THREADS=1)
+    assert done.code == 0, done
+    weights = sum(p.numel() for p in ConvNet(1, 28).parameters())
+    assert f"1 all-reduce {round(4 * weights / 1000)} kB" in done.out and "they were averaged" in done.out
+    assert Path(tmp_path, "timeline.svg").exists()
