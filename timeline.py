@@ -320,9 +320,8 @@ def run_program(recorder: Recorder, command: list[str]) -> None:
 
 def record(local_rank: int, world_size: int, args: argparse.Namespace) -> list[dict] | None:
     """One rank: runs the program.  On rank 0 it returns the recordings of all ranks."""
-    alone = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1"}
-    for name, value in ({"MASTER_PORT": 0} | alone).items():
-        os.environ.setdefault(name, str(value))  # so that a program in one process doesn't start others
+    if world_size == 1:
+        os.environ["NPROC"] = "1"  # so that a program's own `launch` doesn't start others
     recorder = Recorder(args)
     try:
         run_program(recorder, args.command)
@@ -378,6 +377,7 @@ def recording_of(recorder: Recorder, has_trace: bool = True) -> dict:
     spans = [(what, begin, end or time.time_ns()) for what, begin, end, *_ in recorder.spans]
     spans += [("wait", e["begin"], e["end"]) for e in main if e["name"].endswith("::wait_tensor")]
     spans += ddp_waits(main, spans, messages)
+    cut_late_ends(messages, spans, recorder.cuts)
     is_between = recorder.cuts and not recorder.open and recorder.next_cut > recorder.cuts[-1]
     cuts = [*recorder.cuts, recorder.next_cut] if is_between else recorder.cuts
     parameters = dict(recorder.parameters())
@@ -468,6 +468,19 @@ def ddp_waits(main: list[dict], spans: list[Span], messages: list[dict]) -> list
                 waits.append(("wait", now, event["begin"]))
             now = max(now, event["end"])
     return waits
+
+
+def cut_late_ends(messages: list[dict], spans: list[Span], cuts: list[int]) -> None:
+    """Gloo's thread notes an end late if the waiting thread goes on first: none is later than its step's last wait."""
+    last: dict[int, int] = {}
+    for what, begin, end in spans:
+        if what == "wait":
+            step = bisect_right(cuts, begin)
+            last[step] = max(end, last.get(step, 0))
+    for message in messages:
+        latest = last.get(bisect_right(cuts, message["issued"]), 0)
+        if message["begin"] < latest:
+            message["end"] = min(message["end"], latest)
 
 
 def allocations_of(events: list[dict], device: int) -> dict[int, list[list]]:
@@ -653,10 +666,11 @@ def picture_of(recordings: list[dict], args: argparse.Namespace) -> dict:
     shown = min(args.steps_shown, last - first + 1)
     windows = [step for step in range(first, last + 2 - shown) if step % shown == 0] or [first]
     step = min(windows, key=lambda step: sum(lengths(recordings, step, step + shown - 1)))
-    origin = min(recording["cuts"][step] for recording in recordings)
-    stop = max(recording["cuts"][step + shown] for recording in recordings)
+    begins = [recording["cuts"][step] for recording in recordings]
+    if any(issued_in(recording, recording["cuts"][step], recording["cuts"][step + shown]) for recording in recordings):
+        begins = [min(begins)] * len(begins)  # else each rank is drawn from its own begin
     ranks = []
-    for recording in recordings:
+    for recording, origin in zip(recordings, begins, strict=True):
         cuts = recording["cuts"][step : step + shown + 1]
         messages = issued_in(recording, cuts[0], cuts[-1])
         parts = parts_of(recording, cuts[0], cuts[-1])
@@ -676,14 +690,15 @@ def picture_of(recordings: list[dict], args: argparse.Namespace) -> dict:
     program = args.command[1] if is_module else Path(args.command[0]).name
     picture = {
         "command": shlex.join(["timeline.py", *args.command]),
-        "title": shlex.join([program.removesuffix(".py").rpartition(".")[2], *args.command[1 + is_module :]])[:60],
+        "title": shlex.join([program.removesuffix(".py").rpartition(".")[2], *args.command[1 + is_module :]]),
         "setting": f"{counted(len(recordings), 'process')}, {recordings[0]['setting']}",
         "steps": [step, shown],
         "length": sum(lengths(recordings, step, step + shown - 1)),
-        "end": stop - origin,
+        "begin": begins[0],
+        "end": max(one["cuts"][-1] for one in ranks),
         "ranks": ranks,
         "arrows": [
-            arrow | {"begin": arrow["begin"] - origin, "end": arrow["end"] - origin}
+            arrow | {"begin": arrow["begin"] - begins[0], "end": arrow["end"] - begins[0]}
             for arrow in arrows
             if step <= arrow["step"] < step + shown
         ],
@@ -781,7 +796,8 @@ def findings(picture: dict, recordings: list[dict], first: int, last: int, clock
         lines.append(("other", f"{' and '.join(missing)} can't be told apart, and are drawn as other"))
     if len(ranks) > 1:
         lines.append(("waiting", who_came_last(recordings, first, last)))
-    lines.append(("messages", of_ranks([message_sums(one) for one in ranks])))
+    apart = "" if any(one["messages"] for one in ranks) else ": each rank is drawn from the begin of its own step"
+    lines.append(("messages", of_ranks([message_sums(one) for one in ranks]) + (apart if len(ranks) > 1 else "")))
     lines.append(("memory", "at most, " + of_ranks([memory_sums(one) for one in ranks])))
     if clocks:
         lines.append(("clocks", clocks))
@@ -903,7 +919,8 @@ def draw(pictures: list[dict]) -> str:
     drawing.y += 6
     for picture in pictures:
         drawing.y += 15
-        drawing.text(12, drawing.y, f"{picture['command'][:80]}: {picture['setting']}", "soft small")
+        command = textwrap.shorten(picture["command"], 70, placeholder=" ...")
+        drawing.text(12, drawing.y, f"{command}: {picture['setting']}", "soft small")
     width, height = WIDTH, round(drawing.y + 10)
     title = "What each process does in a step: " + "; ".join(picture["title"] for picture in pictures)
     told = ". ".join(f"{subject}: {sentence}" for picture in pictures for subject, sentence in picture["findings"])
@@ -919,7 +936,7 @@ def draw(pictures: list[dict]) -> str:
 def draw_picture(drawing: Drawing, picture: dict, peaks: list[int]) -> None:
     shown, ranks = picture["steps"][1], picture["ranks"]
     drawing.y += 18
-    drawing.text(12, drawing.y, picture["title"], "title")
+    drawing.text(12, drawing.y, textwrap.shorten(picture["title"], 60, placeholder=" ..."), "title")
     steps = "one step" if shown == 1 else f"{shown} steps"
     drawing.text(WIDTH - 12, drawing.y, f"{steps}: {ms(picture['length'])} ms", "right")
     drawing.y += 17
