@@ -12,7 +12,8 @@ https://ui.perfetto.dev.  docs/timeline.md says how to read them.
 A step lies between two steps of the first optimizer, and begins where the DataLoader is asked for the next batch, if
 it is.  The first steps are left out, the next ones run without the recorder, then some are recorded, then the program
 is left.  Before torch 2.14 the recorder takes more time, and can't tell message buffers and process groups apart.
-No real GPU was seen: on GPUs this draws what the processes do, not what the kernels do, and no messages of NCCL.
+No real GPU was seen, only simulated ones: there it draws what the processes do, not when their kernels run, and it
+counts NCCL's messages without their times.
 """
 
 import argparse
@@ -436,10 +437,10 @@ def messages_of(events: list[dict], calls: list[dict]) -> list[dict]:
     for call in calls:
         kind = call["kind"] if runs[call["kind"]] else {"reducescatter": "allreduce"}.get(call["kind"], "")
         mine, runs[kind] = runs[kind][: call["runs"]], runs[kind][call["runs"] :]
-        if mine:
-            shapes = zip(mine[0]["args"].get("Input Dims", []), mine[0]["args"].get("Input type", []), strict=False)
-            size = sum(BYTES.get(dtype, 1) * math.prod(shape) for shape, dtype in shapes)
-            messages.append({"bytes": size} | call | {"begin": mine[0]["begin"], "end": mine[-1]["end"]})
+        shapes = [(run["args"].get("Input Dims", []), run["args"].get("Input type", [])) for run in mine[:1]]
+        sizes = [BYTES.get(dtype, 1) * math.prod(shape) for pair in shapes for shape, dtype in zip(*pair, strict=False)]
+        begin, end = (mine[0]["begin"], mine[-1]["end"]) if mine else (call["issued"], call["issued"])  # of NCCL
+        messages.append({"bytes": sum(sizes)} | call | {"begin": begin, "end": end})
     return messages
 
 
@@ -561,7 +562,8 @@ def align_clocks(recordings: list[dict]) -> str:
             continue
         shift, quarter = differences[len(differences) // 2], len(differences) // 4
         uncertain = max(differences[-1 - quarter] - shift, shift - differences[quarter])
-        said.append(f"rank {rank}'s clock was {ms(shift)} ms ahead of rank 0's, give or take {ms(uncertain, 2)} ms")
+        than = "ahead of" if shift > 0 else "behind"
+        said.append(f"rank {rank}'s clock was {ms(abs(shift))} ms {than} rank 0's, give or take {ms(uncertain, 2)} ms")
         other["cuts"] = [cut - shift for cut in other["cuts"]]
         for key in ("spans", "operations"):
             other[key] = [(what, begin - shift, end - shift) for what, begin, end in other[key]]

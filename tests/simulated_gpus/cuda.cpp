@@ -189,6 +189,10 @@ cudaError_t cudaDriverGetVersion(int* version) {
   *version = getenv("SIM_OLD_DRIVER") ? 11040 : CUDART_VERSION;
   return cudaSuccess;
 }
+cudaError_t cudaRuntimeGetVersion(int* version) {
+  *version = getenv("SIM_OLD_DRIVER") ? 11040 : CUDART_VERSION;
+  return cudaSuccess;
+}
 
 // ------------------------------------------------------------------------------------------------------------- errors
 
