@@ -129,29 +129,63 @@ def test_a_delay_is_the_others_waiting_and_its_rank_is_named(tmp_path):
         assert any(inside) and sum(end - begin for _, begin, end in waiting) >= STEPS * 0.5 * DELAY
 
 
-PROGRAMS = [
-    (small,),
-    (variant, "variants.mnist_by_hand"),
-    (variant, "variants.mnist_overlap"),
-    (variant, "variants.mnist_zero"),
-    (variant, "variants.mnist_accumulate"),
-    (variant, "variants.mnist_local_sgd", "--every 2"),
-    (variant, "variants.mnist_tensor_parallel"),
-    (variant, "variants.mnist_fsdp"),
-    (variant, "variants.mnist_pipeline"),
-]
+# --------------------------------------------------------------------------------------------------- messages, memory
 
 
-def skip_if_refused(program):
-    needed = {"variants.mnist_fsdp": (2, 9), "variants.mnist_pipeline": (2, 8)}.get(program[-1], (2, 4))
-    if torch.__version__ < needed:
+def share(parameters):
+    """Bytes of a rank's rows of each, padded as FSDP pads them."""
+    return sum(4 * -(-len(p) // N) * p[0].numel() for p in parameters)
+
+
+LAYERS = ConvNet(1, SIDE)
+SMALL = 4 * (4 * 64 + 64 + 64 * 2 + 2)
+PART = 4 * -(-WEIGHTS // N)
+OUTPUTS, CUT_1, CUT_2 = (4 * BATCH * floats for floats in (10, 16 * (SIDE // 2) ** 2, 32 * (SIDE // 4) ** 2))
+GATHERED = [p for layer in (LAYERS[0], LAYERS[4], LAYERS[9]) for p in layer.parameters()]
+CHECKS = "allgather", 16  # distributed.py compares the calls
+
+MESSAGES = {  # of rank 0 in two steps: (how many, bytes) of each kind
+    "small": {"allreduce": (6, 2 * SMALL)},  # three buckets
+    "mnist_by_hand": {"allreduce": (20, 2 * 4 * WEIGHTS)},
+    "mnist_overlap": {"allreduce": (20, 2 * 4 * WEIGHTS)},
+    "mnist_zero": {"reducescatter": (2, 2 * N * PART), "allgather": (2, 2 * PART)},
+    # The last of four micro-batches sends: DDP's one bucket, and BatchNorm's buffers, floats and integers.
+    "mnist_accumulate": {"broadcast": (4, 2 * BUFFERS), "allreduce": (2, 2 * 4 * WEIGHTS)},
+    "mnist_local_sgd": {"allreduce": (10, 4 * WEIGHTS)},  # every second step
+    "mnist_tensor_parallel": {"allreduce": (4, 2 * (OUTPUTS + CUT_1))},
+    # Forward gathers the root and three layers, backward these again.
+    "mnist_fsdp": {
+        "allgather": (14, 2 * (share(LAYERS.parameters()) + share(GATHERED))),
+        "reducescatter": (8, 2 * N * share(LAYERS.parameters())),
+    },
+    "mnist_pipeline": {"send": (4, 2 * CUT_1), "recv": (4, 2 * CUT_1)},  # two micro-batches
+}
+FLAGS = {"mnist_local_sgd": ("--every 2",)}
+
+
+def program_of(name):
+    """What `recorded` takes."""
+    if torch.__version__ < {"mnist_fsdp": (2, 9), "mnist_pipeline": (2, 8)}.get(name, (2, 4)):
         pytest.skip("the variant refuses this torch")
+    return (small,) if name == "small" else (variant, f"variants.{name}", *FLAGS.get(name, ()))
 
 
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program[-1] if len(program) > 1 else "small")
-def test_the_parts_add_up_and_the_steps_agree_in_all_but_times(program):
-    skip_if_refused(program)
-    for one in recordings(*program):
+def sums(recording, steps=2):
+    """(how many, bytes) of each kind, in the first recorded steps of a rank."""
+    cuts, first = recording["cuts"], recording["first"]
+    counts, sizes = Counter(), Counter()
+    for message in timeline.issued_in(recording, cuts[first], cuts[first + steps]):
+        if (message["kind"], message["bytes"]) != CHECKS:
+            counts[message["kind"]] += 1
+            sizes[message["kind"]] += message["bytes"]
+    return {kind: (counts[kind], sizes[kind]) for kind in counts}
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+def test_messages_in_closed_form_and_parts_that_add_up(name):
+    found = recordings(*program_of(name))
+    assert sums(found[0]) == MESSAGES[name]
+    for one in found:
         steps = range(one["first"], one["last"] + 1)
         assert len(steps) == STEPS
         lists = []
@@ -161,74 +195,30 @@ def test_the_parts_add_up_and_the_steps_agree_in_all_but_times(program):
             assert borders[-1] == end and [left for _, left, _ in parts] == borders[:-1]
             assert {"forward", "backward", "optimizer"} <= {what for what, *_ in parts}
             messages = timeline.issued_in(one, begin, end)
-            assert all(m["issued"] <= m["begin"] <= m["end"] for m in messages if m["peer"] is None)
+            assert all(m["begin"] <= m["end"] for m in messages)
             lists.append([(message["kind"], message["bytes"], message["peer"]) for message in messages])
-        period = 2 if "--every 2" in program else 1
-        assert lists[period:] == lists[:-period]
+        period = 2 if name == "mnist_local_sgd" else 1
+        assert lists[period:] == lists[:-period], "the steps agree in all but times"
+        if name == "mnist_zero":  # the step ends where the next batch is loaded, not after the optimizer
+            assert [kind for kind, *_ in lists[0]] == ["reducescatter", "allgather"]
 
 
-# --------------------------------------------------------------------------------------------------- messages, memory
-
-
-def sums(*program, rank=0, **options):
-    """{kind: (how many, bytes)} in two steps of a rank."""
-    one = recordings(*program, **options)[rank]
-    messages = timeline.issued_in(one, one["cuts"][one["first"]], one["cuts"][one["first"] + 2])
-    counts, sizes = Counter(), Counter()
-    for message in messages:
-        counts[message["kind"]] += 1
-        sizes[message["kind"]] += message["bytes"]
-    return {kind: (counts[kind], sizes[kind]) for kind in counts}
-
-
-def share(parameters, n=N):
-    """Bytes of a rank's rows of each, padded as FSDP pads them."""
-    return sum(4 * -(-len(p) // n) * p[0].numel() for p in parameters)
-
-
-@pytest.mark.parametrize("has_hooks", {timeline.HAS_MESSAGE_HOOKS, False})
-def test_messages_in_closed_form(has_hooks):
-    sizes = functools.partial(sums, has_hooks=has_hooks)
-    small_weights = 4 * 64 + 64 + 64 * 2 + 2
-    assert sizes(small) == {"allreduce": (2 * 3, 2 * 4 * small_weights)}  # three buckets, two steps
-    assert sizes(variant, "variants.mnist_by_hand")["allreduce"] == (20, 2 * 4 * WEIGHTS)
-    if not has_hooks:
-        return
-    assert sizes(variant, "variants.mnist_overlap") == {"allreduce": (20, 2 * 4 * WEIGHTS)}
-    part = 4 * -(-WEIGHTS // N)
-    zero = sizes(variant, "variants.mnist_zero")
-    assert zero == {"reducescatter": (2, 2 * N * part), "allgather": (2, 2 * part)}
-    accumulated = sizes(variant, "variants.mnist_accumulate")
-    assert accumulated.pop("allreduce") == (2, 2 * 4 * WEIGHTS)
-    assert accumulated == {"broadcast": (2 * 2, 2 * BUFFERS)}  # of floats and of integers, in the last micro-batch
-    assert sizes(variant, "variants.mnist_local_sgd", "--every 2")["allreduce"] == (10, 4 * WEIGHTS)
-    parallel = sizes(variant, "variants.mnist_tensor_parallel")
-    outputs, gradients = BATCH * 10, BATCH * 16 * (SIDE // 2) ** 2
-    assert parallel["allreduce"] == (4, 2 * 4 * (outputs + gradients))
-
-
-def test_messages_of_fsdp_in_closed_form():
-    skip_if_refused(("variants.mnist_fsdp",))
-    net = ConvNet(1, SIDE)
-    layers = [p for layer in (net[0], net[4], net[9]) for p in layer.parameters()]
-    found = sums(variant, "variants.mnist_fsdp")
-    assert found["reducescatter"] == (2 * 4, 2 * N * share(net.parameters()))
-    # Forward gathers the root and three layers, backward these again.
-    assert found["allgather"] == (2 * 7, 2 * (share(net.parameters()) + share(layers)))
+@pytest.mark.parametrize("name", ["small", "mnist_pipeline"])
+def test_messages_without_torchs_hooks(name):
+    """As before torch 2.14: from the profiler alone."""
+    found = recordings(*program_of(name), has_hooks=False)
+    assert sums(found[0]) == MESSAGES[name]
+    assert {message["peer"] for message in found[0]["messages"]} == ({1} if name == "mnist_pipeline" else {None})
 
 
 def test_messages_of_a_pipeline_are_arrows():
-    skip_if_refused(("variants.mnist_pipeline",))
-    first, second = (
-        4 * BATCH * 16 * (SIDE // 2) ** 2,
-        4 * BATCH * 32 * (SIDE // 4) ** 2,
-    )  # after the first, second stage
-    program = variant, "variants.mnist_pipeline"
-    sent = [sums(*program, rank=rank)["send"] for rank in range(N)]
-    assert sent == [(4, 2 * first), (8, 2 * (first + second)), (4, 2 * second)]  # two micro-batches in two steps
-    arrows = picture(*program)["arrows"]
-    assert Counter((a["from"], a["to"]) for a in arrows) == {(0, 1): 2, (1, 2): 2, (2, 1): 2, (1, 0): 2}
-    assert all(arrow["begin"] < arrow["end"] for arrow in arrows)
+    found = picture(*program_of("mnist_pipeline"))
+    sent = Counter((arrow["from"], arrow["to"]) for arrow in found["arrows"])
+    assert sent == {(0, 1): 2, (1, 2): 2, (2, 1): 2, (1, 0): 2}
+    assert all(arrow["begin"] < arrow["end"] for arrow in found["arrows"])
+    middle = sums(recordings(*program_of("mnist_pipeline"))[1])
+    assert middle["send"] == middle["recv"] == (8, 2 * (CUT_1 + CUT_2))
+    assert said(found)["weights"] == "the ranks have no tensor in common: a pipeline"
 
 
 def held(*program, rank=0):
@@ -244,11 +234,10 @@ def test_memory_in_closed_form():
     assert by_hand["weights"] == zero["weights"] - 4 * (-WEIGHTS % N) == 4 * WEIGHTS + BUFFERS
     assert by_hand["optimizer state"] == by_hand["gradients"] == 4 * WEIGHTS
     assert zero["optimizer state"] == 4 * -(-WEIGHTS // N)
-    adam = 4 * (64 * 4 + 64 + 2 * 64 + 2)
-    assert held(small)["optimizer state"] == 2 * adam + 4 * 4  # two averages, and four parameters' numbers of steps
-    assert held(small)["gradients"] == held(small)["weights"] == adam
+    assert held(small)["optimizer state"] == 2 * SMALL + 4 * 4  # two averages, and the numbers of steps
+    assert held(small)["gradients"] == held(small)["weights"] == SMALL
     if timeline.HAS_MESSAGE_HOOKS:
-        assert held(small)["message buffers"] == adam  # DDP's buckets are a second copy of the gradients
+        assert held(small)["message buffers"] == SMALL  # DDP's buckets are a second copy of the gradients
     # Activations: images; of each convolution its output, ReLU's, the pool's places (int64) and output; small ones.
     floats = 1 + (16 + 16) + (2 * 16 + 16) / 4 + (32 + 32) / 4 + (2 * 32 + 32) / 16
     assert 1 < by_hand["activations"] / (4 * BATCH // N * SIDE**2 * floats) < 1.02
@@ -283,10 +272,8 @@ def test_silent_mistakes_are_said():
 
 
 def test_sharded_weights_are_said():
-    skip_if_refused(("variants.mnist_fsdp",))
-    text = said(picture(variant, "variants.mnist_fsdp"))
+    text = said(picture(*program_of("mnist_fsdp")))
     assert text["weights"] == "10 tensors are sharded: each rank has its part (FSDP)" and "gradients" not in text
-    assert said(picture(variant, "variants.mnist_pipeline"))["weights"].startswith("the ranks have no tensor in common")
 
 
 def test_clocks_of_other_machines_are_aligned():
@@ -319,9 +306,8 @@ def test_clocks_of_other_machines_are_aligned():
 
 
 def test_the_trace_is_as_perfetto_wants_it():
-    skip_if_refused(("variants.mnist_pipeline",))
-    for program in (small,), (variant, "variants.mnist_overlap"), (variant, "variants.mnist_pipeline"):
-        trace = json.loads(json.dumps(timeline.trace_of(picture(*program))))
+    for name in "small", "mnist_pipeline":
+        trace = json.loads(json.dumps(timeline.trace_of(picture(*program_of(name)))))
         slices, flows = {}, {}
         for event in trace["traceEvents"]:
             assert event["ph"] in "XMCsf" and isinstance(event["pid"], int) and isinstance(event["name"], str)
@@ -331,7 +317,7 @@ def test_the_trace_is_as_perfetto_wants_it():
             elif event["ph"] in "sf":
                 flows.setdefault(event["id"], []).append(event["ph"])
         assert all(phases == ["s", "f"] for phases in flows.values())
-        assert bool(flows) == (program[-1] == "variants.mnist_pipeline")
+        assert bool(flows) == (name == "mnist_pipeline")
         for spans in slices.values():  # those of a thread are apart, or inside each other
             open_ends = []
             for begin, end in sorted(spans, key=lambda span: (span[0], -span[1])):
@@ -341,7 +327,7 @@ def test_the_trace_is_as_perfetto_wants_it():
 
 
 def test_the_picture_is_whole_and_small():
-    pictures = [picture(small), picture(variant, "variants.mnist_overlap", shown=2)]
+    pictures = [picture(small), picture(variant, "variants.mnist_by_hand", shown=2)]
     svg = timeline.draw(pictures)
     root = ElementTree.fromstring(svg)
     tags = {element.tag.rpartition("}")[2] for element in root.iter()}
