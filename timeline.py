@@ -356,7 +356,6 @@ def together(recorder: Recorder, world_size: int) -> list[dict] | None:
         torch_dist.all_gather_object(tensors, local(dict(recorder.parameters())[different]).cpu().double(), group=group)
         if all(tensor.shape == tensors[0].shape for tensor in tensors):
             recordings[0]["difference"] = max((tensor - tensors[0]).abs().max().item() for tensor in tensors)
-    torch_dist.destroy_process_group(group)
     return recordings if dist.is_primary() else None
 
 

@@ -10,8 +10,10 @@ import functools
 import importlib
 import io
 import json
+import os
 import pickle
 import re
+import shutil
 import sys
 import time
 import xml.etree.ElementTree as ElementTree
@@ -240,7 +242,9 @@ def test_memory_in_closed_form():
         assert held(small)["message buffers"] == SMALL  # DDP's buckets are a second copy of the gradients
     # Activations: images; of each convolution its output, ReLU's, the pool's places (int64) and output; small ones.
     floats = 1 + (16 + 16) + (2 * 16 + 16) / 4 + (32 + 32) / 4 + (2 * 32 + 32) / 16
-    assert 1 < by_hand["activations"] / (4 * BATCH // N * SIDE**2 * floats) < 1.02
+    assert (
+        1 < by_hand["activations"] / (4 * BATCH // N * SIDE**2 * floats) < (1.02 if timeline.HAS_MESSAGE_HOOKS else 1.3)
+    )  # torch 2.4: a copy more
 
 
 def test_the_kinds_of_memory_add_up_to_torchs_total():
@@ -342,10 +346,18 @@ def test_the_picture_is_whole_and_small():
 @pytest.mark.slow
 def test_no_text_is_over_another(tmp_path):
     pytest.importorskip("selenium", reason="pip install selenium")
-    from test_pages import browser
+    from selenium import webdriver
+    from selenium.webdriver.chrome.service import Service
 
+    chromium, driver = shutil.which("chromium") or shutil.which("google-chrome"), shutil.which("chromedriver")
+    if not chromium or not driver:
+        pytest.skip("apt-get install chromium chromium-driver")
+    settings = webdriver.ChromeOptions()
+    settings.binary_location = chromium
+    for flag in ["--headless=new", "--disable-dev-shm-usage", *(["--no-sandbox"] if os.geteuid() == 0 else [])]:
+        settings.add_argument(flag)
     files = {"small": [(small,)], "both": [(variant, "variants.mnist_overlap"), (variant, "variants.mnist_zero")]}
-    with browser() as page:
+    with webdriver.Chrome(options=settings, service=Service(driver)) as page:
         for name, programs in files.items():
             (tmp_path / f"{name}.svg").write_text(timeline.draw([picture(*program) for program in programs]))
             page.get(f"file://{tmp_path}/{name}.svg")
