@@ -15,6 +15,7 @@ import argparse
 import functools
 import multiprocessing
 import os
+import subprocess
 import sys
 import tempfile
 import time
@@ -90,8 +91,9 @@ def record(program: str, is_slow: bool, shown: int) -> dict:
         recordings = dist.launch(worker, os.getpid() if is_slow else 0, folder, args, nproc=2)
         until.set()
         samples = mine.recv() if is_slow else []
-    while is_slow and "port" in Path("/proc/net/dev").read_text():  # links with the addresses of the next ones
-        time.sleep(0.1)
+    ports = [line.split(":")[0].strip() for line in Path("/proc/net/dev").read_text().splitlines() if "port" in line]
+    for port in ports if is_slow else ():  # the kernel keeps a link while bytes wait there; the next has its address
+        subprocess.run(["ip", "link", "delete", port], check=False, stderr=subprocess.DEVNULL)
     picture = timeline.picture_of(recordings, args)
     picture["title"] = f"{program.rpartition('.')[2]}, {f'{RATE} Mbit/s' if is_slow else 'no slowed network'}"
     picture["links"] = links_of(picture, samples)
