@@ -486,19 +486,15 @@ def cut_late_ends(messages: list[dict], spans: list[Span], cuts: list[int]) -> N
 def allocations_of(events: list[dict], device: int) -> dict[int, list[list]]:
     """For each address its allocations [kind, bytes, begin, end]; end 0: it is still there."""
     history: dict[int, list[list]] = defaultdict(list)
-    late: Counter = Counter()
     for event in events:
         if event["name"] != "[memory]" or event["args"]["Device Type"] != device:
             continue
         size, address = event["args"]["Bytes"], event["args"]["Addr"]
         parts = history[address]
         if size > 0:
-            if parts and not parts[-1][3]:  # another thread has freed it, and its event comes later
+            if parts and not parts[-1][3]:  # a thread of gloo's has freed it: such frees are not recorded
                 parts[-1][3] = event["begin"]
-                late[address] += 1
             parts.append(["", size, event["begin"], 0])
-        elif late[address]:
-            late[address] -= 1
         elif parts:
             parts[-1][3] = event["begin"]
     return history
