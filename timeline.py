@@ -722,12 +722,15 @@ def counted(count: int, name: str) -> str:
 
 
 def message_sums(one: dict) -> str:
-    """Such as: 2 broadcasts 400 B, 1 all-reduce 116 kB."""
+    """Such as: 2 broadcasts 400 B together, 1 all-reduce 116 kB."""
     sizes = defaultdict(list)
     for message in one["messages"]:
         if message["kind"] != "recv":
             sizes[message["kind"]].append(message["bytes"])
-    texts = [f"{counted(len(some), NAMES.get(kind, kind))} {size_of(sum(some))}" for kind, some in sizes.items()]
+    texts = []
+    for kind, some in sizes.items():
+        together = " together" if len(some) > 1 else ""
+        texts.append(f"{counted(len(some), NAMES.get(kind, kind))} {size_of(sum(some))}{together}")
     return ", ".join(texts) or "no messages"
 
 
@@ -951,9 +954,9 @@ def draw_picture(drawing: Drawing, picture: dict, peaks: list[int]) -> None:
         drawing.path("arrow", f"M{x[0]:.1f},{y[0]:.1f}L{x[1]:.1f},{y[1]:.1f}")
     for link in picture.get("links", []):
         draw_link(drawing, link)
-    for name, curve in memory_lanes(ranks):
-        for kinds, peak in zip(two_areas(curve), peaks, strict=True):
-            draw_memory(drawing, name, curve, kinds, max(peak, 1))
+    for rank, curve in memory_lanes(ranks):
+        for name, kinds, peak in zip(("kept", "working"), two_areas(curve), peaks, strict=True):
+            draw_memory(drawing, name + rank, curve, kinds, max(peak, 1))
     drawing.y += 6
 
 
@@ -1008,12 +1011,12 @@ def draw_messages(drawing: Drawing, messages: list[dict]) -> None:
 
 
 def memory_lanes(ranks: list[dict]) -> list[tuple[str, list]]:
-    """(name, curve): one for all ranks, if they hold the same."""
+    """(rank, curve): one for all ranks, without a number, if they hold the same."""
     curves = [one["memory"] for one in ranks]
     peaks = [[peak_of(curve, kinds) for curve in curves] for kinds in ((0, 1, 2), range(6))]
     if all(max(some) <= 1.05 * min(some) for some in peaks):
-        return [("memory", curves[0])] if any(peaks[1]) else []
-    return [(f"memory {one['rank']}", one["memory"]) for one in ranks]
+        return [("", curves[0])] if any(peaks[1]) else []
+    return [(f" {one['rank']}", one["memory"]) for one in ranks]
 
 
 def peak_of(curve: list[list[int]], kinds: Iterable[int]) -> int:
