@@ -317,7 +317,7 @@ class _Ranks:
                 os.kill(self.processes[rank].pid, signal.SIGUSR1)  # faulthandler answers inside a collective, too
         deadline = time.monotonic() + 2
         while time.monotonic() < deadline and not self.stop_now:
-            if all(b"_be_rank" in self.read(f"stack{rank}") for rank in asked):  # this frame comes last
+            if all(b"_bootstrap" in self.read(f"stack{rank}") for rank in asked):  # multiprocessing's frame comes last
                 break
             time.sleep(0.01)
         standings = []
@@ -405,6 +405,8 @@ def _where(frames: list[tuple[str, str, str]]) -> _Standing:
     libraries = (*helpers, os.path.dirname(torch.__file__), sysconfig.get_path("stdlib"))
     called = ""
     for path, line, function in frames:
+        if function == "_bootstrap":  # what follows in a forked process is its parent's
+            break
         if not path.startswith(libraries):
             return _Standing(f"{path}:{line}, {function}" + (f", in {called}" if called else ""), called or function)
         if function != "wrapper":  # torch's, around each of its collectives

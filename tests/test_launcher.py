@@ -592,6 +592,33 @@ def test_each_rank_has_random_numbers_of_its_own_and_a_caller_who_has_seeded_get
         assert not set(first + other) & set(again[0] + again[1])
 
 
+LINGERS = """
+import threading
+def linger():
+    while not os.path.exists("go"): time.sleep(0.01)
+def worker(rank, n):
+    if rank == 1: threading.Thread(target=linger).start()
+    open(f"done{rank}", "w").close()
+dist.launch(worker, nproc=2)
+"""
+
+
+def test_a_thread_that_keeps_a_rank_alive_is_said(program):
+    file = program(LINGERS)
+    job = start(file)
+    line = "  rank 1: has finished, but still runs: a thread of its own?"
+    wait_for(lambda: wrote(file, "done") == [0, 1])
+
+    def asked():
+        os.kill(job.pid, signal.SIGUSR1)
+        time.sleep(0.1)
+        return line in job.err()
+
+    wait_for(asked)
+    (file.parent / "go").touch()
+    assert job.wait().code == 0
+
+
 STARTS = """
 if __name__ != "__main__":  # a spawned rank, that still imports
     open(f"starting{os.getpid()}", "w").close()
