@@ -227,7 +227,8 @@ class Recorder:
 
     def note_message(self, args: Any, group: Any) -> None:
         kind, tensors = args.name.name, args.input_tensors or args.output_tensors
-        call = {"kind": kind.lower().replace("_", ""), "issued": time.time_ns(), "group": group.group_name}
+        name = kind.lower().replace("_", "").removesuffix("base")  # torch 2.15 has ALLGATHER_BASE and others
+        call = {"kind": name, "issued": time.time_ns(), "group": group.group_name}
         call["bytes"] = sum(tensor.nbytes for tensor in tensors)
         call["runs"] = len(tensors) if kind == "REDUCE_SCATTER" else 1  # gloo makes an all-reduce of each
         call["peer"] = self.groups[group][args.root] if kind in ("SEND", "RECV") else None
