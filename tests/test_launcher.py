@@ -115,6 +115,7 @@ def worker(rank, n, what, workers):
 
 if __name__ == "__main__":
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whatever nohup or a background job has ignored
+    signal.signal(signal.SIGQUIT, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     what, method, workers = sys.argv[1:]
     if method == "spawn":
