@@ -147,7 +147,10 @@ def cleanup() -> None:
     While an exception is being handled it does nothing, if there are several processes: the other ranks may be inside
     a collective, and leaving would wait for them for ever (pytorch/torchtitan#1342).
     """
-    has_failed = sys.exc_info()[1] is not None
+    _leave_group(has_failed=sys.exc_info()[1] is not None)
+
+
+def _leave_group(has_failed: bool) -> None:
     if not torch_dist.is_initialized() or (has_failed and get_world_size() > 1):
         return
     # Gloo's threads need Python's lock to free their last tensors: let them have it, or leaving may hang
@@ -338,10 +341,12 @@ def launch(worker_fn: Callable, *args: Any, nproc: int | None = None) -> Any:
 
 def _call(worker_fn: Callable, args: tuple) -> Any:
     """Call worker_fn; leave the process group if it succeeded."""
+    has_failed = True  # sys.exc_info doesn't tell: `launch` may have been called inside `except`
     try:
         result = worker_fn(get_local_rank(), get_world_size(), *args)
+        has_failed = False
     finally:
-        cleanup()
+        _leave_group(has_failed)
     return result if is_primary() else None
 
 

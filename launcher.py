@@ -69,10 +69,10 @@ def run(function: Callable, args: tuple = (), nproc: int = 2, grace: float | Non
     `kill -USR1` of this process, print where each rank stands.
     grace: seconds for ranks that handle SIGTERM to save (30 if the run is told to stop, 3 after a failure).
     """
-    method, threads, job = _how_to_start((function, args), nproc)
     ranks = _Ranks(nproc, grace)
     with ranks.signals_handled():
         try:
+            method, threads, job = _how_to_start((function, args), nproc)
             ranks.start(method, threads, job)
             error = ranks.watch()
         finally:
