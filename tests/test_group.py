@@ -79,6 +79,26 @@ def test_a_group_can_be_left_and_joined_again():
     assert run(_joins_again, 3) == [([3, 3], "gloo")] * 3
 
 
+def _joins(local_rank, world_size):
+    dist.init_process_group()
+    return dist.all_reduce(torch.tensor(1)).item()
+
+
+def _launches_inside_except():
+    """As under torchrun: the function is called here."""
+    dist.cleanup()
+    try:
+        raise ValueError
+    except ValueError:
+        results = dist.launch(_joins), dist.launch(_joins)
+    dist.init_process_group()
+    return results
+
+
+def test_launch_inside_except_leaves_its_group():
+    assert run(_launches_inside_except, 3) == [(3, 3), (None, None), (None, None)]
+
+
 def test_one_process_can_have_a_group():
     dist.init_process_group()
     assert dist.gather(dist.reduce(torch.tensor(2.0)))[0] == 2
