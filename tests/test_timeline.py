@@ -10,10 +10,8 @@ import functools
 import importlib
 import io
 import json
-import os
 import pickle
 import re
-import shutil
 import sys
 import time
 import xml.etree.ElementTree as ElementTree
@@ -23,7 +21,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from world import ROOT, forker, run, shell, wait_for
+from world import ROOT, chromium, forker, run, shell, wait_for
 
 import data
 import distributed as dist
@@ -344,19 +342,8 @@ def test_the_picture_is_whole_and_small():
 
 @pytest.mark.slow
 def test_no_text_is_over_another(tmp_path):
-    pytest.importorskip("selenium", reason="pip install selenium")
-    from selenium import webdriver
-    from selenium.webdriver.chrome.service import Service
-
-    chromium, driver = shutil.which("chromium") or shutil.which("google-chrome"), shutil.which("chromedriver")
-    if not chromium or not driver:
-        pytest.skip("apt-get install chromium chromium-driver")
-    settings = webdriver.ChromeOptions()
-    settings.binary_location = chromium
-    for flag in ["--headless=new", "--disable-dev-shm-usage", *(["--no-sandbox"] if os.geteuid() == 0 else [])]:
-        settings.add_argument(flag)
     files = {"small": [(small,)], "both": [(variant, "variants.mnist_overlap"), (variant, "variants.mnist_zero")]}
-    with webdriver.Chrome(options=settings, service=Service(driver)) as page:
+    with chromium() as page:
         for name, programs in files.items():
             (tmp_path / f"{name}.svg").write_text(timeline.draw([picture(*program) for program in programs]))
             page.get(f"file://{tmp_path}/{name}.svg")

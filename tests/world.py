@@ -16,6 +16,7 @@ import multiprocessing
 import os
 import random
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -61,6 +62,22 @@ def gone(pid):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except OSError:
         return True
+
+
+def chromium():
+    """A browser without a window, driven by selenium; the test is skipped where it isn't installed."""
+    pytest.importorskip("selenium", reason="pip install selenium")
+    from selenium import webdriver
+    from selenium.webdriver.chrome.service import Service
+
+    program, driver = shutil.which("chromium") or shutil.which("google-chrome"), shutil.which("chromedriver")
+    if not program or not driver:
+        pytest.skip("apt-get install chromium chromium-driver")
+    options = webdriver.ChromeOptions()
+    options.binary_location = program
+    for flag in ["--headless=new", "--disable-dev-shm-usage", *(["--no-sandbox"] if os.geteuid() == 0 else [])]:
+        options.add_argument(flag)
+    return webdriver.Chrome(options=options, service=Service(driver))
 
 
 # ---------------------------------------------------------------------------------------------------- a kept world

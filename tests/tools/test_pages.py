@@ -2,13 +2,11 @@
 
 import functools
 import html
-import os
 import re
-import shutil
 import xml.etree.ElementTree as ElementTree
 
 import pytest
-from world import ROOT
+from world import ROOT, chromium
 
 from tools import side_by_side
 from tools.side_by_side import PAGE, PAIRS, compared, source
@@ -47,19 +45,7 @@ def test_pictures_parse():
 @pytest.mark.slow
 def test_what_a_reader_does_in_a_browser():
     """Keys, a link to a change, one column on a phone, and the same without JavaScript."""
-    pytest.importorskip("selenium", reason="pip install selenium")
-    from selenium import webdriver
-    from selenium.webdriver.chrome.service import Service
-
-    chromium, driver = shutil.which("chromium") or shutil.which("google-chrome"), shutil.which("chromedriver")
-    if not chromium or not driver:
-        pytest.skip("apt-get install chromium chromium-driver")
-    options = webdriver.ChromeOptions()
-    options.binary_location = chromium
-    for flag in ["--headless=new", "--disable-dev-shm-usage", *(["--no-sandbox"] if os.geteuid() == 0 else [])]:
-        options.add_argument(flag)
-    browser = webdriver.Chrome(options=options, service=Service(driver))
-
+    browser = chromium()
     one = functools.partial(browser.find_element, "css selector")
 
     def shown():
