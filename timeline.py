@@ -12,8 +12,8 @@ https://ui.perfetto.dev.  docs/timeline.md says how to read them.
 A step lies between two steps of the first optimizer, and begins where the DataLoader is asked for the next batch, if
 it is.  The first steps are left out, the next ones run without the recorder, then some are recorded, then the program
 is left.  Before torch 2.14 the recorder takes more time, and can't tell message buffers and process groups apart.
-No real GPU was seen, only simulated ones: there it draws what the processes do, not when their kernels run, and it
-counts NCCL's messages without their times.
+On a GPU the lanes show when its kernels run, not what the process does meanwhile, and where only NCCL's kernels run,
+it waits; memory is not drawn.  This part was tried on a trace that others recorded on two GPUs, not on a GPU of ours.
 """
 
 import argparse
@@ -219,7 +219,7 @@ class Recorder:
             if HAS_MESSAGE_HOOKS:
                 group.register_pre_hook(id(self), lambda args, group=group: self.note_message(args, group))
         self.profiler = torch.profiler.profile(
-            activities=[torch.profiler.ProfilerActivity.CPU],
+            activities=torch.profiler.supported_activities(),  # of the CPU and, if there is one, of the GPU
             profile_memory=True,
             record_shapes=not HAS_MESSAGE_HOOKS,  # costs time: only where no hook says how large a message is
         )
@@ -373,8 +373,9 @@ def recording_of(recorder: Recorder, has_trace: bool = True) -> dict:
     """All that is known of this rank, in plain lists and dicts."""
     events = read_trace(recorder.profiler) if recorder.profiler and has_trace else []
     main = [event for event in events if event["tid"] == threading.get_native_id() and event["ph"] == "X"]
-    main = [event for event in main if not event["name"].startswith("gloo:")]
-    messages = messages_of(events, recorder.calls)
+    main = [event for event in main if not event["name"].startswith("gloo:") and event.get("cat") not in GPU_WORK]
+    work = gpu_work(events)
+    messages = messages_of(events, work, recorder.calls)
     spans = [(what, begin, end or time.time_ns()) for what, begin, end, *_ in recorder.spans]
     spans += [("wait", e["begin"], e["end"]) for e in main if e["name"].endswith("::wait_tensor")]
     spans += ddp_waits(main, spans, messages)
@@ -383,8 +384,10 @@ def recording_of(recorder: Recorder, has_trace: bool = True) -> dict:
     cuts = [*recorder.cuts, recorder.next_cut] if is_between else recorder.cuts
     parameters = dict(recorder.parameters())
     device = next(iter(parameters.values()), torch.empty(0)).device.type
+    memory = named_allocations(allocations_of(events, 1 if device == "cuda" else 0), recorder.tensors, spans)
+    if work:
+        spans, cuts, memory = *as_on_gpu(work, spans, cuts, messages), []
     boot = Path("/proc/sys/kernel/random/boot_id")
-    allocations = allocations_of(events, 1 if device == "cuda" else 0)
     return {
         "rank": dist.get_rank(),
         "setting": f"torch {torch.__version__}, {device}, {counted(torch.get_num_threads(), 'thread')} each",
@@ -394,7 +397,7 @@ def recording_of(recorder: Recorder, has_trace: bool = True) -> dict:
         "last": min(recorder.last, len(cuts) - 2),
         "spans": spans,
         "messages": messages,
-        "memory": named_allocations(allocations, recorder.tensors, spans),
+        "memory": memory,
         "operations": [(event["name"], event["begin"], event["end"]) for event in main],
         "weights": {name: digest(parameter) for name, parameter in parameters.items()},
         "gradients": recorder.gradients,
@@ -415,28 +418,83 @@ def read_trace(profiler: Any) -> list[dict]:
     return sorted(events, key=lambda event: event["begin"])
 
 
+GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of events
+GPU_GAP = 20_000  # ns: a shorter pause between two kernels of one phase is not drawn
+
+
+def gpu_work(events: list[dict]) -> list[dict]:
+    """Kernels and copies in the order of their launches, which CUDA numbers; each with the time `launched`."""
+    numbered = [event for event in events if "correlation" in event.get("args", {})]
+    launches = {e["args"]["correlation"]: e["begin"] for e in numbered if e["cat"] not in GPU_WORK}
+    work = [event for event in numbered if event["cat"] in GPU_WORK]
+    for event in work:
+        event["launched"] = launches.get(event["args"]["correlation"], event["begin"])
+    return sorted(work, key=lambda event: event["launched"])
+
+
+def is_nccl(event: dict) -> bool:
+    return event["name"].startswith("nccl")
+
+
+def as_on_gpu(
+    work: list[dict], spans: list[Span], cuts: list[int], messages: list[dict]
+) -> tuple[list[Span], list[int]]:
+    """Spans and cuts of a GPU: a kernel belongs to the span in which it was launched, and to the step."""
+    spans = sorted([*spans, *losses(spans, messages)], key=lambda span: (span[1], -span[2]))
+    launched = [event["launched"] for event in work]
+    ends = [0, *itertools.accumulate((event["end"] for event in work), max)]
+    gpu_cuts = [max(cut, ends[bisect_left(launched, cut)]) for cut in cuts]
+    for message in messages:
+        step = bisect_right(cuts, message["issued"])
+        message["issued"] = max(message["begin"], gpu_cuts[step - 1] if step else 0)
+    computing: list[Span] = []
+    for event in sorted(work, key=lambda event: event["begin"]):
+        if is_nccl(event):
+            continue
+        covering = [what for what, begin, end in spans if begin <= event["launched"] < end]
+        what, begin, end = covering[-1] if covering else "data", event["begin"], event["end"]
+        if computing and computing[-1][0] == what and begin < computing[-1][2] + GPU_GAP:
+            begin, end = computing[-1][1], max(end, computing.pop()[2])
+        computing.append((what, begin, end))
+    waits = []
+    for event in filter(is_nccl, work):
+        now = event["begin"]
+        for _, begin, end in computing:
+            if now < begin < event["end"]:
+                waits.append(("wait", now, begin))
+            if begin < event["end"]:
+                now = max(now, end)
+        if now < event["end"]:
+            waits.append(("wait", now, event["end"]))
+    return [*computing, *waits], gpu_cuts
+
+
 KINDS = re.compile("allreduce|allgather|reducescatter|broadcast|reduce|gather|scatter|alltoall|barrier|send|recv")
 BYTES = {"double": 8, "long int": 8, "float": 4, "int": 4, "c10::Half": 2, "c10::BFloat16": 2}
 
 
 def kind_of(event: dict) -> str:
-    """Of an operation such as c10d::_allgather_base_, or gloo:all_gather."""
-    found = KINDS.search(event["name"].replace("_", ""))
+    """Of an operation such as c10d::_allgather_base_, gloo:all_gather or ncclDevKernel_AllGather_RING_LL."""
+    name = event.get("args", {}).get("Collective name", event["name"])
+    found = KINDS.search(name.replace("_", "").lower())
     return found[0] if found else "message"
 
 
-def messages_of(events: list[dict], calls: list[dict]) -> list[dict]:
-    """The calls, each with `begin` and `end` of its run: gloo runs them in threads of its own, in their order."""
+def messages_of(events: list[dict], work: list[dict], calls: list[dict]) -> list[dict]:
+    """The calls, each with `begin` and `end` of its run: in a thread of gloo's, or NCCL's kernel, in their order."""
     runs = defaultdict(list)
-    for event in events:
-        if event["name"].startswith("gloo:"):
-            runs[kind_of(event)].append(event)
+    gloos = [event for event in events if event["name"].startswith("gloo:")]
+    for event in [*gloos, *filter(is_nccl, work)]:
+        runs[kind_of(event)].append(event)
+    if work:  # one kernel may be several sends and receives, and nothing says which
+        runs = defaultdict(list, {kind: runs[kind] for kind in runs if kind not in ("send", "recv")})
     if not HAS_MESSAGE_HOOKS:
         calls = [old_call(event) for event in events if event["name"].startswith("c10d::")]
     messages = []
     for call in calls:
         kind = call["kind"] if runs[call["kind"]] else {"reducescatter": "allreduce"}.get(call["kind"], "")
-        mine, runs[kind] = runs[kind][: call["runs"]], runs[kind][call["runs"] :]
+        count = 1 if work else call["runs"]
+        mine, runs[kind] = runs[kind][:count], runs[kind][count:]
         shapes = [(run["args"].get("Input Dims", []), run["args"].get("Input type", [])) for run in mine[:1]]
         sizes = [BYTES.get(dtype, 1) * math.prod(shape) for pair in shapes for shape, dtype in zip(*pair, strict=False)]
         begin, end = (mine[0]["begin"], mine[-1]["end"]) if mine else (call["issued"], call["issued"])  # of NCCL
@@ -762,6 +820,9 @@ def of_ranks(texts: list[str]) -> str:
 
 def who_came_last(recordings: list[dict], first: int, last: int) -> str:
     """In how many of the recorded steps the others waited longest for which rank."""
+    messages = [message for recording in recordings for message in recording["messages"]]
+    if messages and not any(message["begin"] < message["end"] for message in messages):
+        return "not seen, as the profiler tells no times of messages"
     steps: Counter = Counter()
     waited: Counter = Counter()
     for step in range(first, last + 1):
@@ -1089,7 +1150,7 @@ def draw_legend(drawing: Drawing, pictures: list[dict]) -> None:
     }
     if not any(message["peer"] is None for one in ranks for message in one["messages"]):
         del rows["messages"]
-    for name, entries in rows.items():
+    for name, entries in ((name, entries) for name, entries in rows.items() if entries):
         drawing.y += 20
         drawing.text(12, drawing.y, name, "soft")
         x = LEFT

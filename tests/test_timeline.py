@@ -277,6 +277,37 @@ def test_sharded_weights_are_said():
     assert text["weights"] == "10 tensors are sharded: each rank has its part (FSDP)" and "gradients" not in text
 
 
+def test_kernels_of_a_gpu_belong_where_they_were_launched():
+    """Events as torch's profiler writes them on GPUs, where none is: launched early, run late, an all-reduce beside."""
+    events = []
+    for number, (launched, begin, end, name) in enumerate(
+        [(10, 110, 150, "conv"), (30, 150, 200, "conv_backward"), (35, 180, 300, "ncclDevKernel_AllReduce_Sum_f32")]
+        + [(40, 230, 240, "conv_backward"), (60, 300, 310, "sgd"), (80, 320, 330, "conv")]
+    ):
+        calls = {"args": {"correlation": number}, "begin": launched * 1000, "end": (launched + 1) * 1000}
+        events.append(calls | {"cat": "cuda_runtime", "name": "cudaLaunchKernel"})
+        kernel = {"args": {"correlation": number}, "begin": begin * 1000, "end": end * 1000}
+        events.append(kernel | {"cat": "kernel", "name": name})
+    calls = [{"kind": "allreduce", "issued": 35_000, "group": "", "bytes": 8, "runs": 1, "peer": None}]
+    spans = [("forward", 5_000, 20_000), ("backward", 25_000, 50_000), ("optimizer", 55_000, 70_000)]
+    work = timeline.gpu_work(events)
+    (message,) = messages = timeline.messages_of(events, work, calls)
+    spans, cuts = timeline.as_on_gpu(work, spans, [0, 75_000], messages)
+    assert (message["begin"], message["end"], message["issued"]) == (180_000, 300_000, 180_000)
+    assert cuts == [0, 310_000]  # the step ends when what it has launched has ended
+    parts = timeline.parts_of({"spans": spans, "messages": messages}, 100_000, 340_000)
+    assert [(what, begin // 1000, end // 1000) for what, begin, end in parts] == [
+        ("other", 100, 110),
+        ("forward", 110, 150),
+        ("backward", 150, 200),
+        ("waiting", 200, 230),
+        ("backward", 230, 240),
+        ("waiting", 240, 300),
+        ("optimizer", 300, 310),
+        ("other", 310, 340),
+    ]
+
+
 def test_clocks_of_other_machines_are_aligned():
     plain, shifted, shift = recordings(small), recordings(small), 5 * 10**9
     other = shifted[2]

@@ -9,6 +9,7 @@ import importlib.util
 import re
 
 import pytest
+from world import ROOT
 
 SHORT = ("--dataset", "synthetic", "--dry-run", "--batch-size", "40")
 
@@ -141,3 +142,10 @@ def test_a_checkpoint_moves_between_cards_and_to_the_cpu(machine, tmp_path):
         assert run.code == 0 and ("batch 10 of 12" in run.out) == (gpus != ("8.0", "8.0")), run.err[-3000:]
         (finished,) = tmp_path.glob("step-12-score-*.pt")
         finished.unlink()  # the next goes on from step 10, in this run's precision
+
+
+def test_a_timeline(machine, tmp_path):
+    run = machine.run("timeline.py", "--steps=2", f"--out={tmp_path}/t", ROOT / "min_DDP.py", gpus=("8.0", "8.0"))
+    assert run.code == 0 and "cuda" in (tmp_path / "t.svg").read_text(), run.err[-3000:]
+    for line in "weights   2 tensors are equal on all ranks", "gradients equal on all ranks, though the inputs are not":
+        assert line in re.sub(r"\\n +", " ", run.out)
