@@ -384,7 +384,7 @@ def recording_of(recorder: Recorder, has_trace: bool = True) -> dict:
     cuts = [*recorder.cuts, recorder.next_cut] if is_between else recorder.cuts
     parameters = dict(recorder.parameters())
     device = next(iter(parameters.values()), torch.empty(0)).device.type
-    memory = named_allocations(allocations_of(events, 1 if device == "cuda" else 0), recorder.tensors, spans)
+    memory = named_allocations(allocations_of(events, 1 if device == "cuda" else 0), recorder.tensors, spans, messages)
     if work:
         spans, cuts, memory = *as_on_gpu(work, spans, cuts, messages), []
     boot = Path("/proc/sys/kernel/random/boot_id")
@@ -543,23 +543,31 @@ def cut_late_ends(messages: list[dict], spans: list[Span], cuts: list[int]) -> N
 
 
 def allocations_of(events: list[dict], device: int) -> dict[int, list[list]]:
-    """For each address its allocations [kind, bytes, begin, end]; end 0: it is still there."""
+    """For each address its allocations [kind, bytes, begin, end, is the end known]; end 0: it is still there.
+
+    What a call of a message allocates, or a thread of gloo's, are message buffers.
+    """
+    calls = sorted((event["begin"], event["end"]) for event in events if event["name"].startswith("c10d::"))
+    threads = {event["tid"] for event in events if event["name"].startswith("gloo:")}
     history: dict[int, list[list]] = defaultdict(list)
     for event in events:
         if event["name"] != "[memory]" or event["args"]["Device Type"] != device:
             continue
-        size, address = event["args"]["Bytes"], event["args"]["Addr"]
-        parts = history[address]
+        size, now, parts = event["args"]["Bytes"], event["begin"], history[event["args"]["Addr"]]
         if size > 0:
             if parts and not parts[-1][3]:  # a thread of gloo's has freed it: such frees are not recorded
-                parts[-1][3] = event["begin"]
-            parts.append(["", size, event["begin"], 0])
+                parts[-1][3] = now
+            call = bisect_right(calls, (now, now))
+            is_message = event["tid"] in threads or (call > 0 and now < calls[call - 1][1])
+            parts.append(["message buffers" if is_message else "", size, now, 0, False])
         elif parts:
-            parts[-1][3] = event["begin"]
+            parts[-1][3:] = [now, True]
     return history
 
 
-def named_allocations(history: dict[int, list], notes: list[tuple[int, dict]], spans: list[Span]) -> list[list]:
+def named_allocations(
+    history: dict[int, list], notes: list[tuple[int, dict]], spans: list[Span], messages: list[dict]
+) -> list[list]:
     """All allocations with their kinds, and those that are noted and older than the recording (begin 0)."""
     for now, kinds in notes:
         for address, (kind, size) in kinds.items():
@@ -567,7 +575,8 @@ def named_allocations(history: dict[int, list], notes: list[tuple[int, dict]], s
             if alive and alive[0][0] in ("", "message buffers"):
                 alive[0][0] = kind
             elif size and address and not history[address]:
-                history[address].append([kind, size, 0, 0])
+                history[address].append([kind, size, 0, 0, True])
+    issued = [message["issued"] for message in messages]
     backwards = sorted((begin, end) for what, begin, end in spans if what == "backward")
     parts = [part for parts in history.values() for part in parts]
     for part in parts:
@@ -576,7 +585,9 @@ def named_allocations(history: dict[int, list], notes: list[tuple[int, dict]], s
             is_in_backward = place > 0 and part[2] < backwards[place - 1][1]
             is_kept = place < len(backwards) and (not part[3] or backwards[place][0] < part[3])
             part[0] = "activations" if is_kept and not is_in_backward else "temporary"
-    return parts
+        elif part[0] == "message buffers" and not part[4] and issued and part[2] >= issued[0]:
+            part[3] = max(part[2], messages[bisect_right(issued, part[2]) - 1]["end"])
+    return [part[:4] for part in parts]
 
 
 # ------------------------------------------------------------------------------- what is computed from all recordings

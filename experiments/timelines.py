@@ -1,18 +1,20 @@
-"""The pictures of docs/timelines/: a step of each variant below the same step of its parent, by timeline.py.
+"""The pictures of docs/timelines/, a script's step below its parent's, and the tables of what each form costs.
 
-    sudo python -m experiments.timelines                  # all of them, into the folder timelines/: 4 minutes
-    sudo python -m experiments.timelines overlap fsdp     # only these
-    sudo python -m experiments.timelines --save           # all, into docs/timelines/
+    sudo python -m experiments.timelines overlap fsdp     # two pictures, into the folder timelines/
+    sudo python -m experiments.timelines forms adam       # the tables of docs/results.md
+    sudo python -m experiments.timelines --save           # all: docs/timelines/, experiments/results/; 6 minutes
     python -m experiments.timelines pipeline              # without root: no slowed network, no lanes of the links
 
-Two processes on the CPU train on synthetic digits.  Where messages are what a picture is about, each process has a
+The processes train on synthetic digits, on the CPU.  Where messages are what a picture is about, each process has a
 network link that carries 50 Mbit/s (slow_link.py): over memory they take no time that could be seen.  The lane of a
 link shows what the kernel counts: bytes that left a process, read every millisecond, beside the messages that torch
-tells of.
+tells of.  `adam` is the same training with a larger network, Adam and four processes: there sharding saves memory.
 """
 
 import argparse
+import contextlib
 import functools
+import importlib
 import multiprocessing
 import os
 import subprocess
@@ -20,26 +22,92 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
 
 import distributed as dist
 import timeline
 from experiments import measured, slow_link
+from tools.steps import code_digest
 
-RATE = 50  # Mbit/s
 STEPS = 24  # that are recorded
-TWO = {  # picture: is the network slowed, how many steps are shown, parent and child with their flags
-    "by_hand": (True, 1, "mnist_ddp", "variants.mnist_by_hand"),
-    "overlap": (True, 1, "variants.mnist_by_hand", "variants.mnist_overlap"),
-    "zero": (True, 1, "variants.mnist_by_hand", "variants.mnist_zero"),
-    "accumulate": (True, 1, "mnist_ddp", "variants.mnist_accumulate"),
-    "fsdp": (True, 1, "mnist_ddp", "variants.mnist_fsdp"),
-    "local_sgd": (True, 8, "mnist_ddp", "variants.mnist_local_sgd --every 8"),
-    "tensor_parallel": (False, 1, "mnist_ddp", "variants.mnist_tensor_parallel"),
-    "pipeline": (False, 1, "mnist_ddp", "variants.mnist_pipeline"),
-    "compile": (False, 1, "mnist_ddp", "variants.mnist_compile"),
-    "amp": (False, 1, "mnist_ddp", "mnist_amp"),
+
+
+class Run(NamedTuple):
+    program: str  # module and flags
+    rate: float = 0  # Mbit/s that each link carries; 0: the network is not slowed
+    shown: int = 1  # steps in the picture
+    nproc: int = 2
+    note: str = ""  # in the title
+    has_adam: bool = False
+
+
+DDP, BY_HAND = Run("mnist_ddp", 50), Run("variants.mnist_by_hand", 50)
+TENSOR_PARALLEL, PIPELINE = Run("variants.mnist_tensor_parallel"), "variants.mnist_pipeline --batch-size"
+PICTURES = {  # below each other
+    "ddp": [Run("mnist_single", nproc=1), Run("mnist_ddp")],
+    "amp": [Run("mnist_ddp"), Run("mnist_amp")],
+    "by_hand": [DDP, BY_HAND],
+    "overlap": [BY_HAND, Run("variants.mnist_overlap", 50)],
+    "zero": [BY_HAND, Run("variants.mnist_zero", 50)],
+    "accumulate": [DDP, Run("variants.mnist_accumulate", 50)],
+    "fsdp": [DDP, Run("variants.mnist_fsdp", 50)],
+    "tensor_parallel": [Run("mnist_ddp"), TENSOR_PARALLEL],
+    "mesh": [TENSOR_PARALLEL, Run("variants.mnist_mesh", nproc=4)],
+    "pipeline": [
+        Run(f"{PIPELINE} 199", note="1 micro-batch"),  # as many as divide the batch
+        Run(f"{PIPELINE} 198", note="2 micro-batches"),
+        Run(f"{PIPELINE} 200", note="4 micro-batches"),
+    ],
+    "local_sgd": [Run("mnist_ddp", 50, shown=8), Run("variants.mnist_local_sgd --every 8", 50, shown=8)],
+    "compile": [Run("mnist_ddp"), Run("variants.mnist_compile")],
+    "rates": [Run("variants.mnist_overlap", 200), Run("variants.mnist_overlap", 20)],
 }
+TABLES = {
+    "forms": [DDP, *(runs[-1] for name, runs in PICTURES.items() if runs[-1].program.startswith("variants."))],
+    "adam": [
+        Run(f"{module} --lr 0.001", nproc=4, has_adam=True)
+        for module in ("mnist_ddp", "variants.mnist_by_hand", "variants.mnist_zero", "variants.mnist_fsdp")
+    ],
+}
+KINDS = (*timeline.KEPT, *timeline.BORN)
+HEAD = ["program", "messages", "kB", "waits", *KINDS, "sum"]
+
+
+# --------------------------------------------------------------------------------------------------------- recording
+
+
+class Wide(nn.Sequential):
+    """Images [N, channels, side, side] -> logits [N, 10]: with more weights than activations."""
+
+    def __init__(self, channels: int, side: int) -> None:
+        layers = [nn.Linear(channels * side**2, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU()]
+        super().__init__(nn.Flatten(), *layers, nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10))
+
+
+def run_with_adam(recorder: timeline.Recorder, module: str, *flags: str) -> None:
+    """The script's main, with the larger network, and with Adam in place of SGD."""
+    script = importlib.import_module(module)
+    script.ConvNet = Wide
+    torch.optim.SGD = lambda parameters, lr, momentum: torch.optim.Adam(parameters, lr)
+    sys.argv = [module, *flags]
+    with recorder.installed(), contextlib.suppress(timeline.Finished):
+        script.main(dist.get_rank(), dist.get_world_size(), script.parse_args())
+
+
+def worker(local_rank: int, world_size: int, bridge: int, folder: str, run: Run, args: Any) -> list[dict] | None:
+    """One rank.  On rank 0 it returns the recordings of all ranks."""
+    if run.rate:
+        Path(folder, str(local_rank)).write_text(str(os.getpid()))
+        slow_link.link_to_bridge(local_rank, bridge)
+        slow_link.set_rate(run.rate)
+    if run.has_adam:
+        recorder = timeline.Recorder(args)
+        run_with_adam(recorder, *args.command[1:])
+        return timeline.together(recorder, world_size)
+    return timeline.record(local_rank, world_size, args)
 
 
 def count_bytes(folder: str, until: Any, found: Any) -> None:
@@ -53,15 +121,7 @@ def count_bytes(folder: str, until: Any, found: Any) -> None:
     found.send([[(when, counts[name]) for when, counts in samples if name in counts] for name in names])
 
 
-def worker(local_rank: int, world_size: int, bridge: int, folder: str, args: argparse.Namespace) -> list[dict] | None:
-    if bridge:
-        Path(folder, str(local_rank)).write_text(str(os.getpid()))
-        slow_link.link_to_bridge(local_rank, bridge)
-        slow_link.set_rate(RATE)
-    return timeline.record(local_rank, world_size, args)
-
-
-def links_of(picture: dict, samples: list[list[tuple[int, int]]]) -> list[dict]:
+def links_of(picture: dict, samples: list[list[tuple[int, int]]], rate: float) -> list[dict]:
     """The lanes, from the counters of the ranks' links: bytes per second over two milliseconds each."""
     links = []
     for rank, counted in enumerate(samples):
@@ -73,56 +133,99 @@ def links_of(picture: dict, samples: list[list[tuple[int, int]]]) -> list[dict]:
                 rates.append([before, (count - sent) / (when - before) * 1e9])
                 before, sent = when, count
         total = inside[-1][1] - inside[0][1]
-        links.append({"name": f"link {rank}", "rates": [*rates, [before, 0]], "limit": RATE * 1e6 / 8, "sent": total})
+        links.append({"name": f"link {rank}", "rates": [*rates, [before, 0]], "limit": rate * 1e6 / 8, "sent": total})
     return links
 
 
 @functools.cache
-def record(program: str, is_slow: bool, shown: int) -> dict:
-    """The picture of a program, recorded in two processes."""
-    command = ["-m", *program.split(), "--dataset", "synthetic"]
-    args = argparse.Namespace(command=command, steps=STEPS, steps_shown=shown, patience=120.0, out="failed")
+def record(run: Run) -> dict:
+    """The picture of a program."""
+    command = ["-m", *run.program.split(), "--dataset", "synthetic"]
+    args = argparse.Namespace(command=command, steps=STEPS, steps_shown=run.shown, patience=120.0, out="failed")
     fork = multiprocessing.get_context("fork")
     until, (mine, theirs) = fork.Event(), fork.Pipe()
     with tempfile.TemporaryDirectory() as folder:
         counter = fork.Process(target=count_bytes, args=(folder, until, theirs), daemon=True)
-        if is_slow:
+        if run.rate:
             counter.start()
-        recordings = dist.launch(worker, os.getpid() if is_slow else 0, folder, args, nproc=2)
+        recordings = dist.launch(worker, os.getpid(), folder, run, args, nproc=run.nproc)
         until.set()
-        samples = mine.recv() if is_slow else []
+        samples = mine.recv() if run.rate else []
     ports = [line.split(":")[0].strip() for line in Path("/proc/net/dev").read_text().splitlines() if "port" in line]
-    for port in ports if is_slow else ():  # the kernel keeps a link while bytes wait there; the next has its address
+    for port in ports if run.rate else ():  # the kernel keeps a link while bytes wait there; the next has its address
         subprocess.run(["ip", "link", "delete", port], check=False, stderr=subprocess.DEVNULL)
     picture = timeline.picture_of(recordings, args)
-    picture["title"] = f"{program.rpartition('.')[2]}, {f'{RATE} Mbit/s' if is_slow else 'no slowed network'}"
-    picture["links"] = links_of(picture, samples)
+    name = run.program.split()[0].rpartition(".")[2]
+    picture["title"] = ", ".join(filter(None, [name, run.note, f"{run.rate:g} Mbit/s" if run.rate else ""]))
+    picture["links"] = links_of(picture, samples, run.rate)
     picture["setting"] += f", {measured.cores()} cores for all"
     timeline.say(picture["findings"])
     return picture
 
 
+# ------------------------------------------------------------------------------------------------ pictures and tables
+
+
+def drawn(runs: list[Run]) -> str:
+    """The SVG, and from which state of the scripts it is: tools/build.py --check compares."""
+    text = timeline.draw([record(run) for run in runs])
+    files = dict.fromkeys(f"{run.program.split()[0].replace('.', '/')}.py" for run in runs)
+    return text + f"<!-- recorded from {', '.join(f'{file} {code_digest(file)}' for file in files)} -->\n"
+
+
+def row(run: Run) -> list[str]:
+    """Of the rank that sends, or holds, most: messages and kB of a step, the share that waits, kB at the peak."""
+    picture = record(run)
+    count, sent, share, held = 0.0, 0.0, 0.0, [0] * len(KINDS)
+    for one in picture["ranks"]:
+        own = [message["bytes"] for message in one["messages"] if message["kind"] != "recv"]
+        count, sent = max(count, len(own) / run.shown), max(sent, sum(own) / run.shown)
+        waits = sum(end - begin for what, begin, end in one["parts"] if what == "waiting")
+        share += waits / (one["cuts"][-1] - one["cuts"][0]) / len(picture["ranks"])
+        held = max([held, *(kinds for _, *kinds in one["memory"])], key=sum)
+    name = run.program.removeprefix("variants.").split(" --batch-size")[0].split(" --lr")[0]
+    kilobytes = [f"{size / 1000:,.0f}" for size in (sent, *held, sum(held))]
+    return [f"`{name}`", f"{count:g}", kilobytes[0], f"{share:.0%} of {picture['length'] / run.shown / 1e6:.0f} ms"] + (
+        kilobytes[1:]
+    )
+
+
+def report(name: str, save: bool) -> None:
+    """Record, train where losses are wanted, and print a table."""
+    rows = [HEAD if name == "adam" else [*HEAD, "loss", "accuracy, %"]]
+    for run in TABLES[name]:
+        rows.append(row(run))
+        if name == "forms":
+            last = measured.run(["-m", *run.program.split(), "--dataset", "synthetic"])[-1]
+            rows[-1] += [f"{last.loss:.4f}", f"{last.accuracy:.2f}"]
+    how = "Four processes, Adam." if name == "adam" else "Two processes (`mnist_mesh`: four), 3 epochs."
+    line = measured.conditions("sudo python -m experiments.timelines --save", f"{how} Memory in kB.")
+    measured.report(name, line, rows, save)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"(default: all) {' '.join(TWO)}")
-    parser.add_argument("--save", action="store_true", help="write all pictures to docs/timelines/")
+    names = [*PICTURES, *TABLES]
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"(default: all) {' '.join(names)}")
+    parser.add_argument("--save", action="store_true", help="write into docs/timelines/ and experiments/results/")
     args = parser.parse_args()
-    if not set(args.names) <= set(TWO) or (args.save and args.names):
-        parser.error(f"choose from {' '.join(TWO)}; --save takes all of them")
-    has_links = True
+    if not set(args.names) <= set(names):
+        parser.error(f"choose from {' '.join(names)}")
     try:
         slow_link.make_bridge()
     except (OSError, AttributeError) as problem:  # not root, not Linux
-        has_links = False
         if args.save:
             parser.error(f"--save needs the slowed network: {problem}")
         print(f"without the slowed network, as it {problem}", file=sys.stderr)
+        for name, runs in (PICTURES | TABLES).items():
+            (PICTURES if name in PICTURES else TABLES)[name] = [run._replace(rate=0) for run in runs]
     folder = measured.ROOT / "docs" / "timelines" if args.save else Path("timelines")
     folder.mkdir(exist_ok=True)
-    for name in args.names or TWO:
-        is_slow, shown, *programs = TWO[name]
-        pictures = [record(program, is_slow and has_links, shown) for program in programs]
-        (folder / f"{name}.svg").write_text(timeline.draw(pictures), encoding="utf-8")
+    for name in args.names or names:
+        if name in TABLES:
+            report(name, args.save)
+            continue
+        (folder / f"{name}.svg").write_text(drawn(PICTURES[name]), encoding="utf-8")
         print(f"written: {folder / name}.svg", flush=True)
 
 

@@ -2,7 +2,7 @@
 
     python -m tools.build            # rewrites what is out of date
     python -m tools.build --quick    # without the programs, which take minutes: diffs, tables, sources, docs/index.html
-    python -m tools.build --check    # only says what is out of date; exit code 1 if anything is
+    python -m tools.build --check    # only says what is out of date; exit code 1 if anything but a picture is
 
 A block stands between <!-- kind: what --> and <!-- end -->:
 
@@ -35,7 +35,7 @@ from typing import NamedTuple
 
 from tools import programs, side_by_side
 from tools.programs import ROOT, SHELL, Result
-from tools.steps import STEPS, diff_lines, git_diff
+from tools.steps import STEPS, code_digest, diff_lines, git_diff, recorded_from
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 PAGES += [ROOT / "exercises/README.md", ROOT / "variants/README.md"]
@@ -234,6 +234,17 @@ def rewrite(page: Path, check: bool, quick: bool) -> list[str]:
     return wrong
 
 
+def old_pictures() -> list[str]:
+    """Those of docs/timelines/ whose scripts have changed since they were recorded, which needs root."""
+    found = []
+    for picture in sorted((ROOT / "docs/timelines").glob("*.svg")):
+        for script, digest in recorded_from(picture).items():
+            if not (ROOT / script).exists() or code_digest(script) != digest:
+                command = f"sudo python -m experiments.timelines --save {picture.stem}"
+                found.append(f"{picture.relative_to(ROOT)} is older than {script}: {command}")
+    return found
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if anything is out of date")
@@ -247,7 +258,8 @@ def main() -> int:
         side_by_side.PAGE.write_text(html, encoding="utf-8")
     elif html != side_by_side.PAGE.read_text(encoding="utf-8"):
         wrong.append("docs/index.html is out of date")
-    print(*wrong, sep="\n", end="\n" * bool(wrong), file=sys.stderr)
+    for line in [*wrong, *old_pictures()]:
+        print(line, file=sys.stderr)
     return int(bool(wrong))
 
 

@@ -19,7 +19,7 @@ function stepPair(by) {
 }
 
 function fold() {
-  const folds = [...section().querySelectorAll("details")];
+  const folds = [...section().querySelectorAll("td details")];
   const open = folds.some((one) => !one.open);
   for (const one of folds) one.open = open;
 }

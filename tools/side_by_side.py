@@ -12,6 +12,7 @@ import itertools
 import keyword
 import re
 import sys
+import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from collections.abc import Sequence
 from html import escape
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tools.programs import ROOT
-from tools.steps import STEPS, diff_lines
+from tools.steps import STEPS, diff_lines, recorded_from
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -30,6 +31,7 @@ PAGE = ROOT / "docs/index.html"
 TOOLS = ROOT / "tools"
 FIRST = ("mnist_single.py", "mnist_ddp.py")  # what the page shows at first, and README.md
 PAIRS = list(dict.fromkeys([FIRST, *((parent, step.script) for step in STEPS for parent in step.parents)]))
+OPEN = ("mnist_by_hand", "mnist_overlap", "mnist_zero", "mnist_accumulate", "mnist_fsdp", "mnist_local_sgd")  # pictures
 CONTEXT = 3  # equal lines that stay open on each side of a change
 FOLD = 4  # fewer equal lines than this are not folded
 JOIN = 2  # at most so many equal lines within one change
@@ -322,6 +324,19 @@ def key(before: str, after: str) -> str:
     return f"{Path(before).stem}..{Path(after).stem}"
 
 
+def picture_html(before: str, after: str) -> str:
+    """A recorded step of both, if there is a picture of them (of the pipeline alone), in a fold."""
+    file = next(step.picture for step in STEPS if step.script == after)
+    if recorded_from(file).keys() not in ({before, after}, {after}):
+        return ""
+    svg = ElementTree.parse(file).getroot()
+    title = svg.findtext("{http://www.w3.org/2000/svg}title")
+    size = f"width={svg.get('width')} height={svg.get('height')}"
+    image = f'<img src="{file.relative_to(PAGE.parent)}" {size} loading=lazy alt="{escape(title)}">'
+    is_open = " open" if Path(after).stem in OPEN else ""
+    return f"<details class=picture{is_open}><summary>A recorded step of each</summary><div>{image}</div></details>\n"
+
+
 def pair_html(before: str, after: str) -> str:
     prose = Prose(source(after).modules | source(before).modules)  # `dist` is the helper, also beside plain torch
     added, removed = diff_lines(before, after)
@@ -329,6 +344,7 @@ def pair_html(before: str, after: str) -> str:
     heads = "".join(f'<th scope=col><a href="../{path}">{path}</a>' for path in (before, after))
     html = f'<section id="{key(before, after)}">\n<h2>{before} → {after}</h2>\n'
     html += f"<p><b>+{added} −{removed}</b> lines. {prose.html(adds[:1].upper() + adds[1:])}.</p>\n"
+    html += picture_html(before, after)
     html += f"<table>\n<thead><tr>{heads}</thead>\n"
     parts, number = compared(before, after), 0
     for part in parts:
@@ -346,11 +362,22 @@ def pair_html(before: str, after: str) -> str:
     return f"{html}</table>\n</section>\n"
 
 
+def chips_html() -> str:
+    """A button for each pair, in the groups of the steps."""
+    html = ""
+    for group in dict.fromkeys(step.group for step in STEPS):
+        scripts = [step.script for step in STEPS if step.group == group]
+        html += f"<h2>{group.capitalize()}</h2>\n<ul>\n"
+        for before, after in (pair for pair in PAIRS if pair[1] in scripts):
+            label = key(before, after).replace("mnist_", "").replace("..", " → ")
+            html += f'<li><a href="#{key(before, after)}">{label}</a>\n'
+        html += "</ul>\n"
+    return html
+
+
 def page() -> str:
     """The text of docs/index.html."""
-    labels = {key(*pair): key(*pair).replace("mnist_", "").replace("..", " → ") for pair in PAIRS}
-    chips = "".join(f'<li><a href="#{anchor}">{label}</a>\n' for anchor, label in labels.items())
     html = (TOOLS / "page.html").read_text(encoding="utf-8")
-    parts = {"chips": chips, "pairs": "".join(pair_html(*pair) for pair in PAIRS)}
+    parts = {"chips": chips_html(), "pairs": "".join(pair_html(*pair) for pair in PAIRS)}
     parts |= {name: (TOOLS / f"page.{name}").read_text(encoding="utf-8") for name in ("css", "js")}
     return re.sub(r"\{\{(\w+)\}\}\n?", lambda found: parts[found[1]], html)

@@ -1,42 +1,92 @@
 """The steps of the course: each script, its parents, and what it adds.  Tables, diffs and docs/index.html follow it."""
 
+import hashlib
 import os
+import re
 import subprocess
+from pathlib import Path
 from typing import NamedTuple
 
 from tools.programs import ROOT
 
 
 class Step(NamedTuple):
+    group: str  # of the buttons on docs/index.html
     script: str
     parents: list[str]
     adds: str
 
+    @property
+    def picture(self) -> Path:
+        """By experiments/timelines.py; not each step has one."""
+        return ROOT / "docs/timelines" / f"{Path(self.script).stem.removeprefix('mnist_')}.svg"
+
 
 STEPS = [
-    Step("mnist_single.py", [], "one device: the plain loop"),
-    Step("mnist_dataparallel.py", ["mnist_single.py"], "`nn.DataParallel`: one process, all GPUs of a machine"),
+    Step("the course", "mnist_single.py", [], "one device: the plain loop"),
     Step(
+        "the course",
+        "mnist_dataparallel.py",
+        ["mnist_single.py"],
+        "`nn.DataParallel`: one process, all GPUs of a machine",
+    ),
+    Step(
+        "the course",
         "mnist_ddp.py",
         ["mnist_dataparallel.py", "mnist_single.py"],
         "`DistributedDataParallel` (DDP): one process per device (a GPU, or a share of the CPU)",
     ),
-    Step("mnist_ddp_plain.py", ["mnist_ddp.py"], "the same in plain torch, without `distributed.py`, under torchrun"),
-    Step("mnist_amp.py", ["mnist_ddp.py"], "mixed precision with `torch.amp`: 16-bit numbers where that is safe"),
-    Step("mnist_apex.py", ["mnist_ddp.py"], "mixed precision with NVIDIA Apex, as older code has it"),
-    Step("variants/mnist_by_hand.py", ["mnist_ddp.py"], "what DDP does, written out"),
-    Step("variants/mnist_overlap.py", ["variants/mnist_by_hand.py"], "the all-reduces run while backward goes on"),
-    Step("variants/mnist_zero.py", ["variants/mnist_by_hand.py"], "ZeRO-1: the optimizer's state in slices"),
-    Step("variants/mnist_accumulate.py", ["mnist_ddp.py"], "gradient accumulation: the batch doesn't fit"),
-    Step("variants/mnist_fsdp.py", ["mnist_ddp.py"], "`fully_shard` (FSDP2): the model doesn't fit"),
     Step(
-        "variants/mnist_tensor_parallel.py", ["mnist_ddp.py"], "tensor parallelism: a layer's channels are shared out"
+        "the course",
+        "mnist_ddp_plain.py",
+        ["mnist_ddp.py"],
+        "the same in plain torch, without `distributed.py`, under torchrun",
     ),
-    Step("variants/mnist_pipeline.py", ["mnist_ddp.py"], "a pipeline: each process has some of the layers"),
-    Step("variants/mnist_local_sgd.py", ["mnist_ddp.py"], "local SGD: averages the weights, every few steps"),
-    Step("variants/mnist_compile.py", ["mnist_ddp.py"], "`torch.compile`: fewer and larger operations"),
-    Step("variants/mnist_horovod.py", ["mnist_ddp.py"], "the same under Horovod, to read older code"),
-    Step("variants/mnist_xla.py", ["mnist_ddp.py"], "the same under PyTorch/XLA, for TPUs"),
+    Step(
+        "the course",
+        "mnist_amp.py",
+        ["mnist_ddp.py"],
+        "mixed precision with `torch.amp`: 16-bit numbers where that is safe",
+    ),
+    Step("the course", "mnist_apex.py", ["mnist_ddp.py"], "mixed precision with NVIDIA Apex, as older code has it"),
+    Step("inside DDP", "variants/mnist_by_hand.py", ["mnist_ddp.py"], "what DDP does, written out"),
+    Step(
+        "inside DDP",
+        "variants/mnist_overlap.py",
+        ["variants/mnist_by_hand.py"],
+        "the all-reduces run while backward goes on",
+    ),
+    Step(
+        "inside DDP", "variants/mnist_zero.py", ["variants/mnist_by_hand.py"], "ZeRO-1: the optimizer's state in slices"
+    ),
+    Step(
+        "what if it doesn't fit",
+        "variants/mnist_accumulate.py",
+        ["mnist_ddp.py"],
+        "gradient accumulation: the batch doesn't fit",
+    ),
+    Step(
+        "what if it doesn't fit",
+        "variants/mnist_fsdp.py",
+        ["mnist_ddp.py"],
+        "`fully_shard` (FSDP2): the model doesn't fit",
+    ),
+    Step(
+        "what if it doesn't fit",
+        "variants/mnist_tensor_parallel.py",
+        ["mnist_ddp.py"],
+        "tensor parallelism: a layer's channels are shared out",
+    ),
+    Step(
+        "what if it doesn't fit",
+        "variants/mnist_pipeline.py",
+        ["mnist_ddp.py"],
+        "a pipeline: each process has some of the layers",
+    ),
+    Step("faster", "variants/mnist_local_sgd.py", ["mnist_ddp.py"], "local SGD: averages the weights, every few steps"),
+    Step("faster", "variants/mnist_compile.py", ["mnist_ddp.py"], "`torch.compile`: fewer and larger operations"),
+    Step("other engines", "variants/mnist_horovod.py", ["mnist_ddp.py"], "the same under Horovod, to read older code"),
+    Step("other engines", "variants/mnist_xla.py", ["mnist_ddp.py"], "the same under PyTorch/XLA, for TPUs"),
 ]
 
 
@@ -54,3 +104,18 @@ def diff_lines(before: str, after: str) -> tuple[int, int]:
     """Lines that git counts as added and removed."""
     added, removed, _ = git_diff("--numstat", before, after).split(maxsplit=2)
     return int(added), int(removed)
+
+
+def code_digest(script: str) -> str:
+    """Of a script without its docstring and comments."""
+    text = (ROOT / script).read_text(encoding="utf-8")
+    code = re.sub(r'\A"""[^"]*"""|\s*#.*', "", text)
+    return hashlib.sha256(code.encode()).hexdigest()[:8]
+
+
+def recorded_from(picture: Path) -> dict[str, str]:
+    """{script: its digest when experiments/timelines.py recorded it}; empty if there is no such picture."""
+    if not picture.exists():
+        return {}
+    found = re.search("<!-- recorded from (.+) -->", picture.read_text(encoding="utf-8"))
+    return dict(script.split(" ") for script in found[1].split(", ")) if found else {}

@@ -3,9 +3,10 @@
 import math
 
 import pytest
+import torch
 from world import forker, shell
 
-from experiments import benchmark, measured, slow_link
+from experiments import benchmark, measured, slow_link, timelines
 from experiments.baselines import common
 from experiments.measured import Epoch
 
@@ -51,13 +52,24 @@ def test_the_formula_of_a_step(ranks, factor):
 
 
 @pytest.mark.slow
-def test_bytes_of_each_variant():
-    """ZeRO-1 shares out the optimizer's state (its slice has a gradient, too), FSDP everything."""
-    done = forker().run("-m", "experiments.variants", "--dry-run", "mnist_ddp", "mnist_zero", "mnist_fsdp", timeout=100)
+@pytest.mark.skipif(torch.__version__ < (2, 14), reason="torch 2.14 tells which tensors a message has")
+def test_what_each_form_sends_and_keeps():
+    """Four ranks and Adam, which has two numbers for each weight: ZeRO-1 shares these out, FSDP everything."""
+    done = forker().run("-m", "experiments.timelines", "adam", timeout=100)
     assert done.code == 0, done.err
-    rows = [line.split("|") for line in done.out.splitlines() if line.startswith("| `")]
-    held = [[int(cell.replace(",", "")) / (4 * 29_034) for cell in row[4:7]] for row in rows]
-    assert held == [[1, 1, 1], [1, 1.5, 0.5], [0.5, 0.5, 0.5]]
+    rows = [line.strip("| \n").split("|") for line in done.out.splitlines() if line.startswith("| `")]
+    cells = [[float(cell.replace(",", "")) for cell in (row[2], *row[4:])] for row in rows]
+    assert all(row[-1] == pytest.approx(sum(row[1:-1]), abs=4) for row in cells)  # rounded
+    n = 4e-3 * sum(p.numel() for p in timelines.Wide(1, 28).parameters())  # kB
+    expected = [
+        (n, n, 2 * n, n),  # DDP: kB sent, weights, optimizer state, gradients
+        (n, n, 2 * n, n),
+        (n + n / 4, n, 2 * n / 4, n + n / 4),  # ZeRO-1: all gradients out, a slice of the weights; a slice averaged
+        (n + 2 * n / 4, n / 4, 2 * n / 4, None),  # FSDP: its weights for forward and for backward
+    ]
+    for row, form in zip(cells, expected, strict=True):
+        assert all(want is None or has == pytest.approx(want, rel=0.01) for has, want in zip(row, form, strict=False))
+    assert cells[2][-1] < cells[0][-1] and cells[3][-1] < cells[2][-1]
 
 
 @pytest.mark.slow
