@@ -44,17 +44,17 @@ class Run(NamedTuple):
     has_adam: bool = False
 
 
-DDP, BY_HAND = Run("mnist_ddp", 50), Run("variants.mnist_by_hand", 50)
+SINGLE, DDP, BY_HAND = Run("mnist_single", nproc=1), Run("mnist_ddp", 50), Run("variants.mnist_by_hand", 50)
 TENSOR_PARALLEL, PIPELINE = Run("variants.mnist_tensor_parallel"), "variants.mnist_pipeline --batch-size"
 PICTURES = {  # below each other
-    "ddp": [Run("mnist_single", nproc=1), Run("mnist_ddp")],
+    "ddp": [SINGLE, Run("mnist_ddp")],
     "amp": [Run("mnist_ddp"), Run("mnist_amp")],
     "by_hand": [DDP, BY_HAND],
     "overlap": [BY_HAND, Run("variants.mnist_overlap", 50)],
     "zero": [BY_HAND, Run("variants.mnist_zero", 50)],
     "accumulate": [DDP, Run("variants.mnist_accumulate", 50)],
     "fsdp": [DDP, Run("variants.mnist_fsdp", 50)],
-    "tensor_parallel": [Run("mnist_ddp"), TENSOR_PARALLEL],
+    "tensor_parallel": [SINGLE, TENSOR_PARALLEL],
     "mesh": [TENSOR_PARALLEL, Run("variants.mnist_mesh", nproc=4)],
     "pipeline": [
         Run(f"{PIPELINE} 199", note="1 micro-batch"),  # as many as divide the batch
