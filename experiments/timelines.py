@@ -63,6 +63,7 @@ PICTURES = {  # below each other
     ],
     "local_sgd": [Run("mnist_ddp", 50, shown=8), Run("variants.mnist_local_sgd --every 8", 50, shown=8)],
     "compile": [Run("mnist_ddp"), Run("variants.mnist_compile")],
+    "buckets": [Run("cifar10_ddp --batch-size 64 --width 16", 500)],
     "rates": [Run("variants.mnist_overlap", 200), Run("variants.mnist_overlap", 20)],
 }
 TABLES = {
@@ -99,6 +100,8 @@ def run_with_adam(recorder: timeline.Recorder, module: str, *flags: str) -> None
 
 def worker(local_rank: int, world_size: int, bridge: int, folder: str, run: Run, args: Any) -> list[dict] | None:
     """One rank.  On rank 0 it returns the recordings of all ranks."""
+    sys.path.append(str(measured.ROOT))
+    os.chdir(Path(folder, "home"))  # what a script saves is not kept
     if run.rate:
         Path(folder, str(local_rank)).write_text(str(os.getpid()))
         slow_link.link_to_bridge(local_rank, bridge)
@@ -117,7 +120,7 @@ def count_bytes(folder: str, until: Any, found: Any) -> None:
         lines = Path("/proc/net/dev").read_text().splitlines()
         ports = [line.split() for line in lines if line.lstrip().startswith("port")]
         samples.append((time.time_ns(), {words[0].rstrip(":"): int(words[1]) for words in ports}))
-    names = [f"port{Path(folder, str(rank)).read_text()}" for rank in range(len(os.listdir(folder)))]
+    names = [f"port{Path(folder, str(rank)).read_text()}" for rank in range(len(list(Path(folder).glob("[0-9]*"))))]
     found.send([[(when, counts[name]) for when, counts in samples if name in counts] for name in names])
 
 
@@ -145,6 +148,7 @@ def record(run: Run) -> dict:
     fork = multiprocessing.get_context("fork")
     until, (mine, theirs) = fork.Event(), fork.Pipe()
     with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "home").mkdir()
         counter = fork.Process(target=count_bytes, args=(folder, until, theirs), daemon=True)
         if run.rate:
             counter.start()
