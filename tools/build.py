@@ -45,12 +45,15 @@ PAGES += [ROOT / "exercises/README.md", ROOT / "variants/README.md"]
 
 
 def steps(folder: str = ".") -> str:
+    """Those of the root with their numbers, from their docstrings."""
     rows = ["| script | what it adds | diff lines |", "|---|---|---|"]
     for step in STEPS:
         if str(Path(step.script).parent) == folder:
             changed = ", ".join(f"{lines(parent, step.script)} from `{parent}`" for parent in step.parents)
             link = step.script if folder == "." else f"../{step.script}"
-            rows.append(f"| [{step.script}]({link}) | {step.adds} | {changed} |")
+            number = re.search(r"step (\d) of", (ROOT / step.script).read_text(encoding="utf-8").split("\n")[0])
+            adds = f"{number[1]}. {step.adds}" if number else step.adds
+            rows.append(f"| [{step.script}]({link}) | {adds} | {changed} |")
     return "\n" + "\n".join(rows) + "\n"
 
 
