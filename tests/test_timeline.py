@@ -310,6 +310,15 @@ def test_kernels_of_a_gpu_belong_where_they_were_launched():
     ]
 
 
+def test_the_loss_is_forward_and_no_message_ends_after_the_wait_for_it():
+    spans = [("forward", 0, 10), ("backward", 15, 20), ("wait", 20, 30)]
+    late = {"issued": 12, "begin": 12, "end": 35}
+    assert timeline.parts_of({"spans": spans, "messages": []}, 0, 20) == [("forward", 0, 15), ("backward", 15, 20)]
+    assert ("other", 10, 15) in timeline.parts_of({"spans": spans, "messages": [late]}, 0, 20)
+    timeline.cut_late_ends([late], spans, cuts=[0])
+    assert late["end"] == 30
+
+
 def test_clocks_of_other_machines_are_aligned():
     plain, shifted, shift = recordings(small), recordings(small), 5 * 10**9
     other = shifted[2]
@@ -424,6 +433,12 @@ def test_a_program_that_knows_nothing_of_it(tmp_path):
     assert max(map(len, done.out.splitlines())) < 80
     again = forker().run(ROOT / "timeline.py", "--draw", "mine.json", "mine.json", "--out", "both", cwd=tmp_path)
     assert again.code == 0 and (tmp_path / "both.svg").read_text().count(">rank 1<") == 2
+
+
+def test_one_process_with_helpers_of_its_own(tmp_path):
+    (tmp_path / "distributed.py").write_text("import os\nprint('own helper, NPROC', os.environ['NPROC'])")
+    done = program(tmp_path, 100, options=["--steps", 3], text=f"import distributed{PROGRAM}")
+    assert done.code == 0 and "own helper, NPROC 1\n" in done.out and "rank 0    forward" in done.out, done
 
 
 @pytest.mark.parametrize(
