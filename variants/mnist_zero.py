@@ -8,7 +8,6 @@ import time
 
 import torch
 import torch.nn.functional as F
-from torch import distributed as torch_dist
 from torch import nn
 
 import data
@@ -36,14 +35,15 @@ class ConvNet(nn.Sequential):
 def train(model, loader, optimizer, scheduler, device, weights, mine):
     """One epoch; returns the sum of the losses and the number of examples, [2] float64."""
     model.train()
+    reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)  # its name before torch 2.13
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     for images, labels in data.batches(loader, device):
         loss = F.cross_entropy(model(images), labels)
         loss.backward()
         mine.grad = torch.empty_like(mine)  # each process gets the average of its slice only
-        torch_dist.reduce_scatter_tensor(mine.grad, flatten(p.grad / dist.get_world_size() for p in model.parameters()))
+        reduce_scatter(mine.grad, flatten(p.grad / dist.get_world_size() for p in model.parameters()))
         optimizer.step()
-        torch_dist.all_gather_into_tensor(weights, mine)  # all new slices, so all parameters of the model
+        dist.all_gather(list(weights.chunk(dist.get_world_size())), mine)  # so all parameters of the model
         model.zero_grad()
         scheduler.step()
         sums[0] += loss.detach() * len(labels)
