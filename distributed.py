@@ -350,13 +350,15 @@ def _call(worker_fn: Callable, args: tuple) -> Any:
     return result if is_primary() else None
 
 
-def parse_args(parser: argparse.ArgumentParser) -> argparse.Namespace:
+def parse_args(parser: argparse.ArgumentParser, nproc: int = 2) -> argparse.Namespace:
     """`parser.parse_args()` with --nproc and --backend; what can't run is a `parser.error`: one line, exit code 2.
 
     If the script has a flag --batch-size, it must be at least the number of processes.  Pass args.nproc on:
     `launch(worker_fn, args, nproc=args.nproc)`.
+    nproc: how many processes to start without a GPU, if neither --nproc nor NPROC is given.
     """
-    parser.add_argument("--nproc", type=int, help="processes on this machine (default: one per GPU; without a GPU, 2)")
+    default = f"(default: one per GPU; without a GPU, {nproc})"
+    parser.add_argument("--nproc", type=int, help=f"processes on this machine {default}")
     parser.add_argument("--backend", choices=["nccl", "gloo"], help="(default: nccl for GPUs, else gloo)")
     args = parser.parse_args()
     try:
@@ -364,7 +366,7 @@ def parse_args(parser: argparse.ArgumentParser) -> argparse.Namespace:
         _read_seconds("DIST_GRACE", None)
         choose_backend(args.backend)
         has_launcher = _has_launcher()
-        processes = get_world_size() if has_launcher else count_processes(args.nproc, args.backend)
+        processes = get_world_size() if has_launcher else count_processes(args.nproc, args.backend, nproc)
         if has_launcher and args.nproc is not None:
             raise ValueError(f"{processes} process(es) were started by a launcher: leave out --nproc")
         args.nproc = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if has_launcher else processes
@@ -402,11 +404,11 @@ def _read_seconds(name: str, default: float | None) -> float | None:
     return seconds
 
 
-def count_processes(nproc: int | None = None, backend: str | None = None) -> int:
+def count_processes(nproc: int | None = None, backend: str | None = None, without_gpu: int = 2) -> int:
     """How many processes `launch` starts here.  ValueError, in one line, if they couldn't run."""
     gpus = torch.cuda.device_count()
     if nproc is None:
-        nproc = os.environ.get("NPROC") or gpus or 2
+        nproc = os.environ.get("NPROC") or gpus or without_gpu
     if not str(nproc).isdecimal() or int(nproc) < 1:
         raise ValueError(f"nproc (or NPROC) is {nproc}: start at least 1 process")
     if gpus and int(nproc) > gpus and choose_backend(backend) == "nccl":

@@ -20,6 +20,7 @@ GOALS = {  # lines added + removed, at most
     ("mnist_ddp.py", "variants/mnist_accumulate.py"): 20,
     ("mnist_ddp.py", "variants/mnist_fsdp.py"): 16,
     ("mnist_ddp.py", "variants/mnist_tensor_parallel.py"): 40,
+    ("variants/mnist_tensor_parallel.py", "variants/mnist_mesh.py"): 30,
     ("mnist_ddp.py", "variants/mnist_pipeline.py"): 52,
     ("mnist_ddp.py", "variants/mnist_local_sgd.py"): 17,
     ("mnist_ddp.py", "variants/mnist_compile.py"): 6,
@@ -32,6 +33,7 @@ ADDED_FLAGS = {
     "mnist_apex.py": ["--opt-level"],
     "variants/mnist_accumulate.py": ["--accumulate"],
     "variants/mnist_fsdp.py": ["--param-dtype"],
+    "variants/mnist_mesh.py": ["--tensor-parallel"],
     "variants/mnist_local_sgd.py": ["--every"],
 }
 

@@ -31,7 +31,7 @@ SIDE = 8  # pixels: convolutions cost time
 WEIGHTS = sum(p.numel() for p in ConvNet(1, SIDE).parameters())  # without BatchNorm's averages
 FLAGS = "--dataset synthetic --epochs 2 --batch-size 30 --lr 0.05 --seed 3"
 SHARED_LAYERS = ("mnist_tensor_parallel", "mnist_pipeline")  # so all ranks have the same batch
-SHARDED = ("mnist_fsdp", *SHARED_LAYERS)
+SHARDED = ("mnist_fsdp", "mnist_mesh", *SHARED_LAYERS)
 
 
 def images(count, seed=1):
@@ -132,14 +132,25 @@ def losses_and_counts(printed):
     return [(float(loss), int(correct), int(count)) for loss, correct, count in found]
 
 
-def together(name, states):
-    """One state of all ranks' states."""
+def replicas(n, name, flags):
+    """How many processes share out the batch."""
+    if name in ("mnist_ddp", *SHARED_LAYERS):
+        return 1
+    return n // int(flags.split()[-1]) if name == "mnist_mesh" else n
+
+
+def together(name, states, rows=1):
+    """One state of all ranks' states; of a mesh those of the first row, if all rows are equal."""
     if name == "mnist_pipeline":  # each has some of the layers
         return {key: value for state in states for key, value in state.items()}
-    if name != "mnist_tensor_parallel":
+    if name not in ("mnist_tensor_parallel", "mnist_mesh"):
         for state in states:
             assert all(torch.equal(state[key], value) for key, value in states[0].items()), "the ranks differ"
         return states[0]
+    length = len(states) // rows
+    for rank, state in enumerate(states):
+        assert all(torch.equal(state[key], value) for key, value in states[rank % length].items()), "the rows differ"
+    states = states[:length]
     state = dict(states[0])
     for key in state:
         if key.startswith(("4.", "5.")) and state[key].dim():  # the channels of a convolution and its BatchNorm
@@ -160,6 +171,9 @@ VARIANTS = [
     (1, "mnist_accumulate", "", False),
     (3, "mnist_local_sgd", "--every 1", True),  # an average of weights after each step: SGD with momentum is linear
     (3, "mnist_tensor_parallel", "", True),
+    (4, "mnist_mesh", "--tensor-parallel 1", True),
+    (4, "mnist_mesh", "--tensor-parallel 2", True),
+    (4, "mnist_mesh", "--tensor-parallel 4", True),
     (3, "mnist_pipeline", "", False),
     (1, "mnist_pipeline", "", False),
 ]
@@ -172,14 +186,15 @@ SCRIPTS = [
 
 @pytest.mark.parametrize(("n", "name", "flags", "has_batchnorm"), [*SCRIPTS, *VARIANTS, COMPILE])
 def test_it_computes_what_ddp_computes(n, name, flags, has_batchnorm):
-    """The parts of a model, and mnist_ddp.py itself, against mnist_ddp.py in one process; the others in as many."""
+    """Against mnist_ddp.py, in as many processes as share out the batch; mnist_ddp.py itself in one process."""
     skip_if_refused(name)
     dtype, tolerance = (torch.float32, 2e-6) if name == "mnist_fsdp" else (torch.float64, 1e-10)
-    states, printed, held, _ = ddp(1 if name in ("mnist_ddp", *SHARED_LAYERS) else n, has_batchnorm, dtype)
+    rows = replicas(n, name, flags)
+    states, printed, held, _ = ddp(rows, has_batchnorm, dtype)
     script = name if (n, name, flags, has_batchnorm) in SCRIPTS else f"variants.{name}"
     ranks = outcome(n, script, flags, has_batchnorm, dtype)
     for epoch, expected in enumerate(states):
-        state = together(name, [rank[0][epoch] for rank in ranks])
+        state = together(name, [rank[0][epoch] for rank in ranks], rows)
         assert state.keys() == expected.keys()
         assert max((state[key] - value).abs().max().item() for key, value in expected.items()) <= tolerance
     for ours, theirs in zip(losses_and_counts(ranks[0][1]), losses_and_counts(printed), strict=True):
@@ -190,7 +205,7 @@ def test_it_computes_what_ddp_computes(n, name, flags, has_batchnorm):
         assert of_ranks == [8 * -(-WEIGHTS // n)] * n
     elif name in ("mnist_fsdp", "mnist_pipeline"):
         assert sum(of_ranks) == held and (n == 1 or max(of_ranks) < held)
-    elif name != "mnist_tensor_parallel":
+    elif name not in ("mnist_tensor_parallel", "mnist_mesh"):
         assert of_ranks == [held] * n
 
 
@@ -283,9 +298,11 @@ def test_local_sgd_is_the_average_of_many_models():
 @pytest.mark.parametrize("name", dict.fromkeys(case[1] for case in VARIANTS))
 def test_a_dry_run(name):
     skip_if_refused(name)
-    flags = ("--dataset", "synthetic", "--dry-run", "--batch-size", 50, "--nproc", 1)
+    flags = ["--dataset", "synthetic", "--dry-run", "--batch-size", 50]
+    flags += [] if name == "mnist_mesh" else ["--nproc", 1]
+    processes = "4 processes" if name == "mnist_mesh" else "1 process"
     done = forker().run("-m", f"variants.{name}", *flags, before=FEW_DIGITS)
-    assert (done.code, done.err) == (0, "") and done.out.startswith("distributed: 1 process, gloo, cpu\n"), done
+    assert (done.code, done.err) == (0, "") and done.out.startswith(f"distributed: {processes}, gloo, cpu\n"), done
     assert losses_and_counts(done.out)[0][2] == 100
 
 
@@ -295,6 +312,8 @@ REFUSED = [  # the script, flags, words of the line
     ("mnist_fsdp", ["--param-dtype", "float16"], "--param-dtype", "'bfloat16'"),
     ("mnist_pipeline", ["--nproc", 4], "three stages", "at most 3 processes"),
     ("mnist_tensor_parallel", ["--nproc", 33], "32 channels", "at most 32"),
+    ("mnist_mesh", ["--nproc", 3], "--tensor-parallel 2", "divide the number of processes"),
+    ("mnist_mesh", ["--nproc", 33, "--tensor-parallel", 33], "--tensor-parallel 33", "1 to 32"),
 ]
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tools.programs import ROOT
-from tools.steps import STEPS, diff_lines, recorded_from
+from tools.steps import GROUPS, STEPS, diff_lines, recorded_from
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -365,9 +365,9 @@ def pair_html(before: str, after: str) -> str:
 def chips_html() -> str:
     """A button for each pair, in the groups of the steps."""
     html = ""
-    for group in dict.fromkeys(step.group for step in STEPS):
-        scripts = [step.script for step in STEPS if step.group == group]
-        html += f"<h2>{group.capitalize()}</h2>\n<ul>\n"
+    for group, steps in GROUPS.items():
+        scripts = [step.script for step in steps]
+        html += f"<h2>{group}</h2>\n<ul>\n"
         for before, after in (pair for pair in PAIRS if pair[1] in scripts):
             label = key(before, after).replace("mnist_", "").replace("..", " → ")
             html += f'<li><a href="#{key(before, after)}">{label}</a>\n'

@@ -11,7 +11,6 @@ from tools.programs import ROOT
 
 
 class Step(NamedTuple):
-    group: str  # of the buttons on docs/index.html
     script: str
     parents: list[str]
     adds: str
@@ -22,72 +21,51 @@ class Step(NamedTuple):
         return ROOT / "docs/timelines" / f"{Path(self.script).stem.removeprefix('mnist_')}.svg"
 
 
-STEPS = [
-    Step("the course", "mnist_single.py", [], "one device: the plain loop"),
-    Step(
-        "the course",
-        "mnist_dataparallel.py",
-        ["mnist_single.py"],
-        "`nn.DataParallel`: one process, all GPUs of a machine",
-    ),
-    Step(
-        "the course",
-        "mnist_ddp.py",
-        ["mnist_dataparallel.py", "mnist_single.py"],
-        "`DistributedDataParallel` (DDP): one process per device (a GPU, or a share of the CPU)",
-    ),
-    Step(
-        "the course",
-        "mnist_ddp_plain.py",
-        ["mnist_ddp.py"],
-        "the same in plain torch, without `distributed.py`, under torchrun",
-    ),
-    Step(
-        "the course",
-        "mnist_amp.py",
-        ["mnist_ddp.py"],
-        "mixed precision with `torch.amp`: 16-bit numbers where that is safe",
-    ),
-    Step("the course", "mnist_apex.py", ["mnist_ddp.py"], "mixed precision with NVIDIA Apex, as older code has it"),
-    Step("inside DDP", "variants/mnist_by_hand.py", ["mnist_ddp.py"], "what DDP does, written out"),
-    Step(
-        "inside DDP",
-        "variants/mnist_overlap.py",
-        ["variants/mnist_by_hand.py"],
-        "the all-reduces run while backward goes on",
-    ),
-    Step(
-        "inside DDP", "variants/mnist_zero.py", ["variants/mnist_by_hand.py"], "ZeRO-1: the optimizer's state in slices"
-    ),
-    Step(
-        "what if it doesn't fit",
-        "variants/mnist_accumulate.py",
-        ["mnist_ddp.py"],
-        "gradient accumulation: the batch doesn't fit",
-    ),
-    Step(
-        "what if it doesn't fit",
-        "variants/mnist_fsdp.py",
-        ["mnist_ddp.py"],
-        "`fully_shard` (FSDP2): the model doesn't fit",
-    ),
-    Step(
-        "what if it doesn't fit",
-        "variants/mnist_tensor_parallel.py",
-        ["mnist_ddp.py"],
-        "tensor parallelism: a layer's channels are shared out",
-    ),
-    Step(
-        "what if it doesn't fit",
-        "variants/mnist_pipeline.py",
-        ["mnist_ddp.py"],
-        "a pipeline: each process has some of the layers",
-    ),
-    Step("faster", "variants/mnist_local_sgd.py", ["mnist_ddp.py"], "local SGD: averages the weights, every few steps"),
-    Step("faster", "variants/mnist_compile.py", ["mnist_ddp.py"], "`torch.compile`: fewer and larger operations"),
-    Step("other engines", "variants/mnist_horovod.py", ["mnist_ddp.py"], "the same under Horovod, to read older code"),
-    Step("other engines", "variants/mnist_xla.py", ["mnist_ddp.py"], "the same under PyTorch/XLA, for TPUs"),
-]
+GROUPS = {
+    "The course": [
+        Step("mnist_single.py", [], "one device: the plain loop"),
+        Step("mnist_dataparallel.py", ["mnist_single.py"], "`nn.DataParallel`: one process, all GPUs of a machine"),
+        Step(
+            "mnist_ddp.py",
+            ["mnist_dataparallel.py", "mnist_single.py"],
+            "`DistributedDataParallel` (DDP): one process per device (a GPU, or a share of the CPU)",
+        ),
+        Step(
+            "mnist_ddp_plain.py", ["mnist_ddp.py"], "the same in plain torch, without `distributed.py`, under torchrun"
+        ),
+        Step("mnist_amp.py", ["mnist_ddp.py"], "mixed precision with `torch.amp`: 16-bit numbers where that is safe"),
+        Step("mnist_apex.py", ["mnist_ddp.py"], "mixed precision with NVIDIA Apex, as older code has it"),
+    ],
+    "Inside DDP": [
+        Step("variants/mnist_by_hand.py", ["mnist_ddp.py"], "what DDP does, written out"),
+        Step("variants/mnist_overlap.py", ["variants/mnist_by_hand.py"], "the all-reduces run while backward goes on"),
+        Step("variants/mnist_zero.py", ["variants/mnist_by_hand.py"], "ZeRO-1: the optimizer's state in slices"),
+    ],
+    "What if it doesn't fit": [
+        Step("variants/mnist_accumulate.py", ["mnist_ddp.py"], "gradient accumulation: the batch doesn't fit"),
+        Step("variants/mnist_fsdp.py", ["mnist_ddp.py"], "`fully_shard` (FSDP2): the model doesn't fit"),
+        Step(
+            "variants/mnist_tensor_parallel.py",
+            ["mnist_ddp.py"],
+            "tensor parallelism: a layer's channels are shared out",
+        ),
+        Step(
+            "variants/mnist_mesh.py",
+            ["variants/mnist_tensor_parallel.py"],
+            "a mesh: data parallel over tensor parallel",
+        ),
+        Step("variants/mnist_pipeline.py", ["mnist_ddp.py"], "a pipeline: each process has some of the layers"),
+    ],
+    "Faster": [
+        Step("variants/mnist_local_sgd.py", ["mnist_ddp.py"], "local SGD: averages the weights, every few steps"),
+        Step("variants/mnist_compile.py", ["mnist_ddp.py"], "`torch.compile`: fewer and larger operations"),
+    ],
+    "Other engines": [
+        Step("variants/mnist_horovod.py", ["mnist_ddp.py"], "the same under Horovod, to read older code"),
+        Step("variants/mnist_xla.py", ["mnist_ddp.py"], "the same under PyTorch/XLA, for TPUs"),
+    ],
+}
+STEPS = [step for steps in GROUPS.values() for step in steps]
 
 
 def git_diff(*args: str) -> str:

@@ -64,7 +64,7 @@ def main(local_rank, world_size, args):
     torch.manual_seed(args.seed)  # the same weights and order every time
 
     batch_size = args.batch_size  # all processes see the same images
-    train_set, test_set = data.load(args.dataset, args.data_dir, 2 * batch_size if args.dry_run else None)
+    train_set, test_set = data.load(args.dataset, args.data_dir, 2 * args.batch_size if args.dry_run else None)
     train_sampler = dist.data_sampler(train_set, distributed=False, seed=args.seed)
     test_sampler = dist.data_sampler(test_set, distributed=False, shuffle=False)
     train_loader = data.loader(train_set, batch_size, train_sampler)
@@ -75,7 +75,7 @@ def main(local_rank, world_size, args):
     model = model.to(device, memory_format=torch.channels_last)  # the faster layout for convolutions
     optimizer = torch.optim.SGD(model.parameters(), args.lr, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, total_steps=args.epochs * len(train_loader))
-    dist.print_primary(f"{args.dataset} on {device}, batch size {batch_size}, the same on every rank")
+    dist.print_primary(f"{args.dataset} on {device}, batch size {batch_size} on every rank")
 
     started = time.perf_counter()
     for epoch in range(args.epochs):
