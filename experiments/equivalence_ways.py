@@ -19,7 +19,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.utils.data import BatchSampler
 
 import distributed as dist
-from variants import mnist_overlap, mnist_tensor_parallel, mnist_zero
+from variants import mnist_mesh, mnist_overlap, mnist_tensor_parallel, mnist_zero
 
 EXAMPLES, BATCH = 203, 48  # 203 = 4 * 48 + 11: an epoch's last batch is smaller, and can't be shared out equally
 HIDDEN, LR = 16, 0.05
@@ -58,10 +58,10 @@ class Run:
     def ddp_network(self, norm: type[nn.Module] = nn.Identity) -> nn.Module:
         return dist.prepare_ddp_model(self.network(norm))
 
-    def deep_network(self) -> nn.Module:
+    def deep_network(self, norm: type[nn.Module] = nn.BatchNorm1d) -> nn.Module:
         """With a layer before the one whose channels are shared out; its layers can be those of several stages."""
         torch.manual_seed(0)
-        hidden = [nn.Linear(HIDDEN, HIDDEN), nn.BatchNorm1d(HIDDEN), nn.Tanh()]
+        hidden = [nn.Linear(HIDDEN, HIDDEN), norm(HIDDEN), nn.Tanh()]
         model = nn.Sequential(nn.Linear(8, HIDDEN), nn.Tanh(), *hidden, nn.Linear(HIDDEN, 4))
         return model.to(self.device, self.dtype)
 
@@ -132,6 +132,10 @@ def one_process_batchnorm(run: Run) -> nn.Module:
 
 def one_process_deep(run: Run) -> nn.Module:
     return train(run.deep_network(), run.batches())
+
+
+def one_process_deep_without_norm(run: Run) -> nn.Module:
+    return train(run.deep_network(nn.Identity), run.batches())
 
 
 def one_process_micro_batches(run: Run) -> nn.Module:
@@ -277,24 +281,23 @@ def fsdp(run: Run) -> nn.Module:
     return train(torch_fsdp.fully_shard(run.network(), mesh=mesh), run.shares())
 
 
-def share_channels(model: nn.Sequential) -> None:
+def share_channels(model: nn.Sequential, rank: int, world_size: int) -> None:
     """As variants/mnist_tensor_parallel.py: keep this rank's share of the hidden layer's channels."""
     hidden, last = model[2], model[5]
-    mine = torch.arange(HIDDEN).tensor_split(dist.get_world_size())[dist.get_rank()]
+    mine = torch.arange(HIDDEN).tensor_split(world_size)[rank]
     hidden.weight, hidden.bias = nn.Parameter(hidden.weight[mine]), nn.Parameter(hidden.bias[mine])
-    model[3] = nn.BatchNorm1d(len(mine)).to(hidden.weight)
+    model[3] = type(model[3])(len(mine)).to(hidden.weight)
     last.weight = nn.Parameter(last.weight[:, mine])
-    last.bias = last.bias if dist.get_rank() == 0 else None  # added once
-    last.register_forward_hook(mnist_tensor_parallel.sum_outputs)
+    last.bias = last.bias if rank == 0 else None  # added once
 
 
 @torch.no_grad()
-def put_together(model: nn.Sequential, whole: nn.Sequential) -> nn.Sequential:
-    """Copy the weights of all shares to `whole`, and those that are not shared out from this rank."""
+def put_together(model: nn.Sequential, whole: nn.Sequential, shares: int) -> nn.Sequential:
+    """Copy the weights of the first ranks' shares to `whole`, and those that are not shared out from this rank."""
     whole[0].load_state_dict(model[0].state_dict())
-    for name in ("2.weight", "2.bias", "3.weight", "3.bias"):  # a row for each channel
-        whole.get_parameter(name).copy_(torch.cat(dist.gather(model.get_parameter(name))))
-    whole[5].weight.copy_(torch.cat(dist.gather(model[5].weight.T)).T)  # a column for each
+    for param, mine in zip(whole[2:4].parameters(), model[2:4].parameters(), strict=True):  # a row for each channel
+        param.copy_(torch.cat(dist.gather(mine)[:shares]))
+    whole[5].weight.copy_(torch.cat(dist.gather(model[5].weight.T)[:shares]).T)  # a column for each
     if dist.get_rank() == 0:
         whole[5].bias.copy_(model[5].bias)
     dist.sync_params([whole[5].bias])
@@ -303,10 +306,27 @@ def put_together(model: nn.Sequential, whole: nn.Sequential) -> nn.Sequential:
 
 def tensor_parallel(run: Run) -> nn.Module:
     """All ranks see the whole batch; each computes its share of a layer's channels."""
-    model = run.deep_network()
-    share_channels(model)
+    model, world_size = run.deep_network(), dist.get_world_size()
+    share_channels(model, dist.get_rank(), world_size)
     model[2].register_full_backward_hook(mnist_tensor_parallel.sum_input_gradients)
-    return put_together(train(model, run.batches()), run.deep_network())
+    model[5].register_forward_hook(mnist_tensor_parallel.sum_outputs)
+    return put_together(train(model, run.batches()), run.deep_network(), world_size)
+
+
+def mesh(run: Run) -> nn.Module:
+    """As variants/mnist_mesh.py: the two ranks of a row share a layer's channels; DDP averages over the rows."""
+    model, world_size = run.deep_network(nn.Identity), dist.get_world_size()
+    columns = 1 if world_size % 2 else 2
+    rows = world_size // columns
+    grid = torch_dist.init_device_mesh(run.device.type, (rows, columns), mesh_dim_names=("data", "tensor"))
+    row, column = grid.get_coordinate()
+    share_channels(model, column, columns)
+    model[2].group = model[5].group = grid.get_group("tensor")
+    model[2].register_full_backward_hook(mnist_mesh.sum_input_gradients)
+    model[5].register_forward_hook(mnist_mesh.sum_outputs)
+    shares = ((inputs[row::rows], targets[row::rows]) for inputs, targets in run.batches())
+    train(dist.prepare_ddp_model(model, process_group=grid.get_group("data")), shares)
+    return put_together(model, run.deep_network(nn.Identity), columns)
 
 
 def pipeline(run: Run) -> nn.Module:
@@ -522,6 +542,7 @@ WAYS = [
     Way(accumulation, True),
     Way(fsdp, True),
     Way(tensor_parallel, True, one_process_deep),
+    Way(mesh, True, one_process_deep_without_norm),
     Way(pipeline, True, one_process_micro_batches),
     Way(uneven_weighted, True, one_process_uneven),
     Way(batchnorm_global, True, one_process_batchnorm),

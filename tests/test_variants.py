@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from world import FEW_DIGITS, forker, launched, refused, run, wait_for
+from world import FEW_DIGITS, ROOT, forker, launched, refused, run, wait_for
 
 import data
 import distributed as dist
@@ -290,6 +290,29 @@ def _local_sgd(every):
 def test_local_sgd_is_the_average_of_many_models():
     """After the second of three steps, and after the last."""
     assert max(run(_local_sgd, 3, 2)) <= 1e-6
+
+
+def _hsdp(code):
+    """The largest distance from one process on the whole batch, after three steps; the share of the weights here."""
+    model, plain, batch = small_model(), small_model(), images(24)
+    exec(code, {"model": model})
+    for one, step in (model, dist.get_world_size()), (plain, 1):
+        mine = slice(dist.get_rank() % step, None, step)
+        optimizer = torch.optim.SGD(one.parameters(), 0.1, momentum=0.9)
+        for _ in range(3):
+            F.cross_entropy(one(batch.images[mine] / 255), batch.labels[mine]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    pairs = zip(model.parameters(), plain.parameters(), strict=True)
+    distance = max((a.full_tensor() - b).abs().max().item() for a, b in pairs)
+    return distance, sharded.local_bytes(model.parameters()) / sharded.local_bytes(plain.parameters())
+
+
+def test_fsdp_on_the_mesh_of_the_page_is_one_process():
+    skip_if_refused("mnist_fsdp")
+    page = (ROOT / "variants/README.md").read_text(encoding="utf-8")
+    found = run(_hsdp, 4, re.search(r"```python\n(.*?)```", page, re.DOTALL)[1])
+    assert all(distance <= 1e-6 and share == 1 / 2 for distance, share in found)
 
 
 # ---------------------------------------------------------------------------------------------------- the programs
