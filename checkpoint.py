@@ -10,8 +10,9 @@
     def main_worker(local_rank, world_size, last_step):
         dist.init_process_group()
         stop = ckpt.Preemption()                      # notes a SIGTERM, whichever process gets it
-        model = dist.prepare_ddp_model(Net().to(dist.get_device()))
+        model = Net().to(dist.get_device())
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        model = dist.prepare_ddp_model(model)
         keeper = ckpt.Keeper("run", model=model, optimizer=optimizer)
         state = keeper.restore()                      # {}: it is a new run
         for step in range(state.get("step", 0) + 1, last_step + 1):

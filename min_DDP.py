@@ -18,7 +18,7 @@ import distributed as dist  # this project's file, not torch.distributed
 
 def main_worker(local_rank, world_size, args):
     dist.init_process_group(backend=args.backend)
-    device = dist.get_device()  # the GPU with number local_rank, or the CPU
+    device = dist.get_device()  # the GPU with number local_rank, or the CPU; nothing else needs local_rank
     torch.manual_seed(0)  # the same data and the same weights in every process
 
     points = torch.randn(1000, 8)
@@ -27,8 +27,8 @@ def main_worker(local_rank, world_size, args):
     loader = DataLoader(dataset, args.batch_size // world_size, sampler=sampler)
 
     model = nn.Linear(8, 8).to(device)
-    model = dist.prepare_ddp_model(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    model = dist.prepare_ddp_model(model)
 
     for epoch in range(args.epochs):
         sampler.set_epoch(epoch)  # a different order in each epoch

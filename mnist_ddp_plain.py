@@ -66,15 +66,16 @@ def main(local_rank, world_size, args):
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    dist.init_process_group(args.backend or ("nccl" if cuda else "gloo"))
+    connect_now = cuda and torch.__version__ >= (2, 7, 1)  # 2.6 and 2.7.0 may hang with it (pytorch#153960)
+    dist.init_process_group(args.backend or ("nccl" if cuda else "gloo"), device_id=device if connect_now else None)
     rank = dist.get_rank()
     print_primary = print if rank == 0 else lambda text: None
-    torch.manual_seed(args.seed)  # the same weights and order every time
+    torch.manual_seed(args.seed)  # equal seeds give equal weights
 
     batch_size = args.batch_size // world_size  # each process's share
     global_batch = batch_size * world_size  # less than --batch-size if it doesn't divide
     train_set, test_set = data.load(args.dataset, args.data_dir, 2 * global_batch if args.dry_run else None)
-    train_sampler = DistributedSampler(train_set, seed=args.seed)
+    train_sampler = DistributedSampler(train_set, seed=args.seed)  # other examples on each rank, padded to equal shares
     test_sampler = range(rank, len(test_set), world_size)  # DistributedSampler would repeat examples
     train_loader = data.loader(train_set, batch_size, train_sampler)
     test_loader = data.loader(test_set, batch_size, test_sampler)

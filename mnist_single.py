@@ -59,7 +59,7 @@ def evaluate(model, loader, device):
 
 def main(args):
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    torch.manual_seed(args.seed)  # the same weights and order every time
+    torch.manual_seed(args.seed)  # equal seeds give equal weights
 
     batch_size = args.batch_size
     train_set, test_set = data.load(args.dataset, args.data_dir, 2 * batch_size if args.dry_run else None)

@@ -65,7 +65,7 @@ def evaluate(model, loader, device):
 def main(local_rank, world_size, args):
     log = print if hvd.rank() == 0 else lambda text: None
     device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
-    torch.manual_seed(args.seed)  # the same weights and order every time
+    torch.manual_seed(args.seed)  # equal seeds give equal weights
 
     batch_size = args.batch_size // world_size  # each process's share
     global_batch = batch_size * world_size  # less than --batch-size if it doesn't divide

@@ -68,8 +68,8 @@ def evaluate(model, loader, device):
 
 def main(local_rank, world_size, args):
     dist.init_process_group(backend=args.backend)
-    device = dist.get_device()  # the GPU with number local_rank, or the CPU
-    torch.manual_seed(args.seed)  # the same weights and order every time
+    device = dist.get_device()  # the GPU with number local_rank, or the CPU; nothing else needs local_rank
+    torch.manual_seed(args.seed)  # equal seeds give equal weights
 
     batch_size = args.batch_size  # all processes read the same images
     train_set, test_set = data.load(args.dataset, args.data_dir, 2 * batch_size if args.dry_run else None)
