@@ -123,7 +123,7 @@ def test_mixed_precision_fits_all_cards(short, exact, gpus, dtype, scale):
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
 def test_apex(short, exact, level):
     if importlib.util.find_spec("apex") is None:
-        pytest.skip("apex is not installed: docs/troubleshooting.md says how")
+        pytest.skip("apex is not installed: python mnist_apex.py says how")
     run = short("mnist_apex.py", "--opt-level", level, gpus=("8.0", "8.0"))
     assert losses(run) == pytest.approx(exact("mnist_ddp.py", 2), rel=0.02)
 
