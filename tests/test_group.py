@@ -356,19 +356,3 @@ def test_a_program_for_joh_fischers_helper_runs_unchanged(n, tmp_path):
     assert [line for line in done.out.splitlines() if line[0] in "01"] == [
         f"{epoch} 66.0 12.0 11.0 0" for epoch in range(2)
     ]
-
-
-def test_the_program_of_the_docstring_runs(tmp_path):
-    lines = dist.__doc__.split("\n\n    python train.py")[0].partition("\n\n")[2]
-    program = "\n".join(line[4:] for line in lines.splitlines())
-    program += "\n"
-    before = """
-import torch
-dataset = torch.utils.data.TensorDataset(torch.arange(8.0))
-Net = lambda: torch.nn.Linear(1, 1)
-def train(model, loader): return torch.tensor(sum(batch.sum() for batch, in loader))
-"""
-    (tmp_path / "train.py").write_text(before + program)
-    done = forker().run(tmp_path / "train.py", path=[ROOT], NPROC=2)
-    assert done.code == 0, done.err
-    assert done.out.splitlines()[1:] == [f"epoch {epoch}  loss 14.0000" for epoch in range(10)]
