@@ -88,7 +88,7 @@ def main(local_rank, world_size, args):
         seconds = time.perf_counter() - epoch_started
         dist.sync_params(model.buffers())  # BatchNorm's averages differ between ranks: all take rank 0's
         tested = evaluate(model, test_loader, device)
-        dist.all_reduce(trained)  # in place: now the sums over all processes; the helper takes them to the GPU for NCCL
+        dist.all_reduce(trained)  # in place: now the sums over all processes
         dist.all_reduce(tested)
         loss, seen = trained.tolist()
         correct, count = tested.tolist()

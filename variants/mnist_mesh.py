@@ -60,8 +60,8 @@ def evaluate(model, loader, device):
 
 def main(local_rank, world_size, args):
     dist.init_process_group(backend=args.backend)
-    device = dist.get_device()  # the GPU with number local_rank, or the CPU
-    torch.manual_seed(args.seed)  # the same weights and order every time
+    device = dist.get_device()  # the GPU with number local_rank, or the CPU; nothing else needs local_rank
+    torch.manual_seed(args.seed)  # equal seeds give equal weights
 
     replicas = world_size // args.tensor_parallel  # copies of the model
     mesh = dist.init_device_mesh(device.type, (replicas, args.tensor_parallel), mesh_dim_names=("data", "tensor"))
