@@ -238,7 +238,8 @@ def test_memory_in_closed_form():
     if timeline.HAS_MESSAGE_HOOKS:
         assert held(small)["message buffers"] == SMALL  # DDP's buckets are a second copy of the gradients
         padded = 4 * N * -(-WEIGHTS // N)
-        assert zero["message buffers"] == 2 * padded  # all gradients in one vector, and gloo's copy of it
+        assert zero["gradients"] == padded + padded // N  # all, and this rank's averages
+        assert zero["message buffers"] == padded  # gloo's copy of them
     # Activations: images; of each convolution its output, ReLU's, the pool's places (int64) and output; small ones.
     floats = 1 + (16 + 16) + (2 * 16 + 16) / 4 + (32 + 32) / 4 + (2 * 32 + 32) / 16
     assert (

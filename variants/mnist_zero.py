@@ -32,7 +32,7 @@ class ConvNet(nn.Sequential):
         )
 
 
-def train(model, loader, optimizer, scheduler, device, weights, mine):
+def train(model, loader, optimizer, scheduler, device, weights, gradients, mine):
     """One epoch; returns the sum of the losses and the number of examples, [2] float64."""
     model.train()
     reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)  # its name before torch 2.13
@@ -40,11 +40,10 @@ def train(model, loader, optimizer, scheduler, device, weights, mine):
     for images, labels in data.batches(loader, device):
         loss = F.cross_entropy(model(images), labels)
         loss.backward()
-        mine.grad = torch.empty_like(mine)  # each process gets the average of its slice only
-        reduce_scatter(mine.grad, flatten(p.grad / dist.get_world_size() for p in model.parameters()))
+        reduce_scatter(mine.grad, gradients.div_(dist.get_world_size()))  # the average of this process's slice only
         optimizer.step()
         dist.all_gather(list(weights.chunk(dist.get_world_size())), mine)  # so all parameters of the model
-        model.zero_grad()
+        gradients.zero_()
         scheduler.step()
         sums[0] += loss.detach() * len(labels)
         sums[1] += len(labels)
@@ -77,9 +76,15 @@ def main(local_rank, world_size, args):
 
     model = ConvNet(train_set.channels, train_set.side)
     model = model.to(device, memory_format=torch.channels_last)  # the faster layout for convolutions
-    weights = flatten(model.parameters())
+    weights = torch.cat([p.detach().flatten() for p in model.parameters()])
+    weights = F.pad(weights, (0, -len(weights) % world_size))  # zeros: all slices have the same length
+    gradients = torch.zeros_like(weights)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
     nn.utils.vector_to_parameters(weights, model.parameters())  # they are views of `weights` from here on
+    nn.utils.vector_to_parameters(gradients, [p.grad for p in model.parameters()])  # and these of `gradients`
     mine = weights.chunk(world_size)[dist.get_rank()]  # this process's slice, a view as well
+    mine.grad = torch.empty_like(mine)
     optimizer = torch.optim.SGD([mine], args.lr, momentum=0.9)
     dist.sync_params(model.parameters())  # all processes start from rank 0's weights
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, total_steps=args.epochs * len(train_loader))
@@ -89,7 +94,7 @@ def main(local_rank, world_size, args):
     for epoch in range(args.epochs):
         train_sampler.set_epoch(epoch)  # a different order in each epoch
         epoch_started = time.perf_counter()
-        trained = train(model, train_loader, optimizer, scheduler, device, weights, mine)
+        trained = train(model, train_loader, optimizer, scheduler, device, weights, gradients, mine)
         seconds = time.perf_counter() - epoch_started
         dist.sync_params(model.buffers())  # BatchNorm's averages differ between ranks: all take rank 0's
         tested = evaluate(model, test_loader, device)
@@ -103,12 +108,6 @@ def main(local_rank, world_size, args):
         )
     dist.print_primary(f"done in {time.perf_counter() - started:.1f} s")
     dist.cleanup()
-
-
-def flatten(tensors):
-    """One vector of all tensors, with zeros at the end, so that all processes have slices of the same length."""
-    vector = torch.cat([tensor.detach().flatten() for tensor in tensors])
-    return F.pad(vector, (0, -len(vector) % dist.get_world_size()))
 
 
 def parse_args():
