@@ -1,1 +1,1 @@
-"""Exercises that check themselves, and programs to try out: see README.md.  python -m exercises.check shard"""
+"""Exercises that check themselves: see README.md.  python -m exercises.check shard"""

@@ -1,4 +1,4 @@
-"""exercises/collectives.py in closed forms."""
+"""demos/collectives.py in closed forms."""
 
 import time
 from types import SimpleNamespace
@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from world import forker, run
 
-from exercises import collectives
+from demos import collectives
 
 HELD = {  # by each of three ranks afterwards, which had [1, 2, 3], [10, 20, 30] and [100, 200, 300]; None: no result
     "broadcast": [[1, 2, 3]] * 3,
@@ -52,5 +52,5 @@ def test_nobody_leaves_a_barrier_before_the_last_has_come():
 
 
 def test_one_process_is_one_line():
-    done = forker().run("-m", "exercises.collectives", "all_reduce", "--nproc", 1)
+    done = forker().run("-m", "demos.collectives", "all_reduce", "--nproc", 1)
     assert done.code == 2 and "--nproc 1: with fewer than two processes nothing is exchanged" in done.err

@@ -10,7 +10,6 @@ from world import ROOT, forker, refused, run
 
 from exercises import check
 from exercises.checks import NAMES
-from exercises.mistakes import MISTAKES
 
 SOLUTIONS = ROOT / "exercises" / "solutions"
 START = "START"  # stands for the first line of the function's body
@@ -272,24 +271,3 @@ def test_an_error_is_a_few_lines(tmp_path):
     assert len(text.splitlines()) <= 4
     assert "SyntaxError: '(' was never closed" in examined(tmp_path, "return", "return (", n=1)
     assert "there is no function global_mean in global_mean.py" in examined(tmp_path, "def global_", "def my_", n=1)
-
-
-# ----------------------------------------------------------------------------------------------------------- predict
-
-
-def test_predict_shows_and_asks_and_runs():
-    done = forker().run("-m", "exercises.predict", "set_epoch")
-    assert done.code == 0 and done.out.endswith("Why: docs/mistakes.md, Every epoch has the same order: no set_epoch\n")
-    right, broken = done.out.split("2. Now they are broken: compare them with those above.")
-    for part, orders in (right, ["[2, 3, 1]", "[1, 2, 3]", "[0, 1, 4]"]), (broken, ["[2, 3, 1]"] * 3):
-        assert "numbers = list(range(6))\n" in part and ("set_epoch(epoch)" in part) == (part == right)
-        assert re.findall(r"rank 0 trains on (.*)", part.partition("what they print")[2]) == orders
-
-
-@pytest.mark.slow
-def test_predict_shows_errors_and_hangs():
-    says = {"padding": "accuracy 83.3% (5/6)", "state_dict": "Missing key(s)", "collective": "collective_wrong, in"}
-    for name in MISTAKES:
-        done = forker().run("-m", "exercises.predict", name)
-        assert done.code == 0 and "Traceback" not in done.out + done.err, done
-        assert says.get(name, "Compare it with what they print") in done.out

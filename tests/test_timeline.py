@@ -26,6 +26,7 @@ from world import ROOT, chromium, forker, run, shell, wait_for
 import data
 import distributed as dist
 import timeline
+from demos.mistakes import MISTAKES
 from mnist_ddp import ConvNet
 
 N, SIDE, BATCH, STEPS = 3, 8, 30, 4
@@ -91,9 +92,9 @@ def variant(name, flags=""):
 def small(mistake="", folder=None):
     """DDP of two layers in several buckets; or with a mistake, or a delay in rank 1's forward."""
     rank = dist.get_rank()
-    torch.manual_seed(rank if mistake == "no DDP" else 0)
+    torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 64), nn.ReLU(), nn.Linear(64, 2))
-    model = net if mistake == "no DDP" else nn.parallel.DistributedDataParallel(net, bucket_cap_mb=1e-4)
+    model = nn.parallel.DistributedDataParallel(net, bucket_cap_mb=1e-4)
     optimizer = torch.optim.Adam(model.parameters(), 1e-4)
     for step in range(12):
         if folder and rank == 1:  # it is late by DELAY after rank 0 has computed all of its gradients
@@ -102,7 +103,7 @@ def small(mistake="", folder=None):
             )
         elif folder and rank == 0:
             hook = net[0].bias.register_post_accumulate_grad_hook(lambda _, step=step: (folder / f"{step}").touch())
-        inputs = torch.full((5, 4), 1.0 if mistake == "no sampler" else 1.0 + rank)
+        inputs = torch.full((5, 4), 1.0 + rank)
         nn.functional.mse_loss(model(inputs), torch.zeros(5, 2)).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -267,10 +268,10 @@ def test_silent_mistakes_are_said():
     assert right["gradients"].endswith("they were averaged")
     changed = said(picture(small, "one weight"))
     assert changed["weights"].startswith("1 of 4 tensors differ after step 10, 2.weight first, by up to 0.5: a mistake")
-    alone = said(picture(small, "no DDP"))
-    assert "4 of 4 tensors differ" in alone["weights"] and "0.weight first, so not averaged" in alone["gradients"]
+    alone = said(picture(MISTAKES["no_ddp"][0]))
+    assert "2 of 2 tensors differ" in alone["weights"] and "weight first, so not averaged" in alone["gradients"]
     assert alone["messages"].startswith("each rank: no messages")
-    same = said(picture(small, "no sampler"))
+    same = said(picture(MISTAKES["no_sampler"][0]))
     assert same["inputs"].startswith("equal on all ranks: a mistake in data parallelism")
     assert same["gradients"] == "equal on all ranks, as the inputs are"
 

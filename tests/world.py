@@ -34,7 +34,7 @@ from tools.programs import ENVIRONMENT, LIMIT, ROOT, SHELL, Result, shell  # noq
 
 WORLDS = pytest.mark.parametrize("n", [1, 3])
 
-FOLDERS = {"exercises", "experiments", "tests", "tools", "variants"}
+FOLDERS = {"demos", "exercises", "experiments", "tests", "tools", "variants"}
 # The project's programs.  (.ci/run tests a copy that git knows nothing of.)
 FILES = [*ROOT.glob("*.py"), *(file for folder in FOLDERS for file in (ROOT / folder).rglob("*.py"))]
 PROGRAMS = sorted(file.relative_to(ROOT).as_posix() for file in FILES)

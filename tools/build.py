@@ -13,8 +13,8 @@ A block stands between <!-- kind: what --> and <!-- end -->:
     output      [VARIABLE=VALUE] ARGS     what `python ARGS` prints, with the end of its error; ARGS | grep WORD: a part
     snippet     FILE                      the program in the file's docstring
     reference   FILE                      a table of the file's public functions, from their docstrings
-    mistake     [VARIABLE=VALUE] NAME     a mistake of exercises/mistakes.py, wrong and right: its lines, their output
-    collective  NAME                      one of exercises/collectives.py: its picture, its lines, its output
+    mistake     [VARIABLE=VALUE] NAME     a mistake of demos/mistakes.py, wrong and right: its lines, their output
+    collective  NAME                      one of demos/collectives.py: its picture, its lines, its output
     result      NAME                      experiments/results/NAME.md
 
 An output stays as it is while only figures have changed that depend on the machine (`same_output`); to get new ones,
@@ -132,7 +132,7 @@ def output(command: str) -> str:
     program, _, word = command.partition(" | grep ")
     done = run(program)
     printed = done.out + (told(done.err) if done.code else "")
-    return session(command, "".join(line for line in printed.splitlines(keepends=True) if word in line))
+    return session(command, "".join(line for line in printed.splitlines(keepends=True) if re.search(word, line)))
 
 
 def mistake(what: str) -> str:
@@ -140,32 +140,38 @@ def mistake(what: str) -> str:
     shown = ""
     variables, _, name = what.rpartition(" ")
     for way in "wrong", "right":
-        command = f"{variables} -m exercises.mistakes {name} {way}".lstrip()
+        command = f"{variables} -m demos.mistakes {name} {way}".lstrip()
         done = run(command)
         if done.code and way == "right":
             raise RuntimeError(done.err)
         printed = re.sub(r"^distributed: .*\n", "", done.out) + told(done.err)
-        body = textwrap.dedent("\n".join(definition("exercises/mistakes.py", f"{name}_{way}")[1:]))
+        body = textwrap.dedent("\n".join(definition("demos/mistakes.py", f"{name}_{way}")[1:]))
         shown += f"\n{way.capitalize()}:\n{block('python', body)}{session(command, printed)}"
     return shown
 
 
 def collective(name: str) -> str:
-    command = f"-m exercises.collectives {name}"
+    command = f"-m demos.collectives {name}"
     picture = f"![{name}: three ranks before and after; the output below has its numbers](collectives/{name}.svg)"
-    lines = block("python", "\n".join(definition("exercises/collectives.py", name)))
+    lines = block("python", "\n".join(definition("demos/collectives.py", name)))
     printed = re.sub(r"^distributed: .*\n", "", run(command).out)
     return f"\n{picture}\n{lines}{session(command, printed)}"
 
 
 def told(stderr: str) -> str:
-    """The warnings, and of an error the table of the ranks if there is one, else the last message of the traceback."""
+    """The warnings, and of an error the table of the ranks if there is one, else the last message of the traceback.
+
+    The message's lines are cut: torch writes whole paragraphs.
+    """
     text = stderr.replace(f"{ROOT}/", "")
     text = re.sub(r"\bfor rank \d", "for rank 0", text)  # of two ranks with the same error either may be the first
-    found = re.search(r"^where each rank stands:.*", text, re.DOTALL | re.MULTILINE)
-    found = found or re.search(r"^\w+Error: (?!.*^\w+Error: ).*", text, re.DOTALL | re.MULTILINE)
+    if found := re.search(r"^where each rank stands:.*", text, re.DOTALL | re.MULTILINE):
+        error = found[0]
+    else:
+        found = re.search(r"^\w+Error: (?!.*^\w+Error: ).*", text, re.DOTALL | re.MULTILINE)
+        error = re.sub(r"^(.{100}\S*) .*", r"\1 …", found[0], flags=re.MULTILINE) if found else ""
     warned = dict.fromkeys(re.findall(r"^\S+:\d+: (\w+Warning: .*\n)", text, re.MULTILINE))  # each once, not per rank
-    return "".join(warned) + (found[0] if found else "")
+    return "".join(warned) + error
 
 
 def masked(text: str) -> str:

@@ -1,6 +1,6 @@
 """The programs of docs/mistakes.md: each mistake, wrong and right, in two processes.
 
-python -m exercises.mistakes set_epoch wrong
+python -m demos.mistakes set_epoch wrong
 """
 
 import argparse
@@ -39,15 +39,13 @@ class TwoHeads(nn.Module):
         return self.used(inputs)
 
 
-def train_step(model: nn.Module) -> torch.Tensor:
-    """Forward, backward and an SGD step on this rank's own batch; returns this rank's loss."""
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+    """Forward, backward and an optimizer step on this rank's own batch; returns this rank's loss."""
     inputs = torch.full((1, 2), 0.5 + dist.get_rank())
     loss = (model(inputs) - 1).square().mean()
+    optimizer.zero_grad()
     loss.backward()
-    with torch.no_grad():
-        for param in model.parameters():
-            param -= 0.1 * param.grad
-            param.grad = None
+    optimizer.step()
     return loss.detach()
 
 
@@ -69,6 +67,19 @@ def print_difference(model: nn.Module) -> None:
     dist.print_primary(f"largest difference between the ranks' weights: {(weights[0] - weights[1]).abs().max():.2f}")
 
 
+def train_epoch(loader: DataLoader) -> None:
+    """Train for an epoch; print the size of the global batch, and how many different images it has."""
+    model = dist.prepare_ddp_model(zero_model())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for batch in loader:
+        inputs = batch[:, None] / torch.tensor([1200.0, 2400.0])
+        optimizer.zero_grad()
+        model(inputs).square().mean().backward()
+        optimizer.step()
+    last = torch.cat(dist.gather(batch))
+    dist.print_primary(f"{len(loader)} steps of {len(last)} images, {len(last.unique())} of them different")
+
+
 class Stream(IterableDataset):
     """A data set that can only be read from its beginning: as `read` does it."""
 
@@ -83,6 +94,32 @@ def print_stream(read: Callable[[], Iterator[int]]) -> None:
     """What all ranks together get, if each has two loader workers."""
     mine = torch.tensor(list(DataLoader(Stream(read), batch_size=None, num_workers=2)))
     dist.print_primary(f"examples of an epoch: {torch.cat(dist.gather(mine)).sort().values.tolist()}")
+
+
+def no_ddp_wrong() -> None:
+    model = zero_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(40):
+        train_step(model, optimizer)  # on this rank's own batch, and nobody averages the gradients
+    print_difference(model)
+
+
+def no_ddp_right() -> None:
+    model = dist.prepare_ddp_model(zero_model())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(40):
+        train_step(model, optimizer)
+    print_difference(model)
+
+
+def no_sampler_wrong() -> None:
+    torch.manual_seed(0)
+    train_epoch(DataLoader(images, batch_size=10, shuffle=True))  # all images, in the same order on each rank
+
+
+def no_sampler_right() -> None:
+    torch.manual_seed(0)
+    train_epoch(DataLoader(images, batch_size=10, sampler=dist.data_sampler(images)))
 
 
 def set_epoch_wrong() -> None:
@@ -172,38 +209,11 @@ def unused_right() -> None:
     dist.print_primary("two steps, no error")
 
 
-def state_dict_wrong() -> None:
-    ddp_model = dist.prepare_ddp_model(nn.Linear(2, 1))
-    weights = ddp_model.state_dict()
-    dist.print_primary(list(weights))
-    nn.Linear(2, 1).load_state_dict(weights)
-
-
-def state_dict_right() -> None:
-    ddp_model = dist.prepare_ddp_model(nn.Linear(2, 1))
-    weights = dist.unwrap_model(ddp_model).state_dict()
-    dist.print_primary(list(weights))
-    nn.Linear(2, 1).load_state_dict(weights)
-
-
-def around_ddp_wrong() -> None:
-    model = dist.prepare_ddp_model(zero_model())
-    for _ in range(3):
-        train_step(model.module)  # trains each rank's copy alone: DDP averages nothing
-    print_difference(model)
-
-
-def around_ddp_right() -> None:
-    model = dist.prepare_ddp_model(zero_model())
-    for _ in range(3):
-        train_step(model)
-    print_difference(model)
-
-
 def early_stop_wrong() -> None:
     model = dist.prepare_ddp_model(zero_model())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(20):
-        if train_step(model) < 0.1:  # this rank's own loss
+        if train_step(model, optimizer) < 0.1:  # this rank's own loss
             dist.print_primary(f"all ranks stop at step {step}")
             break
     dist.barrier()  # the other rank is still training
@@ -211,8 +221,9 @@ def early_stop_wrong() -> None:
 
 def early_stop_right() -> None:
     model = dist.prepare_ddp_model(zero_model())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(20):
-        if dist.reduce(train_step(model)) < 0.1:  # the mean over all ranks, the same number on each
+        if dist.reduce(train_step(model, optimizer)) < 0.1:  # the mean over all ranks, the same number on each
             dist.print_primary(f"all ranks stop at step {step}")
             break
     dist.barrier()
@@ -230,7 +241,7 @@ def iterable_right() -> Iterator[int]:
 
 def rank_0_works_wrong() -> None:
     if dist.is_primary():
-        time.sleep(2)  # downloads, say, or evaluates
+        time.sleep(6)  # downloads, say, or evaluates
     dist.barrier()  # the others wait here, and a collective waits for DIST_TIMEOUT at most
     dist.print_primary("all go on")
 
@@ -238,7 +249,7 @@ def rank_0_works_wrong() -> None:
 def rank_0_works_right() -> None:
     patient = torch_dist.new_group(backend="gloo", timeout=timedelta(hours=1))  # on all ranks, once
     if dist.is_primary():
-        time.sleep(2)
+        time.sleep(6)
     torch_dist.barrier(patient)
     dist.print_primary("all go on")
 
@@ -277,6 +288,8 @@ def dropout_seed_right() -> None:
 
 
 MISTAKES = {
+    "no_ddp": (no_ddp_wrong, no_ddp_right),
+    "no_sampler": (no_sampler_wrong, no_sampler_right),
     "set_epoch": (set_epoch_wrong, set_epoch_right),
     "every_rank": (every_rank_wrong, every_rank_right),
     "collective": (collective_wrong, collective_right),
@@ -284,8 +297,6 @@ MISTAKES = {
     "mean_of_means": (mean_of_means_wrong, mean_of_means_right),
     "batch_size": (batch_size_wrong, batch_size_right),
     "unused": (unused_wrong, unused_right),
-    "state_dict": (state_dict_wrong, state_dict_right),
-    "around_ddp": (around_ddp_wrong, around_ddp_right),
     "early_stop": (early_stop_wrong, early_stop_right),
     "iterable": (functools.partial(print_stream, iterable_wrong), functools.partial(print_stream, iterable_right)),
     "rank_0_works": (rank_0_works_wrong, rank_0_works_right),

@@ -1,6 +1,6 @@
 """The programs of docs/collectives.md: what each rank holds before and after a collective, in three processes.
 
-python -m exercises.collectives all_reduce
+python -m demos.collectives all_reduce
 """
 
 import argparse
