@@ -10,6 +10,7 @@ def shard(count: int, epoch: int) -> list[int]:
 
     All ranks together have every example exactly once, and the numbers of examples on two ranks differ by at most one,
     also if count doesn't divide.  Each epoch has an order of its own (shuffled), and the same call always returns the
-    same numbers.  dist.get_rank() and dist.get_world_size() say who is asking.  All ranks call it; it needs no message.
+    same numbers.  torch's global generator is left as it is: dropout draws from it.  dist.get_rank() and
+    dist.get_world_size() say who is asking.  All ranks call it; it needs no message.
     """
     raise NotImplementedError

@@ -6,6 +6,7 @@ import signal
 import sys
 
 import pytest
+import torch
 from world import ROOT, forker, refused, run
 
 from exercises import check
@@ -52,6 +53,7 @@ WRONG = {
         ("is not shuffled", "return order" + SHARE, "return ((torch.arange(count) + epoch) % count)" + SHARE),
         ("there is no example", "order[", "(order + 1)["),
         ("2 examples, epoch 0: 1 counted twice", ".tolist()", ".tolist() or [0]"),
+        ("right, but from the global generator", START, "torch.manual_seed(epoch)"),
     ],
     "ring_all_reduce": [
         ("the tensor is unchanged", START, "return"),
@@ -101,6 +103,7 @@ WRONG = {
         ("each rank kept its own gradient", *ALL_NO_SYNC),
         ("each rank kept its own gradient, and the parts' means are averaged", *ALL_NO_SYNC, *MICRO_MEAN),
         ("a sum over the parts where a mean was meant", MICRO_MEAN[0], ""),
+        ("6 parts of 10 examples are only 5", "number < len(micro_batches)", "number < parts"),
         ("gradient is left", MICRO_MEAN[0], "", "loss.backward()", "model.zero_grad(), loss.backward()"),
         ("gradient is left, and it is divided", "loss.backward()", "model.zero_grad(), loss.backward()"),
         ("a sum over the ranks where a mean was meant", "loss.backward()", "(3 * loss).backward()"),
@@ -182,6 +185,12 @@ def test_a_wrong_solution_is_named_and_a_right_one_passes(tmp_path, name, words,
         texts.append(verdict(1, name, file, tmp_path / "one"))
         assert "rank" not in texts[1].partition("It looks like this")[2], "with one process no rank is wrong"
     assert any(words in text for text in texts) and bool(words) == any(texts), texts
+
+
+@pytest.mark.parametrize("share", [torch.arange(3), list(torch.arange(3))])
+def test_a_share_that_is_no_list_of_int_is_refused(share):
+    with pytest.raises(TypeError, match="not a list of int: of a tensor .tolist"):
+        check.module_of("shard").as_list(share)
 
 
 def test_each_exercise_has_a_blank_a_hint_and_a_wrong_solution(monkeypatch, capsys):

@@ -1,4 +1,4 @@
-"""Three steps against one process with the whole batch at once; all-reduces and forward passes are counted."""
+"""Four steps against one process with the whole batch at once; all-reduces and forward passes are counted."""
 
 import itertools
 
@@ -16,7 +16,7 @@ fraction.  All but the last micro-batch stand inside no_sync(), with their forwa
 averages.  contextlib.nullcontext() is a `with` that does nothing.
 """
 SHARE, LR = 10, 0.5
-PARTS = (4, 3, 1)  # 3 + 3 + 3 + 1, 4 + 4 + 2, and all at once
+PARTS = (4, 3, 1, 6)  # 3 + 3 + 3 + 1, 4 + 4 + 2, all at once, and five times 2
 
 
 def network():
@@ -65,9 +65,12 @@ def note_passes(model):
 
 
 def train(n, combine):
-    """What the ranks would have if `combine` made their gradients, of [rank][part] -> (gradients, examples)."""
+    """What the ranks would have if `combine` made their gradients, of [rank][part] -> (gradients, examples).
+
+    Without the last step: what is wrong in that one alone has one reason.
+    """
     models, answers = [network() for _ in range(n)], [{} for _ in range(n)]
-    for step, parts in enumerate(PARTS):
+    for step, parts in enumerate(PARTS[:-1]):
         own = []
         for rank, model in enumerate(models):
             chunks = zip(*(tensor.chunk(parts) for tensor in share(step, rank)), strict=True)
@@ -84,10 +87,10 @@ def gradient(model, x, y):
     return torch.autograd.grad(F.mse_loss(model(x), y), list(model.parameters()))
 
 
-def one_process(n):
+def one_process(n, steps):
     """The whole batch of all ranks at once."""
     model, answer = network(), {}
-    for step in range(len(PARTS)):
+    for step in range(steps):
         inputs, targets = (torch.cat(tensors) for tensors in zip(*(share(step, r) for r in range(n)), strict=True))
         for p, value in zip(model.parameters(), gradient(model, inputs, targets), strict=True):
             p.grad = value
@@ -127,9 +130,13 @@ def judge(answers):
         ],
         "a sum over the ranks where a mean was meant": lambda own: [add_up([(1, weighted(p)) for p in own])] * n,
     }
-    problem = common.compare(answers, one_process(n), {way: train(n, combine) for way, combine in ways.items()})
-    if not problem and n > 1 and max(map(max, messages)) > 1:
-        parts, count = max(zip(PARTS, messages[0], strict=True), key=lambda pair: pair[1])
+    wrong = {way: train(n, combine) for way, combine in ways.items()}
+    problem = common.compare(answers, one_process(n, len(PARTS) - 1), wrong)
+    if not problem and (problem := common.compare(answers, one_process(n, len(PARTS)), {})):
+        return f"{problem}. {PARTS[-1]} parts of {SHARE} examples are only 5: count those that chunk returns"
+    counts = [max(of_step) for of_step in zip(*messages, strict=True)]
+    if not problem and n > 1 and max(counts) > 1:
+        parts, count = next(pair for pair in zip(PARTS, counts, strict=True) if pair[1] > 1)
         return f"the gradients are right, but by {count} all-reduces for {parts} parts, where 1 is enough"
     return problem or too_large(passes)
 

@@ -1,6 +1,9 @@
 """Each example once, shares of equal size, a new order in each epoch, the same one in each call."""
 
 import itertools
+import random
+
+import torch
 
 HINT = """
 All ranks must draw the same order: a generator of its own, torch.Generator().manual_seed(epoch), does not depend on
@@ -11,19 +14,24 @@ EPOCHS = (0, 1, 2, 5)
 
 
 def run(function, folder):
-    calls = {}
+    before = global_generators()
+    answer = {}
     for count in COUNTS:
         for epoch in EPOCHS:
             first = as_list(function(count, epoch))
-            calls[count, epoch] = (first, as_list(function(count, epoch)))
-    return calls
+            answer[count, epoch] = (first, as_list(function(count, epoch)))
+    answer["uses global generators"] = global_generators() != before
+    return answer
+
+
+def global_generators():
+    return torch.get_rng_state().tolist(), random.getstate()
 
 
 def as_list(share):
-    try:
-        return [int(example) for example in share]
-    except (TypeError, ValueError):
-        raise TypeError(f"shard returned {share}, not a list of numbers") from None
+    if isinstance(share, list) and all(type(example) is int for example in share):
+        return share
+    raise TypeError(f"shard returned {share}, not a list of int: of a tensor .tolist() makes one")
 
 
 def judge(answers):
@@ -35,7 +43,13 @@ def judge(answers):
                 problem = "the same call, made twice, returns different numbers"
             if problem:
                 return f"{count} examples, epoch {epoch}: {problem}"
-    return not_shuffled(answers)
+    problem = not_shuffled(answers)
+    if not problem and any(answer["uses global generators"] for answer in answers):
+        problem = (
+            "the shares are right, but from the global generator: after torch.manual_seed(epoch) dropout draws "
+            "the same numbers on all ranks. Use a generator of its own: torch.Generator().manual_seed(epoch)"
+        )
+    return problem
 
 
 def not_shuffled(answers):
