@@ -19,7 +19,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.utils.data import BatchSampler
 
 import distributed as dist
-from variants import mnist_mesh, mnist_overlap, mnist_tensor_parallel, mnist_zero
+from variants import mnist_mesh, mnist_overlap, mnist_tensor_parallel
 
 EXAMPLES, BATCH = 203, 48  # 203 = 4 * 48 + 11: an epoch's last batch is smaller, and can't be shared out equally
 HIDDEN, LR = 16, 0.05
@@ -217,18 +217,24 @@ def overlap_by_hand(run: Run) -> nn.Module:
 def zero_1(run: Run) -> nn.Module:
     """As variants/mnist_zero.py: a reduce-scatter of the gradients, a step of each rank's slice, an all-gather."""
     model = run.network()
-    weights = mnist_zero.flatten(model.parameters())
+    weights = torch.cat([param.detach().flatten() for param in model.parameters()])
+    weights = F.pad(weights, (0, -len(weights) % dist.get_world_size()))
+    gradients = torch.zeros_like(weights)
+    for param in model.parameters():
+        param.grad = torch.zeros_like(param)
     nn.utils.vector_to_parameters(weights, model.parameters())
-    mine = weights.chunk(dist.get_world_size())[dist.get_rank()]
+    nn.utils.vector_to_parameters(gradients, [param.grad for param in model.parameters()])
+    slices = weights.chunk(dist.get_world_size())
+    mine = slices[dist.get_rank()]
+    mine.grad = torch.empty_like(mine)
     optimizer = torch.optim.SGD([mine], LR, momentum=0.9)
+    reduce_scatter = getattr(torch_dist, "reduce_scatter_single", torch_dist.reduce_scatter_tensor)
     for inputs, targets in run.shares():
         mean_loss(model, inputs, targets).backward()
-        mine.grad = torch.empty_like(mine)
-        gradients = mnist_zero.flatten(param.grad / dist.get_world_size() for param in model.parameters())
-        torch_dist.reduce_scatter_tensor(mine.grad, gradients)
+        reduce_scatter(mine.grad, gradients.div_(dist.get_world_size()))
         optimizer.step()
-        torch_dist.all_gather_into_tensor(weights, mine)
-        model.zero_grad()
+        torch_dist.all_gather(list(slices), mine)
+        gradients.zero_()
     return model
 
 
