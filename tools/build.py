@@ -7,7 +7,7 @@
 A block stands between <!-- kind: what --> and <!-- end -->:
 
     kind        what                      what is written
-    steps       [FOLDER]                  the table of the steps in the root, or in a folder
+    steps                                 the table of the steps in the root
     lines       PARENT FILE               +added -removed, as git counts them
     diff        PARENT FILE [N]           the diff, with N (1) lines of context
     output      [VARIABLE=VALUE] ARGS     what `python ARGS` prints, with the end of its error; ARGS | grep WORD: a part
@@ -35,7 +35,7 @@ from typing import NamedTuple
 
 from tools import programs, side_by_side
 from tools.programs import ROOT, SHELL, Result
-from tools.steps import STEPS, code_digest, diff_lines, git_diff, recorded_from
+from tools.steps import GROUPS, code_digest, diff_lines, git_diff, recorded_from
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 PAGES += [ROOT / "exercises/README.md", ROOT / "variants/README.md"]
@@ -44,16 +44,14 @@ PAGES += [ROOT / "exercises/README.md", ROOT / "variants/README.md"]
 # ----------------------------------------------------------------------------------------------------- from the sources
 
 
-def steps(folder: str = ".") -> str:
-    """Those of the root with their numbers, from their docstrings."""
+def steps() -> str:
+    """The table of those in the root, with their numbers, from their docstrings."""
     rows = ["| script | what it adds | diff lines |", "|---|---|---|"]
-    for step in STEPS:
-        if str(Path(step.script).parent) == folder:
-            changed = ", ".join(f"{lines(parent, step.script)} from `{parent}`" for parent in step.parents)
-            link = step.script if folder == "." else f"../{step.script}"
-            number = re.search(r"step (\d) of", (ROOT / step.script).read_text(encoding="utf-8").split("\n")[0])
-            adds = f"{number[1]}. {step.adds}" if number else step.adds
-            rows.append(f"| [{step.script}]({link}) | {adds} | {changed} |")
+    for step in GROUPS["The course"]:
+        changed = ", ".join(f"{lines(parent, step.script)} from `{parent}`" for parent in step.parents)
+        number = re.search(r"step (\d) of", (ROOT / step.script).read_text(encoding="utf-8").split("\n")[0])
+        adds = f"{number[1]}. {step.adds}" if number else step.adds
+        rows.append(f"| [{step.script}]({step.script}) | {adds} | {changed} |")
     return "\n" + "\n".join(rows) + "\n"
 
 
