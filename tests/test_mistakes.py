@@ -3,18 +3,37 @@
 import contextlib
 import io
 import re
+import subprocess
 import sys
 
 import pytest
-from world import ROOT, forker, run
+from world import ROOT, run
 
 from demos import predict
 from demos.mistakes import MISTAKES
 
+ANSWERS = {  # to the question of demos/predict.py, on the right lines and on the wrong ones
+    "no_ddp": (True, False),
+    "no_sampler": (20, 10),
+    "set_epoch": (3, 1),
+    "every_rank": (1, 2),
+    "collective": (True, False),
+    "padding": (80, 83.3),
+    "mean_of_means": (80, 83.3),  # 4 / 5; (2 / 3 + 2 / 2) / 2
+    "batch_size": (6, 3),
+    "unused": (True, False),
+    "early_stop": (True, False),
+    "iterable": (6, 24),  # by two workers on two ranks
+    "rank_0_works": (True, False),
+    "clip": (1, 1 / 65536),
+    "dropout_seed": (2, 1),
+}
+IN_PROGRAMS = ["every_rank", *(name for name, question in predict.QUESTIONS.items() if question is predict.ENDS)]
+
 
 def test_each_mistake_is_on_the_page():
     page = (ROOT / "docs/mistakes.md").read_text(encoding="utf-8")
-    assert re.findall(r"<!-- mistake: (?:\S+ )?(\w+) -->", page) == list(MISTAKES)
+    assert re.findall(r"<!-- mistake: (?:\S+ )?(\w+) -->", page) == list(MISTAKES) == list(predict.QUESTIONS)
 
 
 def _printed(name, way):
@@ -23,54 +42,11 @@ def _printed(name, way):
     return printed.getvalue()
 
 
-def test_wrong_and_right():
-    says = {name: [run(_printed, 2, name, way)[0] for way in (0, 1)] for name in ("padding", "mean_of_means", "clip")}
-    assert says["padding"] == ["accuracy 83.3% (5/6)\n", "accuracy 80.0% (4/5)\n"]
-    assert says["mean_of_means"] == ["accuracy 83.3%\n", "accuracy 80.0%\n"]  # (2 / 3 + 2 / 2) / 2; 4 / 5
-    wrong, right = (float(text.split()[-1]) for text in says["clip"])
-    assert (wrong, right) == (round(1 / 65536, 6), 1)
-
-    wrong, right = (run(_printed, 2, "no_ddp", way)[0] for way in (0, 1))
-    assert right.endswith(" 0.00\n") and not wrong.endswith(" 0.00\n")
-    says = [run(_printed, 2, "no_sampler", way)[0] for way in (0, 1)]
-    assert says == [
-        "120 steps of 20 images, 10 of them different\n",  # 1200 images in batches of 10 on each rank
-        "60 steps of 20 images, 20 of them different\n",
-    ]
-    wrong, right = (run(_printed, 2, "dropout_seed", way)[0] for way in (0, 1))
-    assert right.startswith("2 ") and wrong.startswith("1 ")
-    wrong, right = (run(_printed, 2, "set_epoch", way)[0].splitlines() for way in (0, 1))
-    assert len({line.partition(":")[2] for line in wrong}) == 1 and len({line.partition(":")[2] for line in right}) == 3
-
-
-def test_a_stream_is_shared_out_to_loader_workers():
-    wrong, right = (eval(run(_printed, 2, "iterable", way)[0].split(":")[1]) for way in (0, 1))
-    assert right == [0, 1, 2, 3, 4, 5] and wrong == sorted(4 * right)  # by two workers on two ranks
-
-
-def test_an_unknown_mistake_is_one_line():
-    done = forker().run("-m", "demos.mistakes", "set_epoch", "left")
-    assert done.code == 2 and "argument way: invalid choice: 'left'" in done.err
-
-
-# ----------------------------------------------------------------------------------------------------------- predict
-
-ANSWERS = {  # to the question on the right lines, and on the wrong ones
-    "no_ddp": "yes no",
-    "no_sampler": "20 10",
-    "set_epoch": "3 1",
-    "every_rank": "1 2",
-    "collective": "yes no",
-    "padding": "80% 83",
-    "mean_of_means": "80 83.3",
-    "batch_size": "6 3",
-    "unused": "yes no",
-    "early_stop": "yes no",
-    "iterable": "6 24",
-    "rank_0_works": "yes no",
-    "clip": "1 0",
-    "dropout_seed": "2 1",
-}
+@pytest.mark.parametrize("name", [name for name in MISTAKES if name not in IN_PROGRAMS])
+def test_wrong_and_right(name):
+    for way, answer in zip((1, 0), ANSWERS[name], strict=True):
+        done = subprocess.CompletedProcess([], 0, run(_printed, 2, name, way)[0])
+        assert predict.QUESTIONS[name][1](done) == pytest.approx(answer, abs=1e-6), done.stdout
 
 
 def predicted(monkeypatch, capsys, name, *answers):
@@ -85,10 +61,8 @@ def test_an_answer_is_compared_with_the_run(monkeypatch, capsys):
     assert "'many' is no answer: type a number" in text
     right, broken = text.split("2. Now they are broken")
     assert "\nRight.\n" in right and "set_epoch(epoch)" in right and "numbers = list(range(6))\n" in right
-    assert (
-        "\nWrong: the answer is 1, not 2.\n" in broken
-        and "set_epoch(epoch)" not in broken.partition("Two processes")[0]
-    )
+    assert "\nWrong: the answer is 1, not 2.\n" in broken
+    assert "set_epoch(epoch)" not in broken.partition("Two processes")[0]
     assert "Why (docs/mistakes.md, Every epoch has the same order: no set_epoch):\nThe sampler shuffles" in broken
 
 
@@ -99,7 +73,7 @@ def test_a_missing_answer_is_one_line(monkeypatch, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MISTAKES)
-def test_right_answers_are_right(monkeypatch, capsys, name):
-    text = predicted(monkeypatch, capsys, name, *ANSWERS[name].split())
+@pytest.mark.parametrize("name", IN_PROGRAMS)
+def test_wrong_and_right_as_programs(monkeypatch, capsys, name):
+    text = predicted(monkeypatch, capsys, name, *map(predict.in_words, ANSWERS[name]))
     assert text.count("\nRight.\n") == 2 and "Traceback" not in text, text
