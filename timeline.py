@@ -547,8 +547,10 @@ def allocations_of(events: list[dict], device: int) -> dict[int, list[list]]:
 
     What a call of a message allocates, or a thread of gloo's, are message buffers.
     """
-    calls = sorted((event["begin"], event["end"]) for event in events if event["name"].startswith("c10d::"))
+    callers = [event for event in events if event["name"].startswith("c10d::")]
+    calls = sorted((event["begin"], event["end"]) for event in callers)
     threads = {event["tid"] for event in events if event["name"].startswith("gloo:")}
+    threads -= {event["tid"] for event in callers}  # sends and receives are noted there
     history: dict[int, list[list]] = defaultdict(list)
     for event in events:
         if event["name"] != "[memory]" or event["args"]["Device Type"] != device:

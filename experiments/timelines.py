@@ -67,7 +67,7 @@ PICTURES = {  # below each other
     "rates": [Run("variants.mnist_overlap", 200), Run("variants.mnist_overlap", 20)],
 }
 TABLES = {
-    "forms": [DDP, *(runs[-1] for name, runs in PICTURES.items() if runs[-1].program.startswith("variants."))],
+    "forms": [DDP, *(runs[-1] for name, runs in PICTURES.items() if f"variants.mnist_{name}" in runs[-1].program)],
     "adam": [
         Run(f"{module} --lr 0.001", nproc=4, has_adam=True)
         for module in ("mnist_ddp", "variants.mnist_by_hand", "variants.mnist_zero", "variants.mnist_fsdp")
@@ -153,6 +153,7 @@ def record(run: Run) -> dict:
         if run.rate:
             counter.start()
         recordings = dist.launch(worker, os.getpid(), folder, run, args, nproc=run.nproc)
+        os.chdir(measured.ROOT)  # one process is this one
         until.set()
         samples = mine.recv() if run.rate else []
     ports = [line.split(":")[0].strip() for line in Path("/proc/net/dev").read_text().splitlines() if "port" in line]
@@ -223,7 +224,7 @@ def main() -> None:
         print(f"without the slowed network, as it {problem}", file=sys.stderr)
         for name, runs in (PICTURES | TABLES).items():
             (PICTURES if name in PICTURES else TABLES)[name] = [run._replace(rate=0) for run in runs]
-    folder = measured.ROOT / "docs" / "timelines" if args.save else Path("timelines")
+    folder = measured.ROOT / "docs" / "timelines" if args.save else Path("timelines").resolve()
     folder.mkdir(exist_ok=True)
     for name in args.names or names:
         if name in TABLES:
