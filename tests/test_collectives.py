@@ -1,9 +1,5 @@
 """demos/collectives.py in closed forms."""
 
-import time
-from types import SimpleNamespace
-
-import pytest
 from world import forker, run
 
 from demos import collectives
@@ -29,26 +25,6 @@ def test_what_each_rank_holds():
     for name, values in HELD.items():
         assert run(held_after, 3, name) == [values] * 3, name
     assert [*HELD, "barrier"] == [*collectives.COLLECTIVES]
-
-
-def _came_and_left():
-    """When this rank came to the barrier, and when it left; they come 50 ms apart."""
-    times = []
-
-    def note(seconds=0):
-        time.sleep(0.05 * seconds)
-        times.append(time.monotonic())
-        return times[-1]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(collectives, "time", SimpleNamespace(sleep=note, monotonic=note))
-        collectives.before_and_after("barrier")
-    return times[1:]
-
-
-def test_nobody_leaves_a_barrier_before_the_last_has_come():
-    came, left = zip(*run(_came_and_left, 3), strict=True)
-    assert min(left) >= max(came)
 
 
 def test_one_process_is_one_line():

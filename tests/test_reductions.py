@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import time
 
 import pytest
 import torch
@@ -227,23 +226,6 @@ def synced():
 def test_sync_params_copies_rank_0s_values_in_place(n):
     states = run(synced, n)
     assert states == [states[0]] * n and states[0]["1.num_batches_tracked"] == 1
-
-
-def waits():
-    """When this rank came to each barrier, and when it left it."""
-    times = []
-    for wait, last in (dist.barrier, 2), (dist.wait_for_everyone, 0):
-        time.sleep(0.2 if dist.get_rank() == last else 0)
-        came = time.monotonic()
-        wait()
-        times.append((came, time.monotonic()))
-    return times
-
-
-def test_nobody_leaves_a_barrier_before_the_last_has_come():
-    for times in zip(*run(waits, 3), strict=True):
-        came, left = zip(*times, strict=True)
-        assert max(came) <= min(left)
 
 
 # -------------------------------------------------------------------------------- what can't be computed is an error

@@ -6,7 +6,6 @@ import warnings
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
@@ -146,15 +145,6 @@ def batchnorm():
     return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
 
 
-class Partial(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.used, self.spare = nn.Linear(2, 2), nn.Linear(2, 2)
-
-    def forward(self, x):
-        return self.used(x)
-
-
 def train(model):
     """Three steps, with other data on each rank; returns the losses, the weights and the buffers."""
     generator = torch.Generator().manual_seed(dist.get_rank())
@@ -196,90 +186,6 @@ def prepared():
 @WORLDS
 def test_the_model_is_torchs_ddp_or_itself(n):
     run(prepared, n)
-
-
-def options():
-    model = dist.prepare_ddp_model(
-        Partial(), find_unused_parameters=True, bucket_cap_mb=1, gradient_as_bucket_view=True
-    )
-    assert model.find_unused_parameters and model.gradient_as_bucket_view and model.bucket_bytes_cap == 2**20
-    for _ in range(2):  # without the option torch's second one is an error
-        model(torch.ones(1, 2)).sum().backward()
-    assert model.module.used.weight.grad.tolist() == [[2, 2], [2, 2]] and model.module.spare.weight.grad is None
-    assert "SyncBatchNorm" in error_of(dist.prepare_ddp_model, batchnorm(), sync_bn=True)  # torch: on GPUs only
-
-
-def test_options_are_torchs():
-    run(options, 3)
-
-
-def fit():
-    """Ten steps on the same global batches, whatever the number of processes."""
-    rank, n = dist.get_rank(), dist.get_world_size()
-    torch.manual_seed(1)
-    x, y = torch.randn(120, 8, dtype=torch.float64), torch.randn(120, 3, dtype=torch.float64)
-    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3)).double()
-    if rank:  # DDP gives everyone rank 0's weights
-        nn.init.zeros_(model[0].weight)
-    model = dist.prepare_ddp_model(model)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    sampler = dist.data_sampler(range(120))
-    losses = []
-    for epoch in range(2):
-        sampler.set_epoch(epoch)
-        for batch in DataLoader(range(120), batch_size=24 // n, sampler=sampler):
-            loss = F.mse_loss(model(x[batch]), y[batch])
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            losses.append(dist.reduce(loss))
-    return torch.cat([*map(torch.atleast_1d, losses), *(p.detach().flatten() for p in model.parameters())])
-
-
-def test_n_processes_are_one_with_the_whole_batch():
-    (one,) = run(fit, 1)
-    first, *others = run(fit, 3)
-    assert (first - one).abs().max() <= 1e-12
-    assert equal(others, [first] * 2)
-
-
-def evaluate(size, inference):
-    """After a training the ranks' buffers differ; then each evaluates its share, in its own number of batches."""
-    rank, n = dist.get_rank(), dist.get_world_size()
-    torch.manual_seed(2)
-    net = batchnorm().double()
-    x = torch.randn(size, 4, dtype=torch.float64)
-    y = x[:, :2].argmax(1)
-    model = dist.prepare_ddp_model(net)
-    for _ in range(2):  # and again, after the next epoch
-        model.train()
-        train(model)
-        averages = dist.gather(net[1].running_mean)
-        assert len({tuple(average.tolist()) for average in averages}) == n
-        alone = copy.deepcopy(net).eval()
-        dist.sync_params(alone.buffers())
-        model.eval()
-        sampler = dist.data_sampler(x, shuffle=False, pad=False)
-        sums, outputs = torch.zeros(3, dtype=torch.float64), []
-        with torch.inference_mode() if inference else torch.no_grad():
-            for batch in DataLoader(range(size), batch_size=5, sampler=sampler):
-                outputs.append(model(x[batch]))
-                loss = F.cross_entropy(outputs[-1], y[batch], reduction="sum")
-                sums += torch.stack([loss, (outputs[-1].argmax(1) == y[batch]).sum(), torch.tensor(len(batch))])
-            expected = alone(x)
-        assert len(outputs) == len(range(rank, size, n)[::5])
-        loss, correct, count = dist.all_reduce(sums).tolist()
-        assert count == size and correct == (expected.argmax(1) == y).sum()
-        assert loss / count == pytest.approx(F.cross_entropy(expected, y).item(), rel=1e-12)
-        mine = expected[rank::n]
-        assert (torch.cat(outputs) - mine).abs().max() < 1e-12
-        assert equal(net.buffers(), alone.buffers())
-
-
-@WORLDS
-def test_an_evaluation_with_unequal_numbers_of_batches_is_exact(n):
-    for size, inference in (31, False), (47, True), (16, False), (n, True):  # 3, 2, 2 batches of 3 ranks; 4, 4, 3; ...
-        run(evaluate, n, size, inference)
 
 
 def saved_messages():
