@@ -10,7 +10,6 @@ import re
 import shutil
 import signal
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
@@ -152,32 +151,14 @@ def test_every_example_is_evaluated_once(reference, small):
         assert rows(folder)[-1][f"{name}_loss"] == pytest.approx(loss, rel=1e-4)
 
 
-@pytest.mark.parametrize(("asked", "weight", "batches"), [(False, 1.0, 3), (True, 1.0, 1), (False, math.nan, 3)])
-def test_an_evaluation_ends_early_once_told_and_its_loss_is_finite(asked, weight, batches):
+def test_an_evaluation_ends_early_once_told():
     images = data.Images(torch.zeros(12, 1, 2, 2, dtype=torch.uint8), torch.zeros(12).long(), (0.0,), (1.0,))
     model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(4, 10))
-    torch.nn.init.constant_(model[1].bias, weight)
     seen = []
     model.register_forward_hook(lambda *_: seen.append(1))
-    loader, stop = data.loader(images, 5, range(12)), SimpleNamespace(asked=asked)
-    arguments = model, loader, torch.device("cpu"), torch.float32, stop
-    if math.isnan(weight):
-        with pytest.raises(SystemExit, match="the loss is nan"):
-            cifar10_ddp.evaluate(*arguments)
-    else:
-        assert cifar10_ddp.evaluate(*arguments)["loss"] == pytest.approx(math.log(10))
-    assert len(seen) == batches
-
-
-def test_an_epoch_that_was_not_evaluated_has_empty_cells(tmp_path):
-    history = [{"epoch": 1, "training_lr": 0.2}, {"epoch": 2, "test_top1": 0.5}, {"epoch": 3}]
-    cifar10_ddp.report(SimpleNamespace(run_dir=tmp_path), history, mock.Mock())
-    assert (tmp_path / "metrics.csv").read_text().split() == [
-        "epoch,training_lr,test_top1",
-        "1,0.2,",
-        "2,,0.5",
-        "3,,",
-    ]
+    loader, stop = data.loader(images, 5, range(12)), SimpleNamespace(asked=True)
+    cifar10_ddp.evaluate(model, loader, torch.device("cpu"), torch.float32, stop)
+    assert len(seen) == 1
 
 
 def by_hand(n, batch, factors, images):
@@ -360,14 +341,6 @@ def test_a_loss_that_is_not_finite_ends_the_run(run, folder):
         assert math.isfinite(checkpoint.read(path)["sums"][0])
 
 
-def test_full_disk(run, tmp_path):
-    limited = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (9000, resource.RLIM_INFINITY))"
-    result = run(*FLAGS, "--nproc", 1, "--checkpoint-every", 1, before=limited)
-    assert result.code == 1 and "Traceback" not in result.err
-    error = r"cifar10_ddp.py: error: can't write runs/cifar10/step-1.pt \(\[Errno 27\] File too large\)\n"
-    assert re.fullmatch(error, result.err), result.err
-
-
 def test_a_second_run_in_the_folder(run, folder):
     keeper = checkpoint.Keeper(folder)
     result = run(*FLAGS, "--nproc", 1, before="import checkpoint; checkpoint.LOCK_TIMEOUT = 0.1")
@@ -389,11 +362,8 @@ def refused(result, *words):
     [
         (["--model", "resnet19"], ["--model resnet19 is unknown", "resnet18"]),
         (["--model", "alexnet"], ["--model alexnet can't train on images of 32 x 32"]),
-        (["--model", "vit_b_32"], ["--model vit_b_32 can't train on images of 32 x 32"]),
         (["--batch-size", "12001"], ["--batch-size 12001 is too large for the 12000 examples of synthetic"]),
         (["--width", "0"], ["--width", "at least 1"]),
-        (["--dataset", "mnist"], ["--dataset", "mnist", "cifar10", "synthetic"]),
-        (["--epochs", "0"], ["--epochs", "at least 1"]),
         (["--checkpoint-every", "-1"], ["--checkpoint-every", "at least 1"]),
         (["--lr", "nan"], ["--lr", "greater than 0"]),
         (["--weight-decay", "-1"], ["--weight-decay"]),

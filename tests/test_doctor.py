@@ -61,11 +61,6 @@ def test_a_wrong_environment_is_one_wrong_line(environment, what, says):
 
 
 FAULTS = {  # planted in distributed.py: what is said, and the advice
-    "driver": (
-        "def fault():\n    raise RuntimeError('The NVIDIA driver on your system is too old')\ndist.get_device = fault",
-        "RuntimeError: The NVIDIA driver on your system is too old",
-        "nvidia-smi",
-    ),
     "wrong product": (
         "import torch\ntorch.ones = lambda *shape, device: torch.full(shape, 2.0)",
         "computes 1048576.0, and 262144 is right: don't train on it",
@@ -74,11 +69,6 @@ FAULTS = {  # planted in distributed.py: what is said, and the advice
     "wrong sum": (
         "right = dist.all_reduce\ndist.all_reduce = lambda tensor: right(tensor) + 1",
         "the all-reduce gives 2, and 1 is right: don't train with this torch",
-        "look it up",
-    ),
-    "killed": (
-        "dist.all_reduce = lambda tensor: os.kill(os.getpid(), 11)",
-        "failed first: ended by SIGSEGV\nwhere each rank stands:",
         "look it up",
     ),
     "connection": (
@@ -92,7 +82,7 @@ FAULTS = {  # planted in distributed.py: what is said, and the advice
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_on_the_ranks_is_shown_with_what_to_do(fault):
     planted, says, advice = FAULTS[fault]
-    done = forker().run("doctor.py", before=f"import os\nimport distributed as dist\n{planted}")
+    done = forker().run("doctor.py", before=f"import distributed as dist\n{planted}")
     table, wrong = examined(done)
     assert wrong == ["together"] and re.match(r"rank \d of 2 failed first:", table["together"]), done.out
     assert says in done.out and done.out.splitlines()[-1].startswith(f"       -> {advice}")

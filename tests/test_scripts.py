@@ -5,7 +5,6 @@ import importlib
 import math
 import re
 import sys
-from argparse import Namespace
 from types import SimpleNamespace
 
 import pytest
@@ -153,31 +152,6 @@ def test_loss_scaling(n):
     run(in_float16, n)
 
 
-CARDS = [  # their compute capabilities, --dtype, and what is used
-    ([], None, torch.bfloat16),
-    ([(8, 0), (9, 0)], None, torch.bfloat16),
-    ([(8, 0), (7, 5)], None, torch.float16),  # a rank without loss scaling would get scaled gradients
-    ([(7, 5)], "bfloat16", torch.bfloat16),
-    ([(9, 0)], "float16", torch.float16),
-]
-
-
-@pytest.mark.parametrize(("cards", "flag", "expected"), CARDS)
-def test_the_oldest_visible_card_chooses_the_precision(monkeypatch, cards, flag, expected):
-    """The cards are made up, the device is the CPU."""
-    monkeypatch.setattr(data, "load", lambda *args: (digits(5), digits(5)))
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(cards))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: cards[index])
-    monkeypatch.setattr(dist, "init_process_group", lambda backend: None)
-    monkeypatch.setattr(dist, "get_device", lambda: CPU)
-    used = []
-    monkeypatch.setattr(mnist_amp, "train", lambda *args: used.extend(args[-2:]) or torch.ones(2))
-    args = dict(backend=None, seed=0, batch_size=5, dataset="", data_dir="", dry_run=True, lr=0.1, epochs=1, dtype=flag)
-    mnist_amp.main(0, 1, Namespace(**args))
-    dtype, scaler = used
-    assert dtype == expected and scaler.is_enabled() == (expected == torch.float16)
-
-
 def losses_of_plain_sgd():
     """Of min_DDP.py's last steps, computed on whole batches, without sampler, optimizer and DDP."""
     with torch.random.fork_rng(devices=[]):
@@ -212,7 +186,6 @@ def test_min_ddp():
 
 PLACE = dict(RANK="0", WORLD_SIZE="3", LOCAL_RANK="0", LOCAL_WORLD_SIZE="3")
 BAD = [  # what dist.parse_args refuses in all scripts: test_variables.py
-    ("mnist_ddp", "--nproc 2 --batch-size 1", {}, "--batch-size 1", "2 processes"),
     ("mnist_amp", "--dtype float64", {}, "--dtype", "float16", "bfloat16"),
     ("mnist_ddp_plain", "", {}, "torchrun --nproc_per_node=2 mnist_ddp_plain.py"),
     ("mnist_ddp_plain", "--batch-size 2", PLACE, "at least the number of processes"),
@@ -243,11 +216,6 @@ def test_data_that_cannot_be_had(tmp_path):
     words = f"mnist can't be read from {tmp_path / 'file'}", "--dataset synthetic"
     for script in *ONE_PROCESS, *DDP:
         refused(importlib.import_module(script).parse_args, *words, flags=["--data-dir", tmp_path / "file"])
-
-
-def test_a_program_refuses_what_it_is_given():
-    done = forker().run("min_DDP.py", "--nproc", "x")
-    assert done == (2, "", "min_DDP.py: error: argument --nproc: invalid int value: 'x'\n")
 
 
 # -------------------------------------------------------------------------------------------------------------- Apex
