@@ -393,3 +393,37 @@ def told(which):
 @pytest.mark.parametrize(("n", "which"), [(1, 0), (3, 1)])
 def test_sigterm_to_one_rank_is_agreed_on_by_all(n, which):
     assert run(told, n, which) == [(False, rank == which, True) for rank in range(n)]
+
+
+def ask_alone(folder):
+    """Rank 0's error; the others don't answer before it has one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DIST_TIMEOUT", "3")
+        with preemption() as stop:
+            if not dist.is_primary():
+                return wait_for((folder / "ended").exists, seconds=90)
+            error = error_of(stop.agreed)
+    (folder / "ended").touch()
+    return error
+
+
+def test_an_answer_that_does_not_come_is_an_error(tmp_path):
+    error, *_ = run(ask_alone, 3, tmp_path)
+    assert error.startswith("RuntimeError: ") and "imed out" in error, error
+
+
+def fork_and_terminate():
+    with preemption() as stop:
+        ours, theirs = os.pipe()
+        pid = os.fork()
+        if not pid:
+            os.write(theirs, b"!")
+            while True:
+                time.sleep(0.01)
+        os.read(ours, 1)  # it runs: Python forgets what comes during a fork
+        os.kill(pid, signal.SIGTERM)
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), stop.asked
+
+
+def test_a_forked_process_ends_by_sigterm():
+    assert run(fork_and_terminate, 3) == [(-signal.SIGTERM, False)] * 3

@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import signal
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -376,3 +377,20 @@ def test_bad_value(run, tmp_path, args, words):
     no_clearml = "import importlib.util; importlib.util.find_spec = lambda name: None"
     before = no_clearml if args == ["--clearml"] else ""
     assert refused(run("--dataset", "synthetic", "--epochs", 2, *args, before=before), *words)
+
+
+@pytest.mark.parametrize(("asked", "weight", "batches"), [(False, 1.0, 3), (True, 1.0, 1), (False, math.nan, 3)])
+def test_an_evaluation_ends_early_once_told_and_its_loss_is_finite(asked, weight, batches):
+    images = data.Images(torch.zeros(12, 1, 2, 2, dtype=torch.uint8), torch.zeros(12).long(), (0.0,), (1.0,))
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(4, 10))
+    torch.nn.init.constant_(model[1].bias, weight)
+    seen = []
+    model.register_forward_hook(lambda *_: seen.append(1))
+    loader, stop = data.loader(images, 5, range(12)), SimpleNamespace(asked=asked)
+    arguments = model, loader, torch.device("cpu"), torch.float32, stop
+    if math.isnan(weight):
+        with pytest.raises(SystemExit, match="the loss is nan"):
+            cifar10_ddp.evaluate(*arguments)
+    else:
+        assert cifar10_ddp.evaluate(*arguments)["loss"] == pytest.approx(math.log(10))
+    assert len(seen) == batches

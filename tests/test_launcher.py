@@ -114,6 +114,7 @@ def worker(rank, n, what, workers):
 
 if __name__ == "__main__":
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whatever nohup or a background job has ignored
+    signal.signal(signal.SIGQUIT, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     what, method, workers = sys.argv[1:]
     if method == "spawn":
@@ -151,6 +152,7 @@ def test_the_error_is_that_of_the_rank_that_failed_first_and_nothing_is_left(pro
 STOP_CASES = [
     ("SIGTERM", 143, "fork", "fork"),
     ("SIGHUP", 129, "fork", ""),
+    ("SIGQUIT", -3, "fork", ""),
     ("SIGKILL", -9, "fork", "forkserver"),
     ("SIGKILL", -9, "spawn", ""),
 ]

@@ -76,6 +76,10 @@ def test_the_order_depends_on_seed_and_epoch_alone_and_goes_on_in_the_middle(mon
         ours[0].set_epoch(2, skip=8)
         batches = DataLoader(range(420), batch_size=4, sampler=ours[0])
         assert torch.cat(list(batches)).tolist() == shares[0][8:] and len(batches) == -(-(420 // n - 8) // 4)
+    for n in 3, 5:  # unequal shares, or padded ones
+        for pad in True, False:
+            for sampler in samplers(monkeypatch, n, 13, pad=pad):
+                assert draw(sampler, 1, 2) == draw(sampler, 1)[2:]
 
 
 def test_what_a_sampler_refuses(monkeypatch):
