@@ -195,6 +195,7 @@ KNOWN = {
     "EADDRINUSE",
     "EPYC",
     "FSDP2",
+    "HSDP",
     "IOMMU",
     "JPEG",
     "LICENSE",
