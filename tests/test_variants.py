@@ -22,9 +22,8 @@ from world import FEW_DIGITS, ROOT, forker, launched, refused, run, wait_for
 
 import data
 import distributed as dist
-from exercises.checks.common import Messages
 from mnist_ddp import ConvNet
-from variants import mnist_accumulate, mnist_local_sgd, mnist_overlap, sharded
+from variants import mnist_local_sgd, mnist_overlap, sharded
 
 CPU = torch.device("cpu")
 SIDE = 8  # pixels: convolutions cost time
@@ -235,18 +234,6 @@ def trained(module, model, *extra):
     optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
     module.train(model, loader, optimizer, SimpleNamespace(step=lambda: None), CPU, *extra)
     return optimizer
-
-
-def _count_all_reduces(micro_batches):
-    model = dist.prepare_ddp_model(small_model())
-    trained(mnist_accumulate, model, micro_batches)  # DDP asks for more in its first iterations
-    with Messages() as messages:
-        trained(mnist_accumulate, model, micro_batches)
-    return messages.count("allreduce")
-
-
-def test_accumulation_sends_once_per_step():
-    assert run(_count_all_reduces, 3, 4) == [3, 3, 3]
 
 
 def _sends_while_backward_runs(file):
