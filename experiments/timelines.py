@@ -74,7 +74,8 @@ TABLES = {
     ],
 }
 KINDS = (*timeline.KEPT, *timeline.BORN)
-HEAD = ["program", "messages", "kB", "waits", *KINDS, "sum"]
+HEAD = ["program", "messages", "kB", "waits"]
+HEAD += ["weights", "state", "gradients", "buffers", "activations", "temporary", "sum"]  # KINDS
 
 
 # --------------------------------------------------------------------------------------------------------- recording
@@ -190,19 +191,17 @@ def row(run: Run) -> list[str]:
         held = max([held, *(kinds for _, *kinds in one["memory"])], key=sum)
     name = run.program.removeprefix("variants.").split(" --batch-size")[0].split(" --lr")[0]
     kilobytes = [f"{size / 1000:,.0f}" for size in (sent, *held, sum(held))]
-    return [f"`{name}`", f"{count:g}", kilobytes[0], f"{share:.0%} of {picture['length'] / run.shown / 1e6:.0f} ms"] + (
-        kilobytes[1:]
-    )
+    return [f"`{name}`", f"{count:g}", kilobytes[0], f"{share:.0%}", *kilobytes[1:]]
 
 
 def report(name: str, save: bool) -> None:
     """Record, train where losses are wanted, and print a table."""
-    rows = [HEAD if name == "adam" else [*HEAD, "loss", "accuracy, %"]]
+    rows = [HEAD if name == "adam" else [*HEAD, "loss", "accuracy"]]
     for run in TABLES[name]:
         rows.append(row(run))
         if name == "forms":
             last = measured.run(["-m", *run.program.split(), "--dataset", "synthetic"])[-1]
-            rows[-1] += [f"{last.loss:.4f}", f"{last.accuracy:.2f}"]
+            rows[-1] += [f"{last.loss:.4f}", f"{last.accuracy:.2f}%"]
     how = "Four processes, Adam." if name == "adam" else "Two processes (`mnist_mesh`: four), 3 epochs."
     line = measured.conditions("sudo python -m experiments.timelines --save", f"{how} Memory in kB.")
     measured.report(name, line, rows, save)
