@@ -1,6 +1,6 @@
 """Training steps over a slowed network on one machine, beside what a formula says.  Linux only, as root, with iproute2.
 
-    sudo python -m experiments.slow_link                                          # the table: 4 minutes
+    sudo python -m experiments.slow_link                                          # the table: 2 minutes
     unshare --user --map-root-user python -m experiments.slow_link mlp            # one model; where users may do that
     sudo python -m experiments.slow_link --save                                   # writes experiments/results/, too
 
@@ -31,10 +31,10 @@ from mnist_ddp import ConvNet
 
 LINK = "eth"  # the name of a rank's end of its link
 LINKS = {  # model, ranks: Mbit/s
-    ("convnet", 2): (10, 20, 50, 100),
-    ("resnet9", 2): (20, 50, 100, 200),
-    ("mlp", 2): (50, 100, 200, 400),
-    ("mlp", 3): (50, 100, 200, 400),
+    ("convnet", 2): (10, 100),
+    ("resnet9", 2): (20, 200),
+    ("mlp", 2): (100, 400),
+    ("mlp", 3): (100, 400),
 }
 BACKWARD = 2 / 3  # of a step: backward computes two gradients (inputs, weights) for each product of the forward pass
 # Of the bytes on an Ethernet with TCP: 1448 of a frame's 1514, and for two frames an acknowledgement the other way.
