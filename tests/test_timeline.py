@@ -113,6 +113,19 @@ def small(mistake="", folder=None):
             net[2].weight.data[0, 0] += 0.5
 
 
+def two_of_each():
+    """Two models with an optimizer each, as GANs have them, and two batches for each step."""
+    models = [dist.prepare_ddp_model(nn.Linear(4, 2)) for _ in range(2)]
+    optimizers = [torch.optim.SGD(model.parameters(), 0.1) for model in models]
+    batches = iter(torch.utils.data.DataLoader(torch.randn(100, 4), batch_size=4))
+    for _ in range(12):
+        pairs = [(model, next(batches)) for model in models]
+        for (model, batch), optimizer in zip(pairs, optimizers, strict=True):
+            model(batch).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 # ------------------------------------------------------------------------------------------------------------- time
 
 
@@ -201,6 +214,14 @@ def test_messages_in_closed_form_and_parts_that_add_up(name):
         assert lists[period:] == lists[:-period], "the steps agree in all but times"
         if name == "mnist_zero":  # the step ends where the next batch is loaded, not after the optimizer
             assert [kind for kind, *_ in lists[0]] == ["reducescatter", "allgather"]
+
+
+def test_a_step_lies_between_two_of_the_first_optimizer_and_begins_with_its_first_batch():
+    for one in recordings(two_of_each):
+        for begin, end in (one["cuts"][step : step + 2] for step in range(one["first"], one["last"] + 1)):
+            inside = [span for span in one["spans"] if begin <= span[1] < end]
+            assert Counter(what for what, *_ in inside)["optimizer"] == 2
+            assert [what for what, *_ in inside[:3]] == ["data", "data", "forward"] and inside[0][1] == begin
 
 
 @pytest.mark.parametrize("name", ["small", "mnist_pipeline"])
@@ -319,6 +340,11 @@ def test_the_loss_is_forward_and_no_message_ends_after_the_wait_for_it():
     assert ("other", 10, 15) in timeline.parts_of({"spans": spans, "messages": [late]}, 0, 20)
     timeline.cut_late_ends([late], spans, cuts=[0])
     assert late["end"] == 30
+
+
+def test_time_that_is_waited_for_two_messages_counts_once():
+    messages = [{"begin": 0, "until": 60, "last": 1}, {"begin": 30, "until": 80, "last": 2}]
+    assert timeline.waits_for([("waiting", 0, 100)], messages) == {1: 60, 2: 20, None: 20}
 
 
 def test_clocks_of_other_machines_are_aligned():

@@ -197,7 +197,6 @@ KNOWN = {
     "FSDP2",
     "HSDP",
     "IOMMU",
-    "JPEG",
     "LICENSE",
     "README",
     "SBATCH",
