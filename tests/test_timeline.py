@@ -17,6 +17,7 @@ import time
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -315,6 +316,7 @@ def test_kernels_of_a_gpu_belong_where_they_were_launched():
         events.append(kernel | {"cat": "kernel", "name": name})
     calls = [{"kind": "allreduce", "issued": 35_000, "group": "", "bytes": 8, "runs": 1, "peer": None}]
     spans = [("forward", 5_000, 20_000), ("backward", 25_000, 50_000), ("optimizer", 55_000, 70_000)]
+    spans.append(("forward", 38_000, 42_000))  # within backward, as activation checkpointing computes it again
     work = timeline.gpu_work(events)
     (message,) = messages = timeline.messages_of(events, work, calls)
     spans, cuts = timeline.as_on_gpu(work, spans, [0, 75_000], messages)
@@ -326,7 +328,7 @@ def test_kernels_of_a_gpu_belong_where_they_were_launched():
         ("forward", 110, 150),
         ("backward", 150, 200),
         ("waiting", 200, 230),
-        ("backward", 230, 240),
+        ("forward", 230, 240),
         ("waiting", 240, 300),
         ("optimizer", 300, 310),
         ("other", 310, 340),
@@ -338,8 +340,55 @@ def test_the_loss_is_forward_and_no_message_ends_after_the_wait_for_it():
     late = {"issued": 12, "begin": 12, "end": 35}
     assert timeline.parts_of({"spans": spans, "messages": []}, 0, 20) == [("forward", 0, 15), ("backward", 15, 20)]
     assert ("other", 10, 15) in timeline.parts_of({"spans": spans, "messages": [late]}, 0, 20)
-    timeline.cut_late_ends([late], spans, cuts=[0])
-    assert late["end"] == 30
+    later = {"issued": 28, "begin": 33, "end": 50}  # it is waited for in another step, or not at all
+    timeline.cut_late_ends([late, later], spans, cuts=[0])
+    assert late["end"] == 30 and later["end"] == 50
+
+
+def test_ddp_waits_after_the_last_node_of_backward_and_until_its_messages_have_ended():
+    names = [("DistributedDataParallel.forward", 0, 10), ("autograd::engine::evaluate_function: conv", 20, 50)]
+    names += [("torch.distributed.ddp.reducer::copy_bucket_to_grad", 80, 90)]
+    main = [{"name": name, "begin": begin, "end": end} for name, begin, end in names]
+    sent = [{"issued": 30, "begin": 31, "end": 75}]
+    assert timeline.ddp_waits(main, [("backward", 20, 100)], sent) == [("wait", 50, 80)]
+
+
+def test_what_is_noted_of_a_message_and_its_runs():
+    class Group:
+        group_name = "tail"
+
+    recorder, group, part = timeline.Recorder(options()), Group(), torch.ones(3)
+    recorder.groups[group] = [2, 5]
+    send = SimpleNamespace(name=SimpleNamespace(name="SEND"), input_tensors=[part], output_tensors=[], root=1)
+    recorder.note_message(send, group)
+    assert (recorder.calls[0]["peer"], recorder.calls[0]["bytes"]) == (5, 12)  # the rank in the whole program
+    events = [{"name": "gloo:all_reduce", "begin": 10 * k, "end": 10 * k + 5, "args": {}} for k in range(3)]
+    calls = [{"kind": "reducescatter", "issued": 0, "runs": 2}, {"kind": "allreduce", "issued": 15, "runs": 1}]
+    found = timeline.messages_of(events, [], calls)  # gloo's reduce-scatter of two tensors is two all-reduces
+    assert [(message["begin"], message["end"]) for message in found] == [(0, 15), (20, 25)]
+
+
+def test_each_step_puts_off_the_end_of_patience():
+    recorder = timeline.Recorder(argparse.Namespace(steps=STEPS, patience=1e12))
+    recorder.last_step = 0.0
+    recorder.before_optimizer(torch.optim.SGD([torch.ones(1)], 0.1), (), {})
+    assert recorder.last_step > 0
+
+
+def test_the_shortest_step_is_drawn_also_if_it_is_the_last():
+    found = recordings(small)
+    for one in found:
+        one["cuts"][one["last"] + 1] = one["cuts"][one["last"]] + 1
+    assert timeline.picture_of(found, options())["steps"] == [found[0]["last"], 1]
+
+
+def test_messages_at_the_same_time_are_drawn_in_two_rows():
+    for second, rows in (5, 2), (12, 1):
+        drawing, times = timeline.Drawing(20), ((0, 0, 0, 10), (second, second, second, 15))
+        messages = [dict(zip(("issued", "begin", "until", "end"), one, strict=True)) for one in times]
+        before = drawing.y
+        timeline.draw_messages(drawing, [one | {"kind": "allreduce", "bytes": 4} for one in messages])
+        assert drawing.y - before == rows * timeline.ROW
 
 
 def test_time_that_is_waited_for_two_messages_counts_once():
@@ -382,6 +431,7 @@ def test_the_trace_is_as_perfetto_wants_it():
         slices, flows = {}, {}
         for event in trace["traceEvents"]:
             assert event["ph"] in "XMCsf" and isinstance(event["pid"], int) and isinstance(event["name"], str)
+            assert event["ph"] == "M" or -1 <= event["ts"] * 1000 <= 1.001 * trace["timeline"]["end"]
             if event["ph"] == "X":
                 assert event["dur"] >= 0
                 slices.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["ts"] + event["dur"]))
