@@ -871,7 +871,9 @@ def findings(picture: dict, recordings: list[dict], first: int, last: int, clock
         lines.append(("other", f"{' and '.join(missing)} can't be told apart, and are drawn as other"))
     if len(ranks) > 1:
         lines.append(("waiting", who_came_last(recordings, first, last)))
-    apart = "" if any(one["messages"] for one in ranks) else ": each rank is drawn from the begin of its own step"
+    apart = (
+        "" if any(one["messages"] for one in ranks) else ", so each rank is drawn from the beginning of its own step"
+    )
     lines.append(("messages", of_ranks([message_sums(one) for one in ranks]) + (apart if len(ranks) > 1 else "")))
     lines.append(("memory", "at most, " + of_ranks([memory_sums(one) for one in ranks])))
     if clocks:
@@ -887,6 +889,7 @@ def equalities(recordings: list[dict], last: int) -> Iterator[tuple[str, str]]:
     names = [name for name in weights[0] if all(name in table for table in weights)]
     if not names:
         yield "weights", "the ranks have no tensor in common: a pipeline"
+        return
     elif all(weights[0][name] == "sharded" for name in names):
         yield "weights", f"{len(names)} tensors are sharded: each rank has its part (FSDP)"
     elif first_difference(weights):
@@ -905,7 +908,7 @@ def equalities(recordings: list[dict], last: int) -> Iterator[tuple[str, str]]:
         yield "inputs", "equal on all ranks: a mistake in data parallelism, but right in tensor parallelism"
     else:
         are = "different on all ranks" if len(inputs) == len(recordings) else "equal on some ranks, different on others"
-        yield "inputs", f"{are}: right in data parallelism"
+        yield "inputs", f"{are}: right in data parallelism, if a sampler has shared them out"
     names = [name for name in gradients[0] if all(name in table for table in gradients)]
     if not names or all(gradients[0][name] == "sharded" for name in names):
         return
@@ -1223,7 +1226,8 @@ def show(recordings: list[dict], args: argparse.Namespace) -> int:
     if min(recording["last"] for recording in recordings) < recordings[0]["first"]:
         made = min(max(0, len(recording["cuts"]) - 1) for recording in recordings)
         said = (
-            f"the program made {counted(made, 'step')}; --steps {args.steps} needs {recorded_steps(args.steps)[0] + 1}"
+            f"the program made {counted(made, 'step')}; --steps {args.steps} records from the "
+            f"{recorded_steps(args.steps)[0] + 1}th on"
         )
         said += ": let it make more, or give fewer --steps"
         if not any(recording["cuts"] for recording in recordings):

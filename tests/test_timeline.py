@@ -523,7 +523,7 @@ def test_one_process_with_helpers_of_its_own(tmp_path):
     ("flags", "options", "code", "says"),
     [
         ((8,), ["--steps", 4], 0, "of 2 recorded"),  # fewer than asked for
-        ((5,), ["--steps", 4], 1, "timeline: the program made 5 steps; --steps 4 needs 7"),
+        ((5,), ["--steps", 4], 1, "timeline: the program made 5 steps; --steps 4 records from the 7th on"),
         ((0,), [], 1, "timeline: no optimizer of torch.optim made a step"),
         ((3, "fail"), [], 1, "ValueError: as planned"),
         ((8, "fail"), ["--steps", 4], 1, "timeline: rank 0 failed; what it recorded before is drawn"),
