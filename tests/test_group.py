@@ -291,3 +291,11 @@ def test_a_program_for_joh_fischers_helper_runs_unchanged(n, tmp_path):
     assert [line for line in done.out.splitlines() if line[0] in "01"] == [
         f"{epoch} 66.0 12.0 11.0 0" for epoch in range(2)
     ]
+
+
+def test_a_process_takes_the_gpu_of_its_local_rank_or_the_one_that_it_sees(monkeypatch):
+    for name, value in zip(VARIABLES, "5823", strict=True):
+        monkeypatch.setenv(name, value)
+    for visible, device in ((4, "cuda:2"), (1, "cuda:0"), (0, "cpu")):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda visible=visible: visible)
+        assert str(dist.get_device()) == device
