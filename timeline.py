@@ -9,9 +9,9 @@ The program is not changed; it needs an optimizer of torch.optim.  timeline.svg 
 backward, optimizer, waiting; below them messages and memory.  timeline.json has the same, and torch's operations, for
 https://ui.perfetto.dev.  docs/timeline.md says how to read them.
 
-A step lies between two steps of the first optimizer, and begins where the DataLoader is asked for the next batch, if
-it is.  The first steps are left out, the next ones run without the recorder, then some are recorded, then the program
-is left.  Before torch 2.14 the recorder takes more time, and can't tell message buffers and process groups apart.
+A step lies between two steps of the optimizer that came first, and begins where the DataLoader is asked for the next
+batch, if it is.  The first steps are left out, the next ones run without the recorder, then some are recorded, then
+the program is left.  Before torch 2.14 the recorder takes more time, and can't tell message buffers and groups apart.
 On a GPU the lanes show when its kernels run, not what the process does meanwhile, and where only NCCL's kernels run,
 it waits; memory is not drawn.  This part was tried on a trace that others recorded on two GPUs, not on a GPU of ours.
 """

@@ -192,9 +192,11 @@ def saved_messages():
     for sync_buffers in True, False:
         torch.manual_seed(0)
         net = batchnorm()
+        net[1].running_mean.fill_(rank)
         with warnings.catch_warnings():
             warnings.simplefilter("error", FutureWarning)  # of an option's old name
             model = dist.prepare_ddp_model(net, sync_buffers=sync_buffers)
+        assert not net[1].running_mean.any()  # all start with rank 0's
         *_, batches = net.buffers()
         batches.fill_(10 * rank)
         *losses_and_weights, _, _, _ = train(model)
