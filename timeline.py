@@ -485,9 +485,9 @@ def messages_of(events: list[dict], work: list[dict], calls: list[dict]) -> list
     runs = defaultdict(list)
     gloos = [event for event in events if event["name"].startswith("gloo:")]
     for event in [*gloos, *filter(is_nccl, work)]:
-        runs[kind_of(event)].append(event)
-    if work:  # one kernel may be several sends and receives, and nothing says which
-        runs = defaultdict(list, {kind: runs[kind] for kind in runs if kind not in ("send", "recv")})
+        kind = kind_of(event)
+        if kind not in ("send", "recv") or not work:  # one kernel may be several of these, and nothing says which
+            runs[kind].append(event)
     if not HAS_MESSAGE_HOOKS:
         calls = [old_call(event) for event in events if event["name"].startswith("c10d::")]
     messages = []
@@ -871,10 +871,10 @@ def findings(picture: dict, recordings: list[dict], first: int, last: int, clock
         lines.append(("other", f"{' and '.join(missing)} can't be told apart, and are drawn as other"))
     if len(ranks) > 1:
         lines.append(("waiting", who_came_last(recordings, first, last)))
-    apart = (
-        "" if any(one["messages"] for one in ranks) else ", so each rank is drawn from the beginning of its own step"
-    )
-    lines.append(("messages", of_ranks([message_sums(one) for one in ranks]) + (apart if len(ranks) > 1 else "")))
+    text = of_ranks([message_sums(one) for one in ranks])
+    if len(ranks) > 1 and not any(one["messages"] for one in ranks):
+        text += ", so each rank is drawn from the beginning of its own step"
+    lines.append(("messages", text))
     lines.append(("memory", "at most, " + of_ranks([memory_sums(one) for one in ranks])))
     if clocks:
         lines.append(("clocks", clocks))
@@ -1166,7 +1166,9 @@ def draw_legend(drawing: Drawing, pictures: list[dict]) -> None:
     }
     if not any(message["peer"] is None for one in ranks for message in one["messages"]):
         del rows["messages"]
-    for name, entries in ((name, entries) for name, entries in rows.items() if entries):
+    if not held:
+        del rows["memory"]
+    for name, entries in rows.items():
         drawing.y += 20
         drawing.text(12, drawing.y, name, "soft")
         x = LEFT
@@ -1226,8 +1228,8 @@ def show(recordings: list[dict], args: argparse.Namespace) -> int:
     if min(recording["last"] for recording in recordings) < recordings[0]["first"]:
         made = min(max(0, len(recording["cuts"]) - 1) for recording in recordings)
         said = (
-            f"the program made {counted(made, 'step')}; --steps {args.steps} records from the "
-            f"{recorded_steps(args.steps)[0] + 1}th on"
+            f"the program made {counted(made, 'step')}; --steps {args.steps} records from step "
+            f"{recorded_steps(args.steps)[0] + 1} on"
         )
         said += ": let it make more, or give fewer --steps"
         if not any(recording["cuts"] for recording in recordings):

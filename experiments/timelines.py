@@ -221,8 +221,8 @@ def main() -> None:
         if args.save:
             parser.error(f"--save needs the slowed network: {problem}")
         print(f"without the slowed network, as it {problem}", file=sys.stderr)
-        for name, runs in (PICTURES | TABLES).items():
-            (PICTURES if name in PICTURES else TABLES)[name] = [run._replace(rate=0) for run in runs]
+        for some in PICTURES, TABLES:
+            some.update({name: [run._replace(rate=0) for run in runs] for name, runs in some.items()})
     folder = measured.ROOT / "docs" / "timelines" if args.save else Path("timelines").resolve()
     folder.mkdir(exist_ok=True)
     for name in args.names or names:

@@ -463,6 +463,10 @@ def test_the_picture_is_whole_and_small():
     words = " ".join(element.text or "" for element in root.iter() if element.tag.endswith("text"))
     assert words.count("rank 0") == 2 and "one step: " in words and "2 steps: " in words
     assert [line.split(":")[0] for line in root[1].text.split(". ")].count("weights") == 2
+    assert "memory weights optimizer state gradients" in words  # the legend
+    for one in pictures[0]["ranks"]:  # as on a GPU
+        one["memory"] = [[when, 0, 0, 0, 0, 0, 0] for when, *_ in one["memory"]]
+    assert ">memory<" not in timeline.draw(pictures[:1])
 
 
 @pytest.mark.slow
@@ -528,7 +532,7 @@ def test_one_process_with_helpers_of_its_own(tmp_path):
     ("flags", "options", "code", "says"),
     [
         ((8,), ["--steps", 4], 0, "of 2 recorded"),  # fewer than asked for
-        ((5,), ["--steps", 4], 1, "timeline: the program made 5 steps; --steps 4 records from the 7th on"),
+        ((5,), ["--steps", 4], 1, "timeline: the program made 5 steps; --steps 4 records from step 7 on"),
         ((0,), [], 1, "timeline: no optimizer of torch.optim made a step"),
         ((3, "fail"), [], 1, "ValueError: as planned"),
         ((8, "fail"), ["--steps", 4], 1, "timeline: rank 0 failed; what it recorded before is drawn"),

@@ -247,7 +247,7 @@ def old_pictures() -> list[str]:
     for picture in sorted((ROOT / "docs/timelines").glob("*.svg")):
         for script, digest in recorded_from(picture).items():
             if not (ROOT / script).exists() or code_digest(script) != digest:
-                command = f"sudo python -m experiments.timelines --save {picture.stem}"
+                command = f"sudo .venv/bin/python -m experiments.timelines --save {picture.stem}"
                 found.append(f"{picture.relative_to(ROOT)} is older than {script}: {command}")
     return found
 
