@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from world import WORLDS, error_of, gone, run, wait_for
+from world import error_of, gone, on_ranks, run, wait_for
 
 import checkpoint
 import distributed as dist
@@ -105,7 +105,7 @@ def of_another_world(folder):
     return dict(dist.unwrap_model(parts["model"]).state_dict())
 
 
-@WORLDS
+@pytest.mark.parametrize("n", [1, 3])
 def test_there_and_back(tmp_path, n):
     expected = run(there_and_back, n, tmp_path)[0]
     assert names(tmp_path) == ["step-3.pt"]
@@ -382,17 +382,14 @@ def preemption():
     signal.signal(signal.SIGTERM, usual)
 
 
-def told(which):
+@on_ranks(1, 3)
+def test_sigterm_to_one_rank_is_agreed_on_by_all():
+    is_told = dist.get_rank() == dist.get_world_size() - 1
     with preemption() as stop:
-        before = stop.agreed()
-        if dist.get_rank() == which:
+        assert not stop.agreed()
+        if is_told:
             os.kill(os.getpid(), signal.SIGTERM)
-        return before, stop.asked, stop.agreed()
-
-
-@pytest.mark.parametrize(("n", "which"), [(1, 0), (3, 1)])
-def test_sigterm_to_one_rank_is_agreed_on_by_all(n, which):
-    assert run(told, n, which) == [(False, rank == which, True) for rank in range(n)]
+        assert (stop.asked, stop.agreed()) == (is_told, True)
 
 
 def ask_alone(folder):
@@ -412,7 +409,8 @@ def test_an_answer_that_does_not_come_is_an_error(tmp_path):
     assert error.startswith("RuntimeError: ") and "imed out" in error, error
 
 
-def fork_and_terminate():
+@on_ranks(3)
+def test_a_forked_process_ends_by_sigterm():
     with preemption() as stop:
         ours, theirs = os.pipe()
         pid = os.fork()
@@ -422,8 +420,4 @@ def fork_and_terminate():
                 time.sleep(0.01)
         os.read(ours, 1)  # it runs: Python forgets what comes during a fork
         os.kill(pid, signal.SIGTERM)
-        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), stop.asked
-
-
-def test_a_forked_process_ends_by_sigterm():
-    assert run(fork_and_terminate, 3) == [(-signal.SIGTERM, False)] * 3
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGTERM and not stop.asked

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import distributed as torch_dist
-from world import ROOT, error_of, forker, free_port, run, wait_for
+from world import ROOT, error_of, forker, free_port, on_ranks, run, wait_for
 
 import distributed as dist
 
@@ -24,8 +24,8 @@ VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 # ---------------------------------------------------------------------------------------------------------- join, leave
 
 
-def _joins_again():
-    totals = []
+@on_ranks(3)
+def test_a_group_can_be_left_and_joined_again():
     for _ in range(2):
         try:
             raise ValueError
@@ -36,12 +36,7 @@ def _joins_again():
         dist.cleanup()
         assert not torch_dist.is_initialized()
         dist.init_process_group(timeout=timedelta(seconds=50))
-        totals.append(dist.all_reduce(torch.tensor(1)).item())
-    return totals, torch_dist.get_backend()
-
-
-def test_a_group_can_be_left_and_joined_again():
-    assert run(_joins_again, 3) == [([3, 3], "gloo")] * 3
+        assert (dist.all_reduce(torch.tensor(1)).item(), torch_dist.get_backend()) == (3, "gloo")
 
 
 def _joins(local_rank, world_size):
@@ -49,7 +44,8 @@ def _joins(local_rank, world_size):
     return dist.all_reduce(torch.tensor(1)).item()
 
 
-def _launches_inside_except():
+@on_ranks(3)
+def test_launch_inside_except_leaves_its_group():
     """As under torchrun: the function is called here."""
     dist.cleanup()
     try:
@@ -57,14 +53,11 @@ def _launches_inside_except():
     except ValueError:
         results = dist.launch(_joins), dist.launch(_joins)
     dist.init_process_group()
-    return results
+    assert results == ((3, 3) if dist.is_primary() else (None, None))
 
 
-def test_launch_inside_except_leaves_its_group():
-    assert run(_launches_inside_except, 3) == [(3, 3), (None, None), (None, None)]
-
-
-def _joins_late():
+@on_ranks(3)
+def test_nobody_goes_on_before_all_have_joined():
     dist.cleanup()
     join, joined = torch_dist.init_process_group, []
 
@@ -75,13 +68,9 @@ def _joins_late():
 
     torch_dist.init_process_group = slow
     dist.init_process_group()
+    went_on = time.monotonic()
     torch_dist.init_process_group = join
-    return joined[0], time.monotonic()
-
-
-def test_nobody_goes_on_before_all_have_joined():
-    joined, went_on = zip(*run(_joins_late, 3), strict=True)
-    assert max(joined) <= min(went_on)
+    assert dist.reduce(torch.tensor(joined[0], dtype=torch.float64), "max") <= went_on
 
 
 @pytest.mark.parametrize(

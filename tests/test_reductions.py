@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed import ReduceOp
-from world import WORLDS, error_of, run
+from world import error_of, on_ranks, run
 
 import distributed as dist
 
@@ -31,7 +31,8 @@ def this_rank():
 # ------------------------------------------------------------------------------------------- all_reduce and reduce
 
 
-def every_op():
+@on_ranks(1, 3)
+def test_every_op_under_every_name():
     rank, n = this_rank()
     shapes = (), (0, 3), (1,), (2, 500)
     for shape, (names, expected) in itertools.product(shapes, OPS.items()):
@@ -53,12 +54,8 @@ def every_op():
         assert error == f"ValueError: op={wrong!r}: choose from sum, mean, min, max, product"
 
 
-@WORLDS
-def test_every_op_under_every_name(n):
-    run(every_op, n)
-
-
-def in_place_dtypes():
+@on_ranks(1, 3)
+def test_all_reduce_keeps_the_dtype_or_refuses():
     _, n = this_rank()
     for dtype in FLOATS + INTEGERS:
         expected = {"sum": [n, 2 * n], "min": [1, 2], "max": [1, 2], "product": [1, 2**n]}
@@ -75,12 +72,8 @@ def in_place_dtypes():
         assert dist.reduce(mine, op).tolist() == [n if op == "sum" else 1] * 2  # as the message says
 
 
-@WORLDS
-def test_all_reduce_keeps_the_dtype_or_refuses(n):
-    run(in_place_dtypes, n)
-
-
-def layouts():
+@on_ranks(1, 3)
+def test_views_and_tensors_with_gradients():
     """Each rank has a layout of its own: the backends alone would add up the memory as it lies there."""
     rank, n = this_rank()
     values = torch.arange(24.0).view(2, 3, 4, 1)
@@ -107,18 +100,14 @@ def layouts():
     assert dist.reduce(ones, "sum").tolist() == dist.all_reduce(ones).tolist() == [n, n]
 
 
-@WORLDS
-def test_views_and_tensors_with_gradients(n):
-    run(layouts, n)
-
-
 # Its sum with some ones is right in 64 bits, and wrong in fewer.
 LARGE = {torch.float16: 2048, torch.bfloat16: 256, torch.float32: 2**24, torch.float64: 2**52}
 LARGE |= {torch.uint8: 255, torch.int8: 127, torch.int16: 2**15 - 1, torch.int32: 2**31 - 1, torch.bool: 1}
 LARGE |= {torch.int64: 2**53 + 1}  # float64 hasn't got it
 
 
-def precise():
+@on_ranks(1, 3)
+def test_reduce_computes_in_64_bits():
     rank, n = this_rank()
     for dtype, large in LARGE.items():
         mine = torch.tensor([large if rank == 0 else 1, 1], dtype=dtype)
@@ -140,12 +129,8 @@ def precise():
     assert dist.reduce(torch.zeros(0, 2, dtype=torch.bool)).shape == (0, 2)
 
 
-@WORLDS
-def test_reduce_computes_in_64_bits(n):
-    run(precise, n)
-
-
-def not_finite():
+@on_ranks(1, 3)
+def test_one_nan_is_in_every_answer_and_inf_is_a_number():
     rank, n = this_rank()
     for at, (names, expected) in itertools.product(range(n), OPS.items()):
         op = names[0]
@@ -163,15 +148,11 @@ def not_finite():
         assert math.isnan(dist.reduce(mine, "sum").item())
 
 
-@WORLDS
-def test_one_nan_is_in_every_answer_and_inf_is_a_number(n):
-    run(not_finite, n)
-
-
 # --------------------------------------------------------------------------------- gather, sync_params and barrier
 
 
-def gathered():
+@on_ranks(1, 3)
+def test_gather_is_in_rank_order_and_shapes_may_differ():
     rank, n = this_rank()
     for dtype in DTYPES:
         parts = dist.gather(torch.full((rank, 2), rank, dtype=dtype))  # none of rank 0
@@ -197,13 +178,9 @@ def gathered():
     assert mine.tolist() == [rank, rank + 1]  # the results are new
 
 
-@WORLDS
-def test_gather_is_in_rank_order_and_shapes_may_differ(n):
-    run(gathered, n)
-
-
-def synced():
-    rank, _ = this_rank()
+@on_ranks(1, 3)
+def test_sync_params_copies_rank_0s_values_in_place():
+    rank, n = this_rank()
     for dtype, shape in itertools.product(DTYPES, [(), (0,), (2, 3)]):
         tensor = torch.full(shape, rank == 0, dtype=dtype)  # 1 on rank 0
         memory = tensor.data_ptr()
@@ -219,13 +196,9 @@ def synced():
     assert dist.sync_params(model.parameters()) is None
     dist.sync_params(model.buffers())
     assert all(new is old and new.requires_grad for new, old in zip(model.parameters(), held, strict=True))
-    return {name: tensor.tolist() for name, tensor in model.state_dict().items()}
-
-
-@WORLDS
-def test_sync_params_copies_rank_0s_values_in_place(n):
-    states = run(synced, n)
-    assert states == [states[0]] * n and states[0]["1.num_batches_tracked"] == 1
+    for tensor in model.state_dict().values():
+        assert all(torch.equal(part, tensor) for part in dist.gather(tensor))
+    assert model[1].num_batches_tracked == 1
 
 
 # -------------------------------------------------------------------------------- what can't be computed is an error
@@ -268,7 +241,8 @@ def test_ranks_that_call_different_things_get_one_error_on_all():
             assert line.startswith(f"  rank {rank}: ") and (other if rank == odd else usual) in line, (case, error)
 
 
-def refused():
+@on_ranks(1, 3)
+def test_what_is_no_tensor_or_of_another_dtype_is_a_type_error():
     _, n = this_rank()
     functions = dist.all_reduce, dist.reduce, dist.gather, lambda value: dist.sync_params([THREE, value])
     names = "all_reduce", "reduce", "gather", "sync_params"
@@ -286,11 +260,6 @@ def refused():
         assert error_of(function, None).startswith(f"TypeError: {name} {OUT} NoneType (the .grad of a parameter")
     assert error_of(dist.sync_params, nn.Linear(1, 1).state_dict()) == f"TypeError: sync_params {OUT} str"
     assert dist.all_reduce(torch.tensor(1)).item() == n
-
-
-@WORLDS
-def test_what_is_no_tensor_or_of_another_dtype_is_a_type_error(n):
-    run(refused, n)
 
 
 def test_a_collective_before_init_process_group_is_an_error(monkeypatch):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
-from world import WORLDS, error_of, run
+from world import error_of, on_ranks, run
 
 import distributed as dist
 
@@ -121,8 +121,8 @@ def _forgets_set_epoch(workers):
     return seen
 
 
+@pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("workers", [0, 1])
-@WORLDS
 def test_a_forgotten_set_epoch_is_one_warning_on_rank_0_at_the_callers_line(n, workers):
     text = (
         "call sampler.set_epoch(epoch) before each epoch: this one repeats the last one's order "
@@ -165,7 +165,8 @@ def equal(tensors, others):
     return all(torch.equal(tensor, other) for tensor, other in zip(tensors, others, strict=True))
 
 
-def prepared():
+@on_ranks(1, 3)
+def test_the_model_is_torchs_ddp_or_itself():
     rank, n = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(rank)
     net = batchnorm()
@@ -180,12 +181,8 @@ def prepared():
     assert n == 1 or "SyncBatchNorm" in error_of(dist.prepare_ddp_model, net, sync_bn=True)  # torch: on GPUs only
 
 
-@WORLDS
-def test_the_model_is_torchs_ddp_or_itself(n):
-    run(prepared, n)
-
-
-def saved_messages():
+@on_ranks(1, 3)
+def test_buffers_can_be_sent_once_per_evaluation():
     """sync_buffers=False: the same training of a model with BatchNorm, and each rank keeps its own averages."""
     rank, n = dist.get_rank(), dist.get_world_size()
     ends = []
@@ -215,12 +212,8 @@ def saved_messages():
     assert equal(*ends)
 
 
-@WORLDS
-def test_buffers_can_be_sent_once_per_evaluation(n):
-    run(saved_messages, n)
-
-
-def unwrapped():
+@on_ranks(3)
+def test_unwrap_model_finds_the_model_in_any_wrapper():
     net = nn.Linear(1, 1)
     model = dist.prepare_ddp_model(net)
     compiled = torch.compile(net, backend="eager")
@@ -228,7 +221,3 @@ def unwrapped():
     wrapped += [dist.prepare_ddp_model(compiled), torch.compile(model, backend="eager"), nn.DataParallel(compiled)]
     assert all(dist.unwrap_model(outer) is net for outer in wrapped)
     assert list(dist.unwrap_model(model).state_dict()) == ["weight", "bias"]
-
-
-def test_unwrap_model_finds_the_model_in_any_wrapper():
-    run(unwrapped, 3)

@@ -1,6 +1,7 @@
 """Where the tests run their code: in a kept world of ranks, in forked programs, or in programs as a shell starts them.
 
-    run(body, 3, *args)            # body(*args) on three ranks that stay alive from test to test; a list of results
+    @on_ranks(1, 3)                # a test whose body runs on one rank, and on three that stay alive from test to test
+    run(body, 3, *args)            # body(*args) there, within a test; a list of results
     forker().run("min_DDP.py")     # a program, forked from one process that has imported what programs need
     shell("min_DDP.py")            # python min_DDP.py
 
@@ -10,6 +11,7 @@ Starting ranks and importing torch is what makes such tests slow, so most bodies
 import atexit
 import contextlib
 import functools
+import inspect
 import io
 import json
 import multiprocessing
@@ -31,8 +33,6 @@ import torch
 
 import distributed as dist
 from tools.programs import ENVIRONMENT, LIMIT, ROOT, SHELL, Result, shell  # noqa: F401  for the tests, too
-
-WORLDS = pytest.mark.parametrize("n", [1, 3])
 
 FOLDERS = {"demos", "exercises", "experiments", "tests", "tools", "variants"}
 # The project's programs.  (.ci/run tests a copy that git knows nothing of.)
@@ -121,7 +121,7 @@ def _serve(rank, n, pipes):
     while True:
         body, args = pipes[rank].recv()
         try:
-            answer = "", body(*args)
+            answer = "", inspect.unwrap(body)(*args)
         except BaseException:
             answer = traceback.format_exc(), None
         pipes[rank].send(answer)
@@ -136,10 +136,24 @@ def run(body, n, *args, limit=100):
     body stands at the top level of a test file.  After a failure the ranks are started anew.
     """
     if n == 1:
-        return [body(*args)]
+        return [inspect.unwrap(body)(*args)]
     if n not in _worlds or not _worlds[n].process.is_alive():
         _worlds[n] = World(n)
     return _worlds[n].run(body, args, limit)
+
+
+def on_ranks(*sizes):
+    """A test of this body for each of these numbers of ranks; all of them must pass."""
+
+    def as_test(body):
+        @functools.wraps(body)  # the ranks find it by its name
+        def test(n):
+            run(test, n)
+
+        test.__signature__ = inspect.signature(lambda n: None)  # for pytest
+        return pytest.mark.parametrize("n", sizes)(test)
+
+    return as_test
 
 
 def launched(worker, n, *args):
