@@ -137,38 +137,32 @@ def test_a_save_keeps_the_last_two_and_the_best(tmp_path, keep, saves, expected)
     assert keeper.restore()["step"] == saves[-1][0]
 
 
-def refuses(folder):
-    keeper = save(folder, 1)
+@on_ranks(3)
+def test_what_could_not_be_restored_is_not_saved(tmp_path):
+    keeper = save(tmp_path, 1)
     errors = [error_of(keeper.save, *bad) for bad in [(-1,), (2.0,), ("2",), (2, float("nan")), (2, float("inf"))]]
     errors += [error_of(keeper.save, 2, **{name: []}) for name in ("parts", "config", "random")]
-    return errors, error_of(keeper.save, 2, path=Path("a")), error_of(keeper.save, 2, mean=np.float64(1))
-
-
-def test_what_could_not_be_restored_is_not_saved(tmp_path):
-    for errors, path, mean in run(refuses, 3, tmp_path):
-        assert all(error.startswith("ValueError: save: ") for error in errors)
-        for error, kind in (path, "pathlib"), (mean, "numpy"):
-            assert error.startswith(f"CheckpointError: can't write {tmp_path}/step-2.pt ({kind}")
+    assert all(error.startswith("ValueError: save: ") for error in errors)
+    for kind, value in ("pathlib", Path("a")), ("numpy", np.float64(1)):
+        error = error_of(keeper.save, 2, value=value)
+        assert error.startswith(f"CheckpointError: can't write {tmp_path}/step-2.pt ({kind}")
     assert names(tmp_path) == ["step-1.pt"]
 
 
 # ------------------------------------------------------------------------------------------- killed, or the disk full
 
 
-def save_to_a_full_disk(folder):
+@on_ranks(3)
+def test_full_disk(tmp_path):
+    folder = tmp_path / "run"
     keeper = checkpoint.Keeper(folder, model=linear(1.0))
     keeper.save(1)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
     errors = [error_of(keeper.save, 2, much=torch.zeros(size)) for size in (30_000, 1_000_000)]
     keeper.save(3)
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    return errors
-
-
-def test_full_disk(tmp_path):
-    expected = f"CheckpointError: can't write {tmp_path}/run/step-2.pt ([Errno 27] File too large)"
-    assert run(save_to_a_full_disk, 3, tmp_path / "run") == [[expected] * 2] * 3
-    assert names(tmp_path / "run") == ["step-1.pt", "step-3.pt"]
+    assert errors == [f"CheckpointError: can't write {folder}/step-2.pt ([Errno 27] File too large)"] * 2
+    assert names(folder) == ["step-1.pt", "step-3.pt"]
 
 
 def kill_at(call, folder):
@@ -281,30 +275,27 @@ def test_a_damaged_file_does_not_count_among_the_last_two(tmp_path):
     assert [name for name in names(tmp_path) if name.endswith(".pt")] == ["step-16.pt", "step-31.pt"]
 
 
-def start_again(folder):
-    """A new run in the folder of a longer one, which it doesn't restore."""
-    save(folder, 1000)
-    keeper = save(folder)
-    return [error_of(keeper.save, step) for step in (1, 999, 1000)]
-
-
+@on_ranks(3)
 def test_a_step_below_one_that_is_saved_is_refused(tmp_path):
-    """Or the next restore would take that one."""
-    refused = f"CheckpointError: {tmp_path}/step-1000.pt is later than step {{}}: restore it, or take another folder"
-    assert run(start_again, 3, tmp_path) == [[refused.format(1), refused.format(999), None]] * 3
+    """A new run in the folder of a longer one, which it doesn't restore: the next restore would take that one."""
+    save(tmp_path, 1000)
+    keeper = save(tmp_path)
+    for step in 1, 999:
+        error = (
+            f"CheckpointError: {tmp_path}/step-1000.pt is later than step {step}: restore it, or take another folder"
+        )
+        assert error_of(keeper.save, step) == error
+    keeper.save(1000)
     assert names(tmp_path) == ["step-1000.pt"]
 
 
-def damaged(folder):
-    save(folder, 1, 2)
-    if dist.is_primary():
-        for path in folder.glob("*.pt"):
-            flip(path, path.read_bytes().index(b"data/0"), 1)
-    return restored(folder)
-
-
+@on_ranks(3)
 def test_if_all_are_damaged_it_is_an_error_on_all_ranks(tmp_path):
-    (error,) = set(run(damaged, 3, tmp_path))
+    save(tmp_path, 1, 2)
+    if dist.is_primary():
+        for path in tmp_path.glob("*.pt"):
+            flip(path, path.read_bytes().index(b"data/0"), 1)
+    error = restored(tmp_path)
     assert error.startswith("CheckpointError: ") and "\n" not in error
     assert all(f"{tmp_path}/step-{step}.pt is damaged" in error for step in (1, 2))
 
@@ -315,24 +306,22 @@ class Strange(nn.Linear):
             raise TypeError("of\nmine")
 
 
-def fit(folder):
-    save(folder, 1)
-    outputs = 3 if dist.get_rank() == 1 else 2  # no rank goes on without the one that can't
-    return [
-        error_of(checkpoint.Keeper(folder, **parts).restore)
-        for parts in ({"model": linear(outputs=outputs)}, {"net": linear()}, {"model": Strange(2, 2)})
-    ]
-
-
+@on_ranks(3)
 def test_what_does_not_fit_is_one_error_on_all_ranks(tmp_path):
-    ((shape, name, strange),) = set(map(tuple, run(fit, 3, tmp_path)))
+    save(tmp_path, 1)
+    outputs = 3 if dist.get_rank() == 1 else 2  # no rank goes on without the one that can't
+    parts = {"model": linear(outputs=outputs)}, {"net": linear()}, {"model": Strange(2, 2)}
+    shape, name, strange = (error_of(checkpoint.Keeper(tmp_path, **part).restore) for part in parts)
     assert shape.startswith(f"CheckpointError: {tmp_path}/step-1.pt doesn't fit this model (") and "\n" not in shape
     assert name.startswith(f"CheckpointError: {tmp_path}/step-1.pt doesn't fit this net (")
     assert strange == f"CheckpointError: {tmp_path}/step-1.pt doesn't fit this model (TypeError: of mine)"
 
 
-def other_folders(folder, is_stale):
-    """Rank 1 has another folder, with a checkpoint of its own: of the same name, but of another run."""
+@pytest.mark.parametrize("is_stale", [False, True])
+@on_ranks(3)
+def test_a_rank_that_sees_another_folder(tmp_path, is_stale):
+    """It may have a checkpoint of its own there: of the same name, but of another run."""
+    folder = tmp_path
     if dist.get_rank() == 1:
         folder = folder / "other"
         folder.mkdir()
@@ -341,13 +330,7 @@ def other_folders(folder, is_stale):
             state = {"step": 1, "config": {}, "parts": {"model": linear(5.0).state_dict()}, "random": random}
             checkpoint.write(folder / "step-1.pt", state)
     save(folder, 1)
-    return restored(folder)
-
-
-@pytest.mark.parametrize("is_stale", [False, True])
-def test_a_rank_that_sees_another_folder(tmp_path, is_stale):
-    (error,) = set(run(other_folders, 3, tmp_path, is_stale))
-    assert error == (
+    assert restored(folder) == (
         f"CheckpointError: rank 1 doesn't see rank 0's {tmp_path}/step-1.pt: "
         "put the run's folder where all machines see it"
     )
@@ -392,20 +375,16 @@ def test_sigterm_to_one_rank_is_agreed_on_by_all():
         assert (stop.asked, stop.agreed()) == (is_told, True)
 
 
-def ask_alone(folder):
-    """Rank 0's error; the others don't answer before it has one."""
+@on_ranks(3)
+def test_an_answer_that_does_not_come_is_an_error(tmp_path):
+    """On rank 0; the others don't answer before it has one."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DIST_TIMEOUT", "3")
         with preemption() as stop:
             if not dist.is_primary():
-                return wait_for((folder / "ended").exists, seconds=90)
+                return wait_for((tmp_path / "ended").exists, seconds=90)
             error = error_of(stop.agreed)
-    (folder / "ended").touch()
-    return error
-
-
-def test_an_answer_that_does_not_come_is_an_error(tmp_path):
-    error, *_ = run(ask_alone, 3, tmp_path)
+    (tmp_path / "ended").touch()
     assert error.startswith("RuntimeError: ") and "imed out" in error, error
 
 

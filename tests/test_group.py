@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import distributed as torch_dist
-from world import ROOT, error_of, forker, free_port, on_ranks, run, wait_for
+from world import ROOT, error_of, forker, free_port, on_ranks, wait_for
 
 import distributed as dist
 
@@ -96,24 +96,21 @@ def test_bad_arguments_are_one_line(arguments, error, monkeypatch):
 # ------------------------------------------------------------------------------------------------- P6: who is missing
 
 
-def _comes_when_it_is_named(folder, missing):
+@pytest.mark.parametrize("waiting", [0, 2])
+@on_ranks(3)
+def test_the_missing_are_named_and_all_goes_on_when_they_come(tmp_path, waiting):
+    missing = [rank for rank in range(3) if rank != waiting]
     dist.cleanup()
     usual, dist.REPORT_MISSING_AFTER = dist.REPORT_MISSING_AFTER, 0.2
     rank = dist.get_rank()
-    with open(folder / str(rank), "w") as file, contextlib.redirect_stderr(file):
+    with open(tmp_path / str(rank), "w") as file, contextlib.redirect_stderr(file):
         if rank in missing:
-            wait_for(lambda: any("of 3\n" in path.read_text() for path in folder.iterdir()))
+            wait_for(lambda: any("of 3\n" in path.read_text() for path in tmp_path.iterdir()))
         dist.init_process_group()
     dist.REPORT_MISSING_AFTER = usual
-    return Path(file.name).read_text(), dist.all_reduce(torch.tensor(1)).item()
-
-
-@pytest.mark.parametrize("waiting", [0, 2])
-def test_the_missing_are_named_and_all_goes_on_when_they_come(waiting, tmp_path):
-    missing = [rank for rank in range(3) if rank != waiting]
-    answers = run(_comes_when_it_is_named, 3, tmp_path, missing)
-    assert answers[waiting][0] == f"distributed: waiting for rank {missing[0]}, rank {missing[1]} of 3\n"
-    assert [total for _, total in answers] == [3] * 3
+    expected = f"distributed: waiting for rank {missing[0]}, rank {missing[1]} of 3\n"
+    assert rank != waiting or Path(file.name).read_text() == expected
+    assert dist.all_reduce(torch.tensor(1)).item() == 3
 
 
 def test_they_are_named_after_10_seconds_once_by_rank_0_or_by_all_and_in_the_error(monkeypatch, capsys):

@@ -236,9 +236,10 @@ def trained(module, model, *extra):
     return optimizer
 
 
-def _sends_while_backward_runs(file):
+@on_ranks(3)
+def test_overlap_sends_while_backward_runs(tmp_path):
     """Rank 0 comes to the first layer before any other rank has started its first all-reduce."""
-    model = small_model()
+    model, file = small_model(), tmp_path / "at the first layer"
     for p in model.parameters():
         p.register_post_accumulate_grad_hook(mnist_overlap.start_all_reduce)
     if dist.is_primary():
@@ -247,10 +248,6 @@ def _sends_while_backward_runs(file):
         model[3].weight.register_hook(lambda gradient: wait_for(file.exists, 20))
         model[3].bias.register_hook(lambda gradient: wait_for(file.exists, 20))
     trained(mnist_overlap, model)
-
-
-def test_overlap_sends_while_backward_runs(tmp_path):
-    run(_sends_while_backward_runs, 3, tmp_path / "at the first layer")
 
 
 @on_ranks(3)

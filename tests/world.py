@@ -143,14 +143,17 @@ def run(body, n, *args, limit=100):
 
 
 def on_ranks(*sizes):
-    """A test of this body for each of these numbers of ranks; all of them must pass."""
+    """A test of this body for each of these numbers of ranks; it gets fixtures and parameters as any test does."""
 
     def as_test(body):
-        @functools.wraps(body)  # the ranks find it by its name
-        def test(n):
-            run(test, n)
+        names = [*inspect.signature(body).parameters]
 
-        test.__signature__ = inspect.signature(lambda n: None)  # for pytest
+        @functools.wraps(body)  # the ranks find it by its name
+        def test(n, **fixtures):
+            run(test, n, *(fixtures[name] for name in names))
+
+        parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in ("n", *names)]
+        test.__signature__ = inspect.Signature(parameters)  # for pytest
         return pytest.mark.parametrize("n", sizes)(test)
 
     return as_test
