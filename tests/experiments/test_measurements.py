@@ -6,20 +6,12 @@ import pytest
 import torch
 from world import forker, shell
 
-from experiments import benchmark, measured, slow_link, timelines
-from experiments.baselines import common
+from experiments import benchmark, timelines
 from experiments.measured import Epoch
 
 
 def epochs(*speeds, accuracy=math.inf):
     return [Epoch(10.0 * number, 0.1, accuracy, speed) for number, speed in enumerate(speeds, 1)]
-
-
-def test_the_lines_of_the_scripts_and_of_the_peers_are_read():
-    line = common.epoch_line(1, 3, 0.25, 1990, 2000, 1234.4)
-    assert measured.read_epoch(line, 2.5) == Epoch(2.5, 0.25, 99.5, 1234)
-    assert math.isnan(measured.read_epoch("epoch 2/3  loss 0.1250  99 images/s\n").accuracy)
-    assert measured.read_epoch("done in 6.1 s") is None
 
 
 def test_the_table_of_speeds():
@@ -33,22 +25,6 @@ def test_the_table_of_speeds():
     assert rows[0][2:] == ["–", "800 (700 to 900)", "80%"]
     assert rows[1][2:] == ["100", "800 (790 to 810)", "80%"]
     assert rows[2][2:] == ["–", "1,000 (990 to 4,000)", "100%"]
-
-
-def test_the_time_to_99_percent_is_that_of_the_first_epoch_that_has_it():
-    runs = [epochs(1, 1, accuracy=99.0), epochs(1, 1, accuracy=98.9)]
-    runs.append([epochs(1, accuracy=98)[0], epochs(1, 1, accuracy=99.5)[1]])
-    assert benchmark.accuracy_rows([benchmark.one_process()], [runs])[1][2] == "20.0 (10.0 to never)"
-
-
-@pytest.mark.parametrize(("ranks", "factor"), [(1, 0), (2, 1), (3, 4 / 3)])
-def test_the_formula_of_a_step(ranks, factor):
-    """A fast network hides all buckets but the last; on a slow one each byte costs time."""
-    sent = 100 * factor / 1e3  # seconds for one bucket
-    assert slow_link.step_time(2.0, [100.0], ranks, 1e3) == pytest.approx(2 + sent)
-    assert slow_link.step_time(2.0, [100.0] * 4, ranks, 1e3) == pytest.approx(2 + sent)
-    slow = 0.01 * (1 / 3 + 2 / 3 / 4) + 4 * sent
-    assert slow_link.step_time(0.01, [100.0] * 4, ranks, 1e3) == pytest.approx(slow if ranks > 1 else 0.01)
 
 
 @pytest.mark.slow

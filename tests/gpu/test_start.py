@@ -50,13 +50,6 @@ def first_three_steps(local_rank, world_size):
     return losses
 
 
-def is_pinned(local_rank, world_size):
-    import data
-    examples = data.Images(torch.zeros(4, 1, 8, 8, dtype=torch.uint8), torch.arange(4), (0.0,), (1.0,))
-    images, labels = next(iter(data.loader(examples, 4, range(4))))
-    return images.is_pinned() and labels.is_pinned()
-
-
 def as_a_task(variables):
     for task in variables:
         if os.fork() == 0:
@@ -140,10 +133,6 @@ def test_sync_batchnorm_is_one_process(start):
     """SyncBatchNorm on two GPUs: the losses are those of one CPU process with the whole batch."""
     exact = answer(start("first_three_steps", gpus=(), CUDA_VISIBLE_DEVICES="", NPROC=1))
     assert answer(start("first_three_steps")) == pytest.approx(exact, abs=1e-5)
-
-
-def test_batches_for_a_gpu_are_pinned(start):
-    assert answer(start("is_pinned", gpus=("8.0",)))
 
 
 def test_the_doctor_finds_two_gpus(machine):
