@@ -44,9 +44,6 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir() if path.name != ".lock")
 
 
-# --------------------------------------------------------------------------------------------------- there and back
-
-
 def trained(seed):
     """Parts whose every kind of state matters for the next step: momentum, running averages, a schedule, dropout."""
     torch.manual_seed(seed)
@@ -149,9 +146,6 @@ def test_what_could_not_be_restored_is_not_saved(tmp_path):
     assert names(tmp_path) == ["step-1.pt"]
 
 
-# ------------------------------------------------------------------------------------------- killed, or the disk full
-
-
 @on_ranks(3)
 def test_full_disk(tmp_path):
     folder = tmp_path / "run"
@@ -205,9 +199,6 @@ def test_killed_at_any_point_of_a_save(tmp_path):
         assert {name for name in names(folder) if name.endswith(".tmp")} == set()  # `restored` has removed it
         assert len(names(folder)) in (2, 3)
     assert set(codes[:-1]) == {-signal.SIGKILL} and len(codes) > 8
-
-
-# --------------------------------------------------------------------------------------------------- damaged, foreign
 
 
 def flip(path, position, mask):
@@ -336,9 +327,6 @@ def test_a_rank_that_sees_another_folder(tmp_path, is_stale):
     )
 
 
-# ------------------------------------------------------------------------------------------- two runs in one folder
-
-
 def test_a_second_run_waits_for_one_that_is_still_ending(tmp_path):
     """If that one goes on: test_cifar10.py."""
     pid = os.fork()
@@ -353,9 +341,6 @@ def test_a_second_run_waits_for_one_that_is_still_ending(tmp_path):
     save(tmp_path, 2)
     assert gone(pid) and names(tmp_path) == ["step-1.pt", "step-2.pt"]
     os.waitpid(pid, 0)
-
-
-# ---------------------------------------------------------------------------------------------------------- SIGTERM
 
 
 @contextlib.contextmanager

@@ -113,9 +113,6 @@ def scalars(folder, tag):
     return [(event.step, event.value) for event in events.Scalars(tag)]
 
 
-# --------------------------------------------------------------------------------------------- what a run computes
-
-
 def test_folder(reference):
     result, folder = reference
     files = {re.sub(r"events\..*", "events", path.name) for path in folder.iterdir()} - {".lock"}
@@ -204,8 +201,6 @@ def test_dry_run_leaves_nothing(run, tmp_path):
     assert [path for path in temporary.iterdir() if path.name != "torchinductor_root"] == []
     assert list((tmp_path / "cwd").iterdir()) == []
 
-
-# --------------------------------------------------------------------------------- ended and continued: the same result
 
 # The last rank, when it gets its AT-th batch (of training and evaluation), sends SIGNAL to the program itself, or, if
 # TO_ONE, to itself; then it waits until it is told, or ended.
@@ -319,9 +314,6 @@ def test_a_finished_run_says_so_and_refuses_other_flags(run, reference, folder):
     assert refused(run(*FLAGS, "--nproc", 2, "--amp"), "type no --amp")
     assert refused(run(*FLAGS, "--nproc", 5), "type --batch-size 12, with a number of processes that divides it")
     assert {path.name: path.read_bytes() for path in folder.glob("[!.]*")} == before
-
-
-# --------------------------------------------------------------------------------------------------------- one line
 
 
 def test_a_loss_that_is_not_finite_ends_the_run(run, folder):

@@ -27,9 +27,6 @@ import data
 CPU = torch.device("cpu")
 
 
-# ---------------------------------------------------------------------------------------------- the synthetic digits
-
-
 @pytest.fixture(scope="module")
 def digits():
     return data.load("synthetic", "no folder is needed")
@@ -69,9 +66,6 @@ def test_digits_are_the_same_in_every_process_and_in_colour(digits, tmp_path):
     images, labels = digits[0].images[:7000], digits[0].labels[:7000]
     hashes = [hashlib.sha256(x.numpy().tobytes()).hexdigest() for x in (images, images, images, labels)]
     assert end.out.split() == hashes, end.err
-
-
-# ----------------------------------------------------------------------------------------------------------- batches
 
 
 def numbered(count, channels=1):
@@ -134,9 +128,6 @@ def test_images_have_the_layout_of_the_convolutions(channels):
         assert batch.stride() == (6 * channels, 1, 3 * channels, channels)  # of [3, channels, 2, 3]
 
 
-# ------------------------------------------------------------------------------------------------------ augmentation
-
-
 def crops_and_flips(seed, epoch, count=500, batch_size=64, order=None):
     """Where each example was cropped, and whether it was flipped: (row, column, flip), read from its pixels alone.
 
@@ -168,9 +159,6 @@ def test_crops_and_flips_depend_on_seed_epoch_and_example_alone():
         assert (other == one).all(1).double().mean() < 0.04  # by chance one in 9 x 9 x 2
     of_the_sampler = torch.randint(9, (500,), generator=torch.Generator().manual_seed(3 + 2))  # as it draws the order
     assert (expected[:, 0] == of_the_sampler).double().mean() < 0.2  # by chance one in 9
-
-
-# ------------------------------------------------------------------------------------------- MNIST, without a download
 
 
 FILES = {"train-images-idx3-ubyte": (60_000, 28, 28), "train-labels-idx1-ubyte": (60_000,)}
@@ -261,9 +249,6 @@ def test_cifar10_is_read_normalised_and_checked(tmp_path, monkeypatch):
             assert images[image, channel].flatten().tolist() == pytest.approx(expected.tolist(), abs=1e-5)
     (folder / "data_batch_3").write_bytes(b"?")
     assert f"cifar10 can't be read from {folder}" in message("cifar10", str(tmp_path))
-
-
-# ---------------------------------------------------------------------------------------------------------- downloads
 
 
 class Handler(http.server.SimpleHTTPRequestHandler):

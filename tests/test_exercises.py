@@ -204,9 +204,6 @@ def test_each_exercise_has_a_blank_a_hint_and_a_wrong_solution(monkeypatch, caps
         assert capsys.readouterr().out == f"{name}:{check.module_of(name).HINT}\n"
 
 
-# ------------------------------------------------------------------------------------------------------- the program
-
-
 def test_all_blanks_fail_with_a_line_that_helps():
     done = forker().run("-m", "exercises.check", "all")
     assert (done.code, done.err) == (1, "") and done.out.endswith("0 of 10 are right\n")

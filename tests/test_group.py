@@ -21,9 +21,6 @@ import distributed as dist
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
-# ---------------------------------------------------------------------------------------------------------- join, leave
-
-
 @on_ranks(3)
 def test_a_group_can_be_left_and_joined_again():
     for _ in range(2):
@@ -186,8 +183,6 @@ def is_served(port):
         return False
     return True
 
-
-# ------------------------------------------------------------------------------------ other people's programs, by torch
 
 HABIT = """
 import os

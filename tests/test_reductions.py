@@ -28,9 +28,6 @@ def this_rank():
     return dist.get_rank(), dist.get_world_size()
 
 
-# ------------------------------------------------------------------------------------------- all_reduce and reduce
-
-
 @on_ranks(1, 3)
 def test_every_op_under_every_name():
     rank, n = this_rank()
@@ -148,9 +145,6 @@ def test_one_nan_is_in_every_answer_and_inf_is_a_number():
         assert math.isnan(dist.reduce(mine, "sum").item())
 
 
-# --------------------------------------------------------------------------------- gather, sync_params and barrier
-
-
 @on_ranks(1, 3)
 def test_gather_is_in_rank_order_and_shapes_may_differ():
     rank, n = this_rank()
@@ -200,8 +194,6 @@ def test_sync_params_copies_rank_0s_values_in_place():
         assert all(torch.equal(part, tensor) for part in dist.gather(tensor))
     assert model[1].num_batches_tracked == 1
 
-
-# -------------------------------------------------------------------------------- what can't be computed is an error
 
 THREE, ALL, OUT = torch.zeros(3), "float32 [3]", "takes tensors of floats, integers or bools, not"
 MISMATCHES = {  # what the ranks call, and what one of them does; with the lines of the table

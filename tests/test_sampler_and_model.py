@@ -13,8 +13,6 @@ from world import error_of, on_ranks
 
 import distributed as dist
 
-# ----------------------------------------------------------------------------------------------------------- sampler
-
 
 def samplers(monkeypatch, n, size, **options):
     """Those of n ranks, each on a machine of its own: a sampler asks for its place when it is made."""
@@ -122,9 +120,6 @@ def test_a_forgotten_set_epoch_is_one_warning_on_rank_0_at_the_callers_line(work
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert list(in_order) == list(in_order)  # no order to forget
-
-
-# ------------------------------------------------------------------------------------------------------- a DDP model
 
 
 def batchnorm():

@@ -43,9 +43,6 @@ def figures(line):
     return float(loss), int(count)
 
 
-# --------------------------------------------------------------------------------------------------------- good runs
-
-
 @pytest.mark.parametrize("flags", [(), ("--dry-run",)])
 def test_one_process(flags):
     """Nothing but the wrapper differs, and without GPUs that calls the model directly."""
@@ -90,9 +87,6 @@ def test_an_evaluation_is_in_evaluation_mode_and_changes_nothing(name):
     correct, count = module.evaluate(model, data.loader(digits(10), 4, range(10)), CPU).tolist()
     assert modes == [(False, False)] * 3 and 0 <= correct <= count == 10
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-
-
-# -------------------------------------------------------------------------------------------- steps, by closed forms
 
 
 def two_weights(pixels):
@@ -177,9 +171,6 @@ def test_min_ddp():
     assert [float(loss) for loss in losses] == pytest.approx(losses_of_plain_sgd(), abs=6e-5)
 
 
-# --------------------------------------------------------------------------------------------------------- bad input
-
-
 PLACE = dict(RANK="0", WORLD_SIZE="3", LOCAL_RANK="0", LOCAL_WORLD_SIZE="3")
 BAD = [  # what dist.parse_args refuses in all scripts: test_variables.py
     ("mnist_amp", "--dtype float64", {}, "--dtype", "float16", "bfloat16"),
@@ -213,8 +204,6 @@ def test_data_that_cannot_be_had(tmp_path):
     for script in *ONE_PROCESS, *DDP:
         refused(importlib.import_module(script).parse_args, *words, flags=["--data-dir", tmp_path / "file"])
 
-
-# -------------------------------------------------------------------------------------------------------------- Apex
 
 APEXES = [  # files, and what is said
     ([], "not installed", "25.04"),

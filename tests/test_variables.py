@@ -151,8 +151,6 @@ def test_a_script_exits_with_2_and_one_line_before_anything_starts(args, variabl
     assert not out and re.fullmatch(f"train.py: error: {error}.*\n", err), err
 
 
-# -------------------------------------------------------------------------------- distributed.py alone, or in a package
-
 TRAIN = """
 import os, sys, time
 import torch
@@ -207,9 +205,6 @@ def test_both_run_in_a_package(tmp_path):
         (tmp_path / f"{name}.py").write_text("raise ImportError")
     done = forker().run("-m", "mine.train", cwd=tmp_path, NPROC=3)
     assert (done.code, done.out.splitlines()[1:]) == (0, [says(3), "rank 0"]), done.err
-
-
-# ------------------------------------------------------------------------------------------------------- real launchers
 
 
 def mpirun(names, says, package):
@@ -306,9 +301,6 @@ def test_no_rank_outlives_a_launcher_that_is_killed(launcher, tmp_path):
     process.send_signal(signal.SIGKILL)
     process.wait()
     wait_for(lambda: all(map(gone, ranks)))
-
-
-# --------------------------------------------------------------------------------------------------------- two machines
 
 
 def ip(*args):

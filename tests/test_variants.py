@@ -39,9 +39,6 @@ def images(count, seed=1):
     return data.Images(pixels, torch.arange(count) % 10, (0.5,), (0.5,))
 
 
-# -------------------------------------------------------------------------------------------------- the same as DDP
-
-
 def skip_if_refused(name):
     if torch.__version__ < {"mnist_fsdp": (2, 9), "mnist_pipeline": (2, 8)}.get(name, (2, 4)):
         pytest.skip(f"{name}.py refuses this torch")
@@ -219,9 +216,6 @@ def test_fsdp_gathers_one_layer_after_the_other_and_bfloat16_is_almost_float32()
     assert numbers == (0, 1, 2) and [sum(held[0]), held[1][0], sum(held[2])] == [4 * WEIGHTS] * 3
 
 
-# ----------------------------------------------------------------------------------------------- what each one adds
-
-
 def small_model():
     torch.manual_seed(0)
     return nn.Sequential(nn.Conv2d(1, 4, 5), nn.ReLU(), nn.Flatten(), nn.Linear(4 * (SIDE - 4) ** 2, 10))
@@ -293,9 +287,6 @@ def test_fsdp_on_the_mesh_of_the_page_is_one_process():
     page = (ROOT / "variants/README.md").read_text(encoding="utf-8")
     found = run(_hsdp, 4, re.search(r"```python\n(.*?)```", page, re.DOTALL)[1])
     assert all(distance <= 1e-6 and share == 1 / 2 for distance, share in found)
-
-
-# ---------------------------------------------------------------------------------------------------- the programs
 
 
 @pytest.mark.parametrize("name", dict.fromkeys(case[1] for case in VARIANTS))

@@ -30,9 +30,6 @@ def without_code(page):
     return re.sub(r"^```.*?^```", "", page, flags=re.DOTALL | re.MULTILINE)
 
 
-# --------------------------------------------------------------------------------------------------- generated parts
-
-
 def test_generated_parts_are_up_to_date():
     """But for what programs print."""
     old = [found for page in build.PAGES for found in build.rewrite(page, check=True, quick=True)]
@@ -96,9 +93,6 @@ def test_a_program_of_the_page_of_helpers_runs(number, n, tmp_path):
         [float(x) for x in re.findall(rf"{word} ([\d.]+)", done.out)] for word in ("loss", "accuracy")
     )
     assert losses == sorted(losses, reverse=True) and accuracies[:1] <= accuracies[-1:]  # it trains
-
-
-# -------------------------------------------------------------------------------------------------- links and commands
 
 
 def anchors(page):
@@ -185,8 +179,6 @@ def test_commands_name_files_and_flags_that_exist():
     assert len(found) > 50
     assert {command: wrong for command, wrong in found.items() if wrong} == {}
 
-
-# ------------------------------------------------------------------------------------------------- nothing is unfilled
 
 CAPITALS = r"(?<![\w$])[A-Z][A-Z0-9_]{3,}(?!\w)"
 KNOWN = {"ADDRESS", "CONTRIBUTING", "HSDP", "IOMMU", "LICENSE", "SBATCH", "TERM"}
