@@ -41,6 +41,21 @@ def _joins(local_rank, world_size):
     return dist.all_reduce(torch.tensor(1)).item()
 
 
+def _fails(rank, n):
+    dist.init_process_group()
+    raise ValueError("mine")
+
+
+def _fails_alone():
+    return error_of(dist.launch, _fails, nproc=1), torch_dist.is_initialized()
+
+
+def test_one_process_leaves_its_group_after_an_error_too():
+    """Or a notebook's cell could not be run again."""
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        assert pool.apply(_fails_alone) == ("ValueError: mine", False)
+
+
 @on_ranks(3)
 def test_launch_inside_except_leaves_its_group():
     """As under torchrun: the function is called here."""

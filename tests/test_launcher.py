@@ -286,6 +286,8 @@ def worker(rank, n, what):
     dist.init_process_group()
     open(f"ready{rank}", "w").close()
     if rank == 1 and what == "fails":
+        batches = iter(torch.utils.data.DataLoader(range(9), num_workers=1))
+        open("loader_worker", "w").write(str(batches._workers[0].pid))
         while not os.path.exists("ready0"): time.sleep(0.01)
         raise ValueError("mine")
     while True: time.sleep(0.01)
@@ -326,14 +328,17 @@ def test_ctrl_c_while_ranks_save_ends_at_once(saves):
     assert_nothing_left(saves)
 
 
-def test_after_a_failure_the_others_have_time_to_save_and_ctrl_c_hides_no_error(saves):
+def test_after_a_failure_the_others_have_time_to_save_and_nothing_hides_the_error(saves):
+    """Neither Ctrl-C nor a loader worker of the failed rank that ends while that rank waits."""
     job = start(saves, "fails", DIST_GRACE=3600)
     wait_for(lambda: wrote(saves, "asked"))
+    os.kill(int((saves.parent / "loader_worker").read_text()), signal.SIGKILL)
+    time.sleep(0.2)  # or an error of torch's would come about now
     os.kill(job.pid, signal.SIGINT)
     (saves.parent / "wait").unlink()
     done = job.wait()
     assert done.code == 1 and re.search("rank 1 of 2 failed first: (?s:.*)ValueError: mine", done.err), done.err
-    assert wrote(saves, "saved") == [0]
+    assert "DataLoader worker" not in done.err and wrote(saves, "saved") == [0]
     assert_nothing_left(saves)
 
 
