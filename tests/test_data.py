@@ -6,12 +6,10 @@ Downloads run through torchvision's real code, against a server in this process.
 import gzip
 import hashlib
 import http.server
-import io
 import json
 import os
 import pickle
 import socket
-import sys
 import threading
 from pathlib import Path
 
@@ -101,22 +99,6 @@ def test_order_is_the_samplers_and_the_last_batch_is_short_or_left_out():
         assert [(labels - 100).tolist() for _, labels in data.batches(loader, CPU)] == expected
     short = data.batches(data.loader(dataset, 4, range(10), drop_last=True), CPU)
     assert [len(labels) for _, labels in short] == [4, 4]
-
-
-@pytest.mark.parametrize("case", [(True, 0, 0, True), (True, 1, 0, False), (False, 0, 0, False), (True, 0, 1, False)])
-def test_progress_bar_of_rank_0_on_a_terminal(monkeypatch, case):
-    """The process group says who rank 0 is; where there is none (Horovod), the sampler."""
-    is_terminal, rank, group_rank, has_bar = case
-    stderr = io.StringIO()
-    stderr.isatty = lambda: is_terminal
-    monkeypatch.setattr(sys, "stderr", stderr)
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: group_rank > 0)
-    monkeypatch.setattr(torch.distributed, "get_rank", lambda: group_rank)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)  # DataLoader asks, too
-    dataset = numbered(4)
-    sampler = DistributedSampler(dataset, num_replicas=2, rank=rank, shuffle=False)
-    assert len(list(data.batches(data.loader(dataset, 1, sampler), CPU))) == 2
-    assert ("0/2" in stderr.getvalue()) == has_bar
 
 
 @pytest.mark.parametrize("channels", [1, 2])

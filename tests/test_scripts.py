@@ -3,7 +3,9 @@
 import contextlib
 import importlib
 import math
+import os
 import re
+import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -61,6 +63,18 @@ def test_ddp_and_amp():
     exact, rough = figures(ddp[2])[0], figures(amp[2])[0]
     assert rough == pytest.approx(exact, rel=0.05)
     assert rough != exact  # bfloat16 has three digits: were they equal, autocast would be off
+
+
+def test_on_a_terminal_rank_0_alone_has_a_progress_bar():
+    """One for the training, one for the evaluation; elsewhere there is none (`printed`)."""
+    screen, terminal = os.openpty()
+    subprocess.run(["stty", "cols", "80", "rows", "24"], stdin=terminal, check=True)  # else a bar has no room
+    os.set_blocking(screen, False)
+    before = f"{FEW_DIGITS}import os; os.dup2(os.open({os.ttyname(terminal)!r}, os.O_RDWR), 2)"
+    assert forker().run("mnist_ddp.py", *DRY, "--nproc", 3, before=before).code == 0
+    assert os.read(screen, 4096).count(b" 0/2 ") == 2
+    os.close(screen)
+    os.close(terminal)
 
 
 @pytest.mark.slow
