@@ -28,19 +28,14 @@ def test_a_missing_package_is_one_line(name):
     assert usage.returncode == 2 and usage.stderr.startswith(f"usage: bash {said[1]} FOLDER"), usage.stderr
 
 
-@pytest.fixture
-def engine(request):
-    """engine(*command): (exit code, stdout, stderr) of a program in the environment of the test's engine."""
-    variable = f"{request.param}_ENVIRONMENT"
+def run_with(engine, *command, **variables):
+    """(exit code, stdout, stderr) of a program in the engine's environment."""
+    variable = f"{engine}_ENVIRONMENT"
     if variable not in os.environ:
-        pytest.skip(f"{variable} is not set: bash variants/install_{request.param.lower()}.sh FOLDER")
-
-    def run(*command, **variables):
-        env = ENVIRONMENT | {"PATH": f"{os.environ[variable]}/bin:{os.environ['PATH']}"} | variables
-        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=1500)
-        return done.returncode, done.stdout, done.stderr
-
-    return run
+        pytest.skip(f"{variable} is not set: bash variants/install_{engine.lower()}.sh FOLDER")
+    env = ENVIRONMENT | {"PATH": f"{os.environ[variable]}/bin:{os.environ['PATH']}"} | variables
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=1500)
+    return done.returncode, done.stdout, done.stderr
 
 
 def assert_same_training(out, *ddp_flags):
@@ -54,26 +49,24 @@ def assert_same_training(out, *ddp_flags):
 
 @pytest.mark.slow
 @pytest.mark.timeout(4000)
-@pytest.mark.parametrize("engine", ["HOROVOD"], indirect=True)
-def test_horovod_trains_as_ddp_does(engine):
-    code, out, err = engine(*HOROVODRUN, *SYNTHETIC)
+def test_horovod_trains_as_ddp_does():
+    code, out, err = run_with("HOROVOD", *HOROVODRUN, *SYNTHETIC)
     assert code == 0, out + err
     assert_same_training(out, "--nproc", 2)
     assert out.count("epoch 1/3") == 1, "rank 0 alone prints"
-    code, out, err = engine(*HOROVODRUN, *SYNTHETIC, "--batch-size", "1")
+    code, out, err = run_with("HOROVOD", *HOROVODRUN, *SYNTHETIC, "--batch-size", "1")
     assert code != 0 and "--batch-size 1 is too small" in out + err and "Traceback" not in out
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(4000)
-@pytest.mark.parametrize("engine", ["XLA"], indirect=True)
-def test_xla_trains_as_ddp_does(engine):
+def test_xla_trains_as_ddp_does():
     """BatchNorm sees the whole batch, as with one process of DDP: hence that reference."""
     script = ("python", "-m", "variants.mnist_xla", *SYNTHETIC)
-    code, out, err = engine(*script, PJRT_DEVICE="CPU", CPU_NUM_DEVICES="2")
+    code, out, err = run_with("XLA", *script, PJRT_DEVICE="CPU", CPU_NUM_DEVICES="2")
     assert code == 0, out + err
     assert "XLA: 1 process, 2 device(s), CPU" in out
     assert_same_training(out, "--nproc", 1)
     place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
-    code, out, err = engine(*script, PJRT_DEVICE="CPU", **place)
+    code, out, err = run_with("XLA", *script, PJRT_DEVICE="CPU", **place)
     assert code == 2 and "start it with python, not with a launcher" in err

@@ -22,7 +22,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
-from world import ROOT, chromium, forker, run, shell, wait_for
+from world import ROOT, chromium, forker, run, shell, skip_if_refused, wait_for
 
 import data
 import distributed as dist
@@ -77,8 +77,6 @@ def said(picture):
 
 def variant(name, flags=""):
     """Main of a script, with small images, in the group that is there."""
-    if torch.__version__ < {"mnist_fsdp": (2, 9), "mnist_pipeline": (2, 8)}.get(name.rpartition(".")[2], (2, 4)):
-        return
     module = importlib.import_module(name)
     pixels = torch.randint(256, (12 * BATCH, 1, SIDE, SIDE), dtype=torch.uint8, generator=torch.manual_seed(1))
     images = data.Images(pixels, torch.arange(12 * BATCH) % 10, (0.5,), (0.5,))
@@ -181,8 +179,7 @@ FLAGS = {"mnist_local_sgd": ("--every 2",)}
 
 def program_of(name):
     """What `recorded` takes."""
-    if torch.__version__ < {"mnist_fsdp": (2, 9), "mnist_pipeline": (2, 8)}.get(name, (2, 4)):
-        pytest.skip("the variant refuses this torch")
+    skip_if_refused(name)
     return (small,) if name == "small" else (variant, f"variants.{name}", *FLAGS.get(name, ()))
 
 

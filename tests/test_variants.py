@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from world import FEW_DIGITS, ROOT, forker, launched, on_ranks, refused, run, wait_for
+from world import FEW_DIGITS, ROOT, forker, launched, on_ranks, refused, run, skip_if_refused, wait_for
 
 import data
 import distributed as dist
@@ -37,11 +37,6 @@ def images(count, seed=1):
     generator = torch.Generator().manual_seed(seed)
     pixels = torch.randint(256, (count, 1, SIDE, SIDE), dtype=torch.uint8, generator=generator)
     return data.Images(pixels, torch.arange(count) % 10, (0.5,), (0.5,))
-
-
-def skip_if_refused(name):
-    if torch.__version__ < {"mnist_fsdp": (2, 9), "mnist_pipeline": (2, 8)}.get(name, (2, 4)):
-        pytest.skip(f"{name}.py refuses this torch")
 
 
 def _main(name, flags, has_batchnorm, dtype):

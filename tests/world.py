@@ -40,6 +40,11 @@ FILES = [*ROOT.glob("*.py"), *(file for folder in FOLDERS for file in (ROOT / fo
 PROGRAMS = sorted(file.relative_to(ROOT).as_posix() for file in FILES)
 
 
+def skip_if_refused(variant):
+    if torch.__version__ < {"mnist_fsdp": (2, 9), "mnist_pipeline": (2, 8)}.get(variant, (2, 4)):
+        pytest.skip(f"{variant}.py refuses this torch")
+
+
 def wait_for(condition, seconds=60):
     """For an event; the limit is for a test that has failed."""
     deadline = time.monotonic() + seconds
