@@ -160,8 +160,9 @@ for cell in sys.argv[1:]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_what_is_typed_in_a_notebook_under_slurm_and_in_kubernetes(tmp_path):
+def test_what_is_typed_in_a_notebook_to_debug_in_kubernetes_and_under_slurm(tmp_path):
     pytest.importorskip("IPython")
+    bash = "import subprocess, sys; subprocess.run(['bash', '-c', sys.argv[1]])"
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # torchrun is beside python
 
     def typed(heading):
@@ -169,10 +170,23 @@ def test_what_is_typed_in_a_notebook_under_slurm_and_in_kubernetes(tmp_path):
 
     def prints(program, *args, **variables):
         done = shell("-c", program, *args, cwd=tmp_path, path=[ROOT], PATH=path, **variables)
-        return [word for word in ("rank 0 of 2 on cpu", "rank 1 of 2 on cpu", "epoch 4") if word in done.out] or done
+        words = "rank 0 of 2 on cpu", "rank 1 of 2 on cpu", "(Pdb) 1", "(Pdb) 2", "BdbQuit", "epoch 4"
+        return [word for word in words if word in done.out] or done
 
+    program, joins = (ROOT / "min_DDP.py").read_text(encoding="utf-8"), "init_process_group(backend=args.backend)\n"
+    for call, keys, line, expected in (
+        ("breakpoint()", "c", "python train.py 2>&1", ["BdbQuit"]),
+        ("breakpoint()", "p world_size\nc", typed("breakpoint")[0], ["(Pdb) 1", "epoch 4"]),
+        (
+            "torch.distributed.breakpoint()",
+            "up\np world_size\nc",
+            "torchrun --nproc_per_node=2 train.py",
+            ["(Pdb) 2", "epoch 4"],
+        ),
+    ):
+        (tmp_path / "train.py").write_text(program.replace(joins, f"{joins}    {call}\n"))
+        assert prints(bash, f"printf '{keys}\n' | {line}") == expected
     assert prints(CELLS, *typed("A function in a notebook")) == ["rank 0 of 2 on cpu", "rank 1 of 2 on cpu"]
-    bash = "import subprocess, sys; subprocess.run(['bash', '-c', sys.argv[1]])"
     lines = typed("Kubernetes")[0].replace("29500", str(free_port())).replace("min_DDP.py", f"{ROOT}/min_DDP.py")
     assert prints(bash, f"{lines} wait") == ["epoch 4"]
     _, variables = srun_command()
