@@ -77,9 +77,7 @@ def train(model, loader):
 """
 
 
-API = [
-    program for program in re.findall(r"```python\n(.*?)```", text("docs/api.md"), re.DOTALL) if "launch(" in program
-]
+API = [code for code in re.findall(r"```python\n(.*?)```", text("docs/api.md"), re.DOTALL) if "launch(" in code]
 
 
 @pytest.mark.parametrize(("number", "n"), [(0, 2), (1, 7), (2, 2)])  # seven ranks have an odd share of the loop's data
