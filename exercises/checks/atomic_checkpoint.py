@@ -19,7 +19,7 @@ Write a second file in the same folder, close it, and then give it the name of t
 moment.  dist.barrier() waits until all ranks have called it: outside of the `if`.
 """
 OLD, NEW = 1, 2
-LIMIT = 10  # seconds for one process
+LIMIT = 20  # seconds for one save: on a busy machine it takes some
 MOST_MOMENTS = 24
 
 
@@ -110,12 +110,12 @@ def in_a_process(function, folder, moment=None):
     note.unlink(missing_ok=True)
     pid = os.fork()
     if pid == 0:
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(LIMIT)  # it ends, whatever happens
         error = ""
         try:
             with contextlib.redirect_stdout(io.StringIO()):
                 dist.init_process_group(backend="gloo")
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(LIMIT)  # it ends, whatever happens
             killer = Killer(folder, moment)
             sys.setprofile(killer)
             function(state_of(NEW), str(folder / "last.pt"))
