@@ -91,7 +91,7 @@ class Recorder:
         self.groups: dict[Any, list[int]] = {}  # process groups: the ranks of each
         self.calls: list[dict] = []  # messages
         self.tensors: list[tuple[int, dict]] = []  # time, {address: (kind, bytes)}
-        self.inputs = ""
+        self.inputs = self.sampler = ""
         self.gradients: dict[str, str] = {}
         self.profiler: Any = None
         self.last_step = time.monotonic()
@@ -141,6 +141,9 @@ class Recorder:
                 return function(*args, **kwargs)
             if what == "backward":
                 self.maybe_start_profiler()
+            elif what == "data":
+                batches = args[0]._index_sampler  # of a DataLoader without batches it is the sampler itself
+                self.sampler = type(getattr(batches, "sampler", batches)).__name__
             self.begin(what)
             try:
                 return function(*args, **kwargs)
@@ -402,6 +405,7 @@ def recording_of(recorder: Recorder, has_trace: bool = True) -> dict:
         "weights": {name: digest(parameter) for name, parameter in parameters.items()},
         "gradients": recorder.gradients,
         "inputs": recorder.inputs,
+        "sampler": recorder.sampler,
     }
 
 
@@ -908,7 +912,11 @@ def equalities(recordings: list[dict], last: int) -> Iterator[tuple[str, str]]:
         yield "inputs", "equal on all ranks: a mistake in data parallelism, but right in tensor parallelism"
     else:
         are = "different on all ranks" if len(inputs) == len(recordings) else "equal on some ranks, different on others"
-        yield "inputs", f"{are}: right in data parallelism, if a sampler has shared them out"
+        means = ": right in data parallelism, if a sampler has shared them out"
+        if any(recording["sampler"] == "RandomSampler" for recording in recordings):
+            means = ", but drawn from the whole data set (DataLoader's shuffle=True, no sampler): a mistake in data "
+            means += "parallelism, unless each rank has a data set of its own"
+        yield "inputs", are + means
     names = [name for name in gradients[0] if all(name in table for table in gradients)]
     if not names or all(gradients[0][name] == "sharded" for name in names):
         return

@@ -118,7 +118,8 @@ def two_of_each():
     """Two models with an optimizer each, as GANs have them, and two batches for each step."""
     models = [dist.prepare_ddp_model(nn.Linear(4, 2)) for _ in range(2)]
     optimizers = [torch.optim.SGD(model.parameters(), 0.1) for model in models]
-    batches = iter(torch.utils.data.DataLoader(torch.randn(100, 4), batch_size=4))
+    own = torch.Generator().manual_seed(dist.get_rank())
+    batches = iter(torch.utils.data.DataLoader(torch.randn(100, 4), batch_size=4, shuffle=True, generator=own))
     for _ in range(12):
         pairs = [(model, next(batches)) for model in models]
         for (model, batch), optimizer in zip(pairs, optimizers, strict=True):
@@ -295,6 +296,7 @@ def test_silent_mistakes_are_said():
     same = said(picture(MISTAKES["no_sampler"][0]))
     assert same["inputs"].startswith("equal on all ranks: a mistake in data parallelism")
     assert same["gradients"] == "equal on all ranks, as the inputs are"
+    assert "shuffle=True, no sampler): a mistake" in said(picture(two_of_each))["inputs"]
 
 
 def test_sharded_weights_are_said():
