@@ -8,7 +8,6 @@ import importlib.util
 import json
 import re
 import tempfile
-from pathlib import Path
 
 import pytest
 from world import ROOT
@@ -34,18 +33,6 @@ def test_the_functions_are_those_of_the_script():
     here = functions("\n".join(cells()))
     for name in "ConvNet", "train", "evaluate", "main":
         assert here[name] == script[name], name
-
-
-def test_the_cell_that_clones(monkeypatch, tmp_path):
-    """It does nothing where the files are, and nothing a second time."""
-    address = re.search(r"git clone (\S+)", (ROOT / "README.md").read_text(encoding="utf-8"))[1]
-    clones, clone = [], tmp_path / "ddp-by-diff"
-    monkeypatch.setattr("subprocess.run", lambda command, check: clones.append(command) or Path(command[-1]).mkdir())
-    for folder, then in (ROOT, ROOT), (tmp_path, clone), (tmp_path, clone):
-        monkeypatch.chdir(folder)
-        exec(cells()[0], {})
-        assert Path.cwd() == then
-    assert clones == [["git", "clone", address, "ddp-by-diff"]]
 
 
 def execute():

@@ -118,8 +118,9 @@ def two_of_each():
     """Two models with an optimizer each, as GANs have them, and two batches for each step."""
     models = [dist.prepare_ddp_model(nn.Linear(4, 2)) for _ in range(2)]
     optimizers = [torch.optim.SGD(model.parameters(), 0.1) for model in models]
-    own = torch.Generator().manual_seed(dist.get_rank())
-    batches = iter(torch.utils.data.DataLoader(torch.randn(100, 4), batch_size=4, shuffle=True, generator=own))
+    own, scale = torch.Generator().manual_seed(dist.get_rank()), nn.Linear(4, 4)
+    options = {"shuffle": True, "generator": own, "collate_fn": lambda rows: scale(torch.stack(rows)).detach()}
+    batches = iter(torch.utils.data.DataLoader(torch.randn(100, 4), batch_size=4, **options))
     for _ in range(12):
         pairs = [(model, next(batches)) for model in models]
         for (model, batch), optimizer in zip(pairs, optimizers, strict=True):
@@ -223,6 +224,7 @@ def test_a_step_lies_between_two_of_the_first_optimizer_and_begins_with_its_firs
             inside = [span for span in one["spans"] if begin <= span[1] < end]
             assert Counter(what for what, *_ in inside)["optimizer"] == 2
             assert [what for what, *_ in inside[:3]] == ["data", "data", "forward"] and inside[0][1] == begin
+        assert len(one["weights"]) == 4, "the names of both models"
 
 
 @pytest.mark.parametrize("name", ["small", "mnist_pipeline"])
@@ -297,6 +299,9 @@ def test_silent_mistakes_are_said():
     assert same["inputs"].startswith("equal on all ranks: a mistake in data parallelism")
     assert same["gradients"] == "equal on all ranks, as the inputs are"
     assert "shuffle=True, no sampler): a mistake" in said(picture(two_of_each))["inputs"]
+    some = recordings(small)
+    some[2]["inputs"] = some[1]["inputs"]
+    assert said(timeline.picture_of(some, options()))["inputs"].startswith("equal on some ranks, different on others")
 
 
 def test_sharded_weights_are_said():
@@ -382,7 +387,8 @@ def test_each_step_puts_off_the_end_of_patience():
 def test_the_shortest_step_is_drawn_also_if_it_is_the_last():
     found = recordings(small)
     for one in found:
-        one["cuts"][one["last"] + 1] = one["cuts"][one["last"]] + 1
+        one["cuts"][one["last"] + 1] = one["cuts"][one["last"]] + 1 + one["rank"]
+    assert timeline.lengths(found, one["last"], one["last"]) == [N], "the rank's where it took longest"
     assert timeline.picture_of(found, options())["steps"] == [found[0]["last"], 1]
 
 
@@ -461,6 +467,8 @@ def test_the_picture_is_whole_and_small():
     assert words.count("rank 0") == 2 and "one step: " in words and "2 steps: " in words
     assert [line.split(":")[0] for line in root[1].text.split(". ")].count("weights") == 2
     assert "memory weights optimizer state gradients" in words  # the legend
+    held = [{"rank": rank, "memory": [[0, 4, 4, 4, 0, working, 0]]} for rank, working in enumerate((100, 50))]
+    assert len(timeline.memory_lanes(held)) == 2, "one of them holds less in one of the areas"
     for one in pictures[0]["ranks"]:  # as on a GPU
         one["memory"] = [[when, 0, 0, 0, 0, 0, 0] for when, *_ in one["memory"]]
     assert ">memory<" not in timeline.draw(pictures[:1])
@@ -507,7 +515,7 @@ def program(folder, *flags, options=(), text=PROGRAM, nproc=1):
 
 
 def test_a_program_that_knows_nothing_of_it(tmp_path):
-    done = program(tmp_path, 100, "--out", options=["--steps", 3, "--out", "mine"], nproc=2)
+    done = program(tmp_path, 100, "--out", options=["--steps", 1, "--out", "mine"], nproc=2)
     assert done.code == 0 and len(re.findall("^weights ", done.out, re.MULTILINE)) == 1
     assert "made" not in done.out  # it was left
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.json", "mine.svg", "train.py"]
