@@ -375,6 +375,9 @@ def test_what_is_noted_of_a_message_and_its_runs(monkeypatch):
     calls = [{"kind": "reducescatter", "issued": 0, "runs": 2}, {"kind": "allreduce", "issued": 15, "runs": 1}]
     found = timeline.messages_of(events, [], calls)  # gloo's reduce-scatter of two tensors is two all-reduces
     assert [(message["begin"], message["end"]) for message in found] == [(0, 15), (20, 25)]
+    sent = [{"kind": "allreduce", "group": group, "issued": 1, "peer": None} for group in "ab"]
+    numbers = timeline.numbered({"rank": 0, "cuts": [0], "messages": sent})
+    assert [number for *_, number, _ in numbers] == [0, 0], "each is the first of its group"
 
 
 def test_each_step_puts_off_the_end_of_patience():
