@@ -349,6 +349,7 @@ def together(recorder: Recorder, world_size: int) -> list[dict] | None:
     if world_size == 1:
         return [mine]
     if not torch_dist.is_initialized():  # the program has left its group
+        os.environ["DIST_RUN"] = f"{os.environ.get('DIST_RUN')} timeline"  # its own name may be the program's group's
         with contextlib.redirect_stdout(io.StringIO()):
             dist.init_process_group(backend="gloo")
     group = torch_dist.new_group(backend="gloo", timeout=timedelta(seconds=recorder.args.patience))

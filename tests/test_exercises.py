@@ -6,7 +6,6 @@ import signal
 import sys
 
 import pytest
-import torch
 from world import ROOT, forker, refused, run
 
 from exercises import check
@@ -185,12 +184,6 @@ def test_a_wrong_solution_is_named_and_a_right_one_passes(tmp_path, name, words,
         texts.append(verdict(1, name, file, tmp_path / "one"))
         assert "rank" not in texts[1].partition("It looks like this")[2], "with one process no rank is wrong"
     assert any(words in text for text in texts) and bool(words) == any(texts), texts
-
-
-@pytest.mark.parametrize("share", [torch.arange(3), list(torch.arange(3))])
-def test_a_share_that_is_no_list_of_int_is_refused(share):
-    with pytest.raises(TypeError, match="not a list of int: of a tensor .tolist"):
-        check.module_of("shard").as_list(share)
 
 
 def test_each_exercise_has_a_blank_a_hint_and_a_wrong_solution(monkeypatch, capsys):

@@ -22,7 +22,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
-from world import ROOT, chromium, forker, run, shell, skip_if_refused, wait_for
+from world import FEW_DIGITS, ROOT, chromium, forker, run, shell, skip_if_refused, wait_for
 
 import data
 import distributed as dist
@@ -533,6 +533,12 @@ def test_one_process_with_helpers_of_its_own(tmp_path):
     (tmp_path / "distributed.py").write_text("import os\nprint('own helper, NPROC', os.environ['NPROC'])")
     done = program(tmp_path, 100, options=["--steps", 3], text=f"import distributed{PROGRAM}")
     assert done.code == 0 and "own helper, NPROC 1\n" in done.out and "rank 0    forward" in done.out, done
+
+
+def test_a_program_that_has_left_its_group(tmp_path):
+    script = ROOT / "mnist_ddp.py", "--dataset", "synthetic", "--dry-run"
+    done = forker().run(ROOT / "timeline.py", *script, cwd=tmp_path, before=FEW_DIGITS)
+    assert done.code == 1 and "timeline: the program made 1 step;" in done.err and "Traceback" not in done.err, done
 
 
 @pytest.mark.parametrize(

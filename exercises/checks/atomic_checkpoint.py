@@ -19,7 +19,7 @@ Write a second file in the same folder, close it, and then give it the name of t
 moment.  dist.barrier() waits until all ranks have called it: outside of the `if`.
 """
 OLD, NEW = 1, 2
-LIMIT = 20  # seconds for one save: on a busy machine it takes some
+LIMIT = 60  # seconds for one save: on a busy machine it takes some
 MOST_MOMENTS = 24
 
 
