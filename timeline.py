@@ -269,7 +269,7 @@ class Recorder:
             if self.is_over.wait(min(0.5, patience / 4)):
                 return
         frame, libraries = sys._current_frames()[self.thread], (os.path.dirname(torch.__file__), __file__)
-        while frame.f_back and frame.f_code.co_filename.startswith(libraries):
+        while frame.f_back and re.match(f"{'|'.join(libraries)}|.*/distributed.py", frame.f_code.co_filename):
             frame = frame.f_back
         place = f"{frame.f_code.co_filename}:{frame.f_lineno}, {frame.f_code.co_name}"
         said = f"timeline: rank {dist.get_rank()} made no step for {patience:g} s, after {len(self.cuts)}"
@@ -405,6 +405,7 @@ def recording_of(recorder: Recorder, has_trace: bool = True) -> dict:
         "operations": [(event["name"], event["begin"], event["end"]) for event in main],
         "weights": {name: digest(parameter) for name, parameter in parameters.items()},
         "gradients": recorder.gradients,
+        "has_group": bool(recorder.groups),
         "inputs": recorder.inputs,
         "sampler": recorder.sampler,
     }
@@ -885,6 +886,9 @@ def findings(picture: dict, recordings: list[dict], first: int, last: int, clock
         lines.append(("clocks", clocks))
     if len({recording["last"] for recording in recordings}) > 1:
         lines.append(("ranks", "they made different numbers of steps: with DDP those with more wait for ever"))
+    if len(ranks) > 1 and not any(recording["has_group"] for recording in recordings):
+        text = "they are in no process group: separate programs, which average nothing (--nproc 1 starts only one)"
+        return [*lines, ("ranks", text)]
     return [*lines, *(equalities(recordings, last) if len(ranks) > 1 else [])]
 
 
@@ -900,15 +904,30 @@ def equalities(recordings: list[dict], last: int) -> Iterator[tuple[str, str]]:
     elif first_difference(weights):
         count = sum(len({table[name] for table in weights}) > 1 for name in names)
         by = f"by up to {recordings[0]['difference']:.3g}" if "difference" in recordings[0] else "even in its shape"
-        text = (
-            f"{count} of {len(names)} tensors differ after step {last + 1}, {first_difference(weights)} first, {by}: "
-        )
+        text = f"{count} of {len(names)} tensors differ after step {last + 1}"
+        text += f" (the first, {first_difference(weights)}, {by}): "
         yield "weights", text + "a mistake in data parallelism, but not in tensor parallelism or within local SGD"
     else:
         yield "weights", f"{len(names)} tensors are equal on all ranks after step {last + 1}: right in data parallelism"
+    yield from inputs_of(recordings)
+    names = [name for name in gradients[0] if all(name in table for table in gradients)]
+    if not names or all(gradients[0][name] == "sharded" for name in names):
+        return
+    if first_difference(gradients):
+        text = f"different on the ranks, {first_difference(gradients)} first, so not averaged: a mistake in data "
+        yield "gradients", text + "parallelism, but not in ZeRO, tensor parallelism or local SGD"
+    elif len({recording["inputs"] for recording in recordings}) == 1:
+        yield "gradients", "equal on all ranks, as the inputs are"
+    else:
+        yield "gradients", "equal on all ranks, though the inputs are not: they were averaged"
+
+
+def inputs_of(recordings: list[dict]) -> Iterator[tuple[str, str]]:
+    """Whether the ranks trained on the same."""
     inputs = {recording["inputs"] for recording in recordings}
     if inputs == {""}:
-        pass
+        if not any(recording["gradients"] for recording in recordings):
+            yield "inputs", "and gradients: not looked at, as the program ended before all steps were recorded"
     elif len(inputs) == 1:
         yield "inputs", "equal on all ranks: a mistake in data parallelism, but right in tensor parallelism"
     else:
@@ -918,16 +937,6 @@ def equalities(recordings: list[dict], last: int) -> Iterator[tuple[str, str]]:
             means = ", but drawn from the whole data set (DataLoader's shuffle=True, no sampler): a mistake in data "
             means += "parallelism, unless each rank has a data set of its own"
         yield "inputs", are + means
-    names = [name for name in gradients[0] if all(name in table for table in gradients)]
-    if not names or all(gradients[0][name] == "sharded" for name in names):
-        return
-    if first_difference(gradients):
-        text = f"different on the ranks, {first_difference(gradients)} first, so not averaged: a mistake in data "
-        yield "gradients", text + "parallelism, but not in ZeRO, tensor parallelism or local SGD"
-    elif len(inputs) == 1:
-        yield "gradients", "equal on all ranks, as the inputs are"
-    else:
-        yield "gradients", "equal on all ranks, though the inputs are not: they were averaged"
 
 
 def say(lines: Iterable[tuple[str, str]]) -> None:

@@ -10,6 +10,6 @@ def average_gradients(model: nn.Module) -> None:
 
     Each rank has the same model, has trained on its own share of the batch (shares of the same size), and has called
     backward.  A frozen parameter (requires_grad=False) has no gradient: its p.grad is None on all ranks.  Skip it.
-    dist.all_reduce(tensor, "mean") works in place; leave it out, or "sum" in its place, and see what the check says.
+    dist.all_reduce(tensor, "mean") works in place.  See what the check says if you leave the call out, or write "sum".
     """
     raise NotImplementedError

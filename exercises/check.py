@@ -76,7 +76,7 @@ def examine(name: str, path: Path, nproc: int, limit: float = LIMIT) -> Outcome:
                 launcher.run(worker, (name, path, folder), nproc)
         except TimeoutError:
             table = short(said.getvalue().rpartition(f"{TABLE}\n")[2])
-            return Outcome(HANGS, f"after {limit} s each rank stands here:\n{table}")
+            return Outcome(HANGS, f"after {limit} s (on a busy machine try again) each rank stands here:\n{table}")
         except SystemExit as end:  # of the launcher, with the first rank's error
             if isinstance(end.code, int):  # Ctrl-C, SIGTERM
                 raise

@@ -186,21 +186,20 @@ def test_a_wrong_solution_is_named_and_a_right_one_passes(tmp_path, name, words,
     assert any(words in text for text in texts) and bool(words) == any(texts), texts
 
 
-def test_each_exercise_has_a_blank_a_hint_and_a_wrong_solution(monkeypatch, capsys):
+def test_each_exercise_has_a_hint_and_a_wrong_solution(monkeypatch, capsys):
     assert sorted(WRONG) == sorted(NAMES)
     for name in NAMES:
-        with pytest.raises(NotImplementedError):
-            function = check.load(name, ROOT / "exercises" / f"{name}.py")
-            function(*[None] * function.__code__.co_argcount)
         monkeypatch.setattr(sys, "argv", ["check", name, "--hint"])
         assert check.main() == 0
         assert capsys.readouterr().out == f"{name}:{check.module_of(name).HINT}\n"
 
 
 def test_all_blanks_fail_with_a_line_that_helps():
+    """Here a reader may have solved some."""
+    blanks = [name for name in NAMES if "NotImplementedError" in (ROOT / f"exercises/{name}.py").read_text()]
     done = forker().run("-m", "exercises.check", "all")
-    assert (done.code, done.err) == (1, "") and done.out.endswith("0 of 10 are right\n")
-    for name in NAMES:
+    assert (done.code == 1 or not blanks) and done.err == "" and done.out.endswith(" of 10 are right\n")
+    for name in blanks:
         assert f"not implemented yet: write {name}() in exercises/{name}.py" in done.out
 
 
@@ -249,7 +248,7 @@ def test_a_hang_is_an_answer_with_the_place_of_each_rank(tmp_path):
         os.kill(os.getppid(), signal.SIGALRM)
         time.sleep(3600)"""
     text = examined(tmp_path, START, body)
-    assert text.startswith("HANGS after 90 s each rank stands here:\n")
+    assert text.startswith("HANGS after 90 s (on a busy machine try again) each rank stands here:\n")
     assert re.findall(r"rank (\d): global_mean.py, global_mean", text) == ["0", "1", "2"]
 
 

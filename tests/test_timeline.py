@@ -291,7 +291,8 @@ def test_silent_mistakes_are_said():
     assert right["inputs"].startswith("different on all ranks: right")
     assert right["gradients"].endswith("they were averaged")
     changed = said(picture(small, "one weight"))
-    assert changed["weights"].startswith("1 of 4 tensors differ after step 10, 2.weight first, by up to 0.5: a mistake")
+    text = "1 of 4 tensors differ after step 10 (the first, 2.weight, by up to 0.5): a mistake"
+    assert changed["weights"].startswith(text)
     alone = said(picture(MISTAKES["no_ddp"][0]))
     assert "2 of 2 tensors differ" in alone["weights"] and "weight first, so not averaged" in alone["gradients"]
     assert alone["messages"].startswith("each rank: no messages")
@@ -519,7 +520,7 @@ def program(folder, *flags, options=(), text=PROGRAM, nproc=1):
 
 def test_a_program_that_knows_nothing_of_it(tmp_path):
     done = program(tmp_path, 100, "--out", options=["--steps", 1, "--out", "mine"], nproc=2)
-    assert done.code == 0 and len(re.findall("^weights ", done.out, re.MULTILINE)) == 1
+    assert done.code == 0 and done.out.count("they are in no process group") == 1
     assert "made" not in done.out  # it was left
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.json", "mine.svg", "train.py"]
     found = json.loads((tmp_path / "mine.json").read_text())["timeline"]
