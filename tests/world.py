@@ -206,7 +206,7 @@ FEW_DIGITS = "import data; digits = data._digits; data._digits = lambda count, s
 
 # For each line of stdin, a job: its process's id and its exit code, each on a line of stdout.
 PROGRAM = """
-import io, json, os, runpy, signal, sys, tempfile, time, traceback
+import io, json, os, runpy, signal, sys, tempfile, threading, time, traceback
 import filelock, torch, torch._dynamo, torch.utils.tensorboard, torchvision, tqdm
 from matplotlib.figure import Figure
 from PIL import ImageFont
@@ -214,6 +214,7 @@ axes = Figure().subplots()
 axes.plot([1], label="a")
 axes.legend()
 axes.figure.savefig(io.BytesIO(), format="png")  # the first picture looks for fonts
+tqdm.tqdm.set_lock(threading.RLock())  # its own would be a semaphore, which Python 3.14 would miss at the end
 for line in sys.stdin:
     job = json.loads(line)
     pid, ended, deadline = os.fork(), 0, time.monotonic() + job["timeout"]
