@@ -268,7 +268,7 @@ def test_memory_in_closed_form():
     # Activations: images; of each convolution its output, ReLU's, the pool's places (int64) and output; small ones.
     floats = 1 + (16 + 16) + (2 * 16 + 16) / 4 + (32 + 32) / 4 + (2 * 32 + 32) / 16
     assert (
-        1 < by_hand["activations"] / (4 * BATCH // N * SIDE**2 * floats) < (1.02 if timeline.HAS_MESSAGE_HOOKS else 1.3)
+        1 < by_hand["activations"] / (4 * BATCH // N * SIDE**2 * floats) < (1.02 if timeline.HAS_MESSAGE_HOOKS else 1.5)
     )  # torch 2.4: a copy more
 
 
