@@ -153,11 +153,16 @@ def cleanup() -> None:
 def _leave_group(has_failed: bool) -> None:
     if not torch_dist.is_initialized() or (has_failed and get_world_size() > 1):
         return
+    destroy_process_group()
+
+
+def destroy_process_group(group: Any = None) -> None:
+    """torch's own, for programs that call it."""
     # Gloo's threads need Python's lock to free their last tensors: let them have it, or leaving may hang
-    # (pytorch#179291).
+    # (pytorch#179291; seen with torch 2.4.1).
     for _ in range(20):
         time.sleep(0.001)
-    torch_dist.destroy_process_group()
+    torch_dist.destroy_process_group(group)
 
 
 # ------------------------------------------------------------------------------------------------------ collectives
