@@ -36,6 +36,7 @@ import tempfile
 import textwrap
 import threading
 import time
+import traceback
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -55,6 +56,7 @@ from torch.optim import optimizer as torch_optimizer  # noqa: E402
 from torch.utils.data import dataloader  # noqa: E402
 
 import distributed as dist  # noqa: E402
+import launcher  # noqa: E402
 
 WARM_UP = 3  # steps
 HAS_MESSAGE_HOOKS = hasattr(torch_dist.ProcessGroup, "register_pre_hook")  # since torch 2.14
@@ -268,12 +270,14 @@ class Recorder:
         while time.monotonic() - self.last_step < patience:
             if self.is_over.wait(min(0.5, patience / 4)):
                 return
-        frame, libraries = sys._current_frames()[self.thread], (os.path.dirname(torch.__file__), __file__)
-        while frame.f_back and re.match(f"{'|'.join(libraries)}|.*/distributed.py", frame.f_code.co_filename):
-            frame = frame.f_back
-        place = f"{frame.f_code.co_filename}:{frame.f_lineno}, {frame.f_code.co_name}"
+        own = getattr(sys.modules.get("distributed"), "__file__", "")  # the program's copy of the helper
+        frames = []
+        for frame, line in traceback.walk_stack(sys._current_frames()[self.thread]):
+            path = frame.f_code.co_filename
+            if path != __file__:
+                frames.append((dist.__file__ if path == own else path, str(line), frame.f_code.co_name))
         said = f"timeline: rank {dist.get_rank()} made no step for {patience:g} s, after {len(self.cuts)}"
-        print(f"{said}; it stands in {place}", file=sys.stderr, flush=True)
+        print(f"{said}; it stands in {launcher._where(frames).place}", file=sys.stderr, flush=True)
         if dist.is_primary():
             show_alone(recording_of(self, has_trace=False), self.args)  # another thread can't stop the profiler
         os._exit(1)
@@ -349,7 +353,7 @@ def together(recorder: Recorder, world_size: int) -> list[dict] | None:
     if world_size == 1:
         return [mine]
     if not torch_dist.is_initialized():  # the program has left its group
-        os.environ["DIST_RUN"] = f"{os.environ.get('DIST_RUN')} timeline"  # its own name may be the program's group's
+        os.environ["DIST_RUN"] = f"{os.environ.get('DIST_RUN', '')} timeline"  # the run's own name was that group's
         with contextlib.redirect_stdout(io.StringIO()):
             dist.init_process_group(backend="gloo")
     group = torch_dist.new_group(backend="gloo", timeout=timedelta(seconds=recorder.args.patience))
@@ -886,10 +890,12 @@ def findings(picture: dict, recordings: list[dict], first: int, last: int, clock
         lines.append(("clocks", clocks))
     if len({recording["last"] for recording in recordings}) > 1:
         lines.append(("ranks", "they made different numbers of steps: with DDP those with more wait for ever"))
-    if len(ranks) > 1 and not any(recording["has_group"] for recording in recordings):
+    if len(ranks) > 1 and any(recording["has_group"] for recording in recordings):
+        lines += equalities(recordings, last)
+    elif len(ranks) > 1:
         text = "they are in no process group: separate programs, which average nothing (--nproc 1 starts only one)"
-        return [*lines, ("ranks", text)]
-    return [*lines, *(equalities(recordings, last) if len(ranks) > 1 else [])]
+        lines.append(("ranks", text))
+    return lines
 
 
 def equalities(recordings: list[dict], last: int) -> Iterator[tuple[str, str]]:

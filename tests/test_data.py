@@ -97,6 +97,7 @@ def test_order_is_the_samplers_and_the_last_batch_is_short_or_left_out():
                  for images, _ in data.batches(loader, CPU)]  # fmt: skip
         assert found == expected and len(loader) == len(expected)
         assert [(labels - 100).tolist() for _, labels in data.batches(loader, CPU)] == expected
+    assert data._with_progress_bar(loader) is loader, "no bar on rank 1, also without a group, as with Horovod"
     short = data.batches(data.loader(dataset, 4, range(10), drop_last=True), CPU)
     assert [len(labels) for _, labels in short] == [4, 4]
 

@@ -41,13 +41,12 @@ def _joins(local_rank, world_size):
     return dist.all_reduce(torch.tensor(1)).item()
 
 
-def _fails(rank, n):
-    dist.init_process_group()
-    raise ValueError("mine")
-
-
 def _fails_alone():
-    return error_of(dist.launch, _fails, nproc=1), torch_dist.is_initialized()
+    def fails(rank, n):
+        dist.init_process_group()
+        raise ValueError("mine")
+
+    return error_of(dist.launch, fails, nproc=1), torch_dist.is_initialized()
 
 
 def test_one_process_leaves_its_group_after_an_error_too():

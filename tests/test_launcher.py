@@ -92,6 +92,7 @@ def fails(what):
     if what == "os._exit": os._exit(3)
     if what.startswith("SIG"): os.kill(os.getpid(), signal.Signals[what])
     if what == "sys.exit": sys.exit("a word of mine")
+    if what == "no text": sys.exit("")
     if what == "hangs": time.sleep(1000)
 
 def waits(loader):
@@ -129,6 +130,7 @@ FAULT_CASES = [  # what rank 1 does; its data loader's workers; the error
     ("SIGSEGV", "", FIRST + "ended by SIGSEGV\n(?s:.*)  rank 1: .*, fails\n"),
     ("os._exit", "", FIRST + r"ended with exit code 3, by os\._exit or an error above\n"),
     ("sys.exit", "", FIRST + "a word of mine\n"),
+    ("no text", "", FIRST + r"it called sys\.exit\(''\)\n"),
     ("returns", "", r", in waits\n(?s:.*)\nIt lost its connection after rank 1 had finished\. All ranks must call"),
     ("times out", "", FIRST + "(?s:.*)TimeoutError: mine\nwhere each rank (?s:.*)  rank 1: .*, fails\n"),
     (

@@ -267,9 +267,9 @@ def test_memory_in_closed_form():
         assert zero["message buffers"] == padded  # gloo's copy of them
     # Activations: images; of each convolution its output, ReLU's, the pool's places (int64) and output; small ones.
     floats = 1 + (16 + 16) + (2 * 16 + 16) / 4 + (32 + 32) / 4 + (2 * 32 + 32) / 16
-    assert (
-        1 < by_hand["activations"] / (4 * BATCH // N * SIDE**2 * floats) < (1.02 if timeline.HAS_MESSAGE_HOOKS else 1.5)
-    )  # torch 2.4: a copy more
+    pick = max if timeline.HAS_MESSAGE_HOOKS else min  # torch 2.4: now and then a rank has a copy more
+    activations = pick(held(variant, "variants.mnist_by_hand", rank=rank)["activations"] for rank in range(N))
+    assert 1 < activations / (4 * BATCH // N * SIDE**2 * floats) < (1.02 if timeline.HAS_MESSAGE_HOOKS else 1.3)
 
 
 def test_the_kinds_of_memory_add_up_to_torchs_total():
@@ -542,6 +542,9 @@ def test_a_program_that_has_left_its_group(tmp_path):
     assert done.code == 1 and "timeline: the program made 1 step;" in done.err and "Traceback" not in done.err, done
 
 
+HANGS = "timeline: rank 0 made no step for 0.5 s, after 8; it stands in train.py:12, <module>"
+
+
 @pytest.mark.parametrize(
     ("flags", "options", "code", "says"),
     [
@@ -550,7 +553,7 @@ def test_a_program_that_has_left_its_group(tmp_path):
         ((0,), [], 1, "timeline: no optimizer of torch.optim made a step"),
         ((3, "fail"), [], 1, "ValueError: as planned"),
         ((8, "fail"), ["--steps", 4], 1, "timeline: rank 0 failed; what it recorded before is drawn"),
-        ((8, "hang"), ["--steps", 4, "--patience", 0.5], 1, "timeline: rank 0 made no step for 0.5 s, after 8"),
+        ((8, "hang"), ["--steps", 4, "--patience", 0.5], 1, HANGS),
     ],
 )
 def test_a_program_with_too_few_steps(flags, options, code, says, tmp_path):

@@ -31,16 +31,7 @@ PAGE = ROOT / "docs/index.html"
 TOOLS = ROOT / "tools"
 FIRST = ("mnist_single.py", "mnist_ddp.py")  # what the page shows at first, and README.md
 PAIRS = list(dict.fromkeys([FIRST, *((parent, step.script) for step in STEPS for parent in step.parents)]))
-# Their pictures are not folded.
-OPEN = (
-    "mnist_ddp",
-    "mnist_by_hand",
-    "mnist_overlap",
-    "mnist_zero",
-    "mnist_accumulate",
-    "mnist_fsdp",
-    "mnist_local_sgd",
-)
+OPEN = ("ddp", "by_hand", "overlap", "zero", "accumulate", "fsdp", "local_sgd")  # pictures that are not folded
 CONTEXT = 3  # equal lines that stay open on each side of a change
 FOLD = 4  # fewer equal lines than this are not folded
 JOIN = 2  # at most so many equal lines within one change
@@ -342,7 +333,7 @@ def picture_html(before: str, after: str) -> str:
     title = svg.findtext("{http://www.w3.org/2000/svg}title")
     size = f"width={svg.get('width')} height={svg.get('height')}"
     image = f'<img src="{file.relative_to(PAGE.parent)}" {size} loading=lazy alt="{escape(title)}">'
-    is_open = " open" if Path(after).stem in OPEN else ""
+    is_open = " open" if Path(after).stem.removeprefix("mnist_") in OPEN else ""
     return f"<details class=picture{is_open}><summary>Recorded steps</summary><div>{image}</div></details>\n"
 
 

@@ -75,8 +75,6 @@ def train(model, loader):
         optimizer.step()
     return loss
 """
-
-
 API = [code for code in re.findall(r"```python\n(.*?)```", text("docs/api.md"), re.DOTALL) if "launch(" in code]
 
 

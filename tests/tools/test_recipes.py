@@ -174,15 +174,11 @@ def test_what_is_typed_in_a_notebook_to_debug_in_kubernetes_and_under_slurm(tmp_
         return [word for word in words if word in done.out] or done
 
     program, joins = (ROOT / "min_DDP.py").read_text(encoding="utf-8"), "init_process_group(backend=args.backend)\n"
+    torchrun = "torchrun --nproc_per_node=2 train.py"
     for call, keys, line, expected in (
         ("breakpoint()", "c", "python train.py 2>&1", ["BdbQuit"]),
         ("breakpoint()", "p world_size\nc", typed("breakpoint")[0], ["(Pdb) 1", "epoch 4"]),
-        (
-            "torch.distributed.breakpoint()",
-            "up\np world_size\nc",
-            "torchrun --nproc_per_node=2 train.py",
-            ["(Pdb) 2", "epoch 4"],
-        ),
+        ("torch.distributed.breakpoint()", "up\np world_size\nc", torchrun, ["(Pdb) 2", "epoch 4"]),
     ):
         (tmp_path / "train.py").write_text(program.replace(joins, f"{joins}    {call}\n"))
         assert prints(bash, f"printf '{keys}\n' | {line}") == expected
