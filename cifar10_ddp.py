@@ -229,7 +229,7 @@ def draw(args, history):
 
 
 def main(local_rank, world_size, args):
-    dist.init_process_group(backend=args.backend)
+    dist.init_process_group()
     try:
         run(world_size, args)
     except (checkpoint.CheckpointError, OSError) as problem:  # for example, the disk is full
@@ -345,11 +345,12 @@ def parse_args():
     add("--checkpoint-every", type=int, default=100, help=f"iterations; and after each epoch {default}")
     add("--run-dir", default="runs/cifar10", help=f"of a new run, or of one to continue {default}")
     add("--clearml", action="store_true", help="report to ClearML, too")
-    args = dist.parse_args(parser)  # with --nproc and --backend
+    add("--nproc", type=int, help="processes on this machine (default: one per GPU; without a GPU, 2)")
+    args = parser.parse_args()
     check_flags(parser, args)
     data.prepare(args.dataset, args.data_dir, error=parser.error)
     args.epochs = 1 if args.dry_run else args.epochs
-    args.batch_size -= args.batch_size % max(args.nproc, dist.get_world_size())  # all processes have equal shares
+    args.batch_size -= args.batch_size % dist.count_processes(args.nproc)  # all processes have equal shares
     if dist.is_primary() and not args.dry_run:
         check_run_dir(parser, args)
     return args
@@ -371,6 +372,8 @@ def check_flags(parser, args):
     if args.batch_size > data.DATASETS[args.dataset]:
         examples = f"{data.DATASETS[args.dataset]} examples of {args.dataset}"
         parser.error(f"--batch-size {args.batch_size} is too large for the {examples}")
+    if args.batch_size < dist.count_processes(args.nproc):
+        parser.error("--batch-size must be at least the number of processes: one example each")
     if args.dtype and not args.amp:
         parser.error("--dtype is for mixed precision: add --amp")
     if args.clearml and not importlib.util.find_spec("clearml"):

@@ -8,6 +8,8 @@ Each line is ok, or WRONG and what to do.  Exit code 1 if anything is wrong.
 """
 
 import argparse
+import contextlib
+import io
 import os
 import platform
 import re
@@ -19,8 +21,9 @@ except Exception as problem:  # not only ImportError: a library of CUDA that is 
     sys.exit(f"WRONG  torch     {problem}: pip install torch")
 
 import distributed as dist
+import launcher
 
-VARIABLES = [*dist.LAUNCHER_VARIABLES, "NPROC"]
+VARIABLES = [*launcher.LAUNCHER_VARIABLES, "NPROC"]
 ADVICE = [  # for the first pattern that an error has
     ("driver", "nvidia-smi shows up to which CUDA the driver goes: update it, or install a torch for an older CUDA"),
     ("out of memory", "nvidia-smi shows who has the GPU's memory"),
@@ -60,13 +63,13 @@ def check_devices() -> bool:
 
 def check_launcher() -> bool:
     variables = " ".join(f"{name}={os.environ[name]}" for name in VARIABLES if name in os.environ)
+    refusal = io.StringIO()
     try:
-        dist.get_timeout()
-        world_size = dist.get_world_size()
-        has_launcher = "RANK" in os.environ  # where another launcher's variables stand, it has been translated
-        count = world_size if has_launcher else dist.count_processes()
-    except ValueError as problem:
-        return show(False, "launcher", str(problem))
+        with contextlib.redirect_stderr(refusal):
+            count = dist.count_processes()
+    except SystemExit:
+        return show(False, "launcher", refusal.getvalue().strip())
+    has_launcher = "RANK" in os.environ  # if another launcher's variables stand here, they have been translated
     started = "its processes" if has_launcher else "none; `launch` starts the processes"
     return show(True, "launcher", f"{started}: {count} ({variables or 'no variable set'})")
 
@@ -102,8 +105,9 @@ def check_ranks() -> bool:
 def main() -> int:
     """Print the table; 1 if anything is wrong, else 0."""
     try:
-        is_primary = dist.is_primary()
-    except ValueError:  # check_launcher says what is wrong
+        with contextlib.redirect_stderr(io.StringIO()):
+            is_primary = dist.is_primary()
+    except (ValueError, SystemExit):  # check_launcher says what is wrong
         is_primary = True
     findings = [check_software(), check_devices(), check_launcher()] if is_primary else [True]
     if findings[-1]:  # else no process can find its place

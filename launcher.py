@@ -3,15 +3,20 @@
     launcher.run(function, args, nproc=2)    # function(*args) in two new processes; returns rank 0's result
 
 Each rank finds its place in torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and
-MASTER_PORT), so torch's own init_process_group works in it, too.  distributed.py uses this file in `launch`: copy it
-beside that one to start programs with `python train.py`; torchrun, srun and mpirun don't need it.
+MASTER_PORT), so torch's own init_process_group works in it, too.  distributed.py uses this file if it is beside it: to
+start programs with `python train.py`, to understand srun and mpirun, and to name the ranks that don't come.
 
-The file reads in the order of a run: start, watch, explain, end; at last what each rank does.
+The file reads in the order of a run: start, watch, explain, end; what each rank does; how the ranks find each other.
 """
 
+import atexit
 import contextlib
 import ctypes
 import faulthandler
+import fcntl
+import gc
+import io
+import math
 import multiprocessing
 import os
 import pickle
@@ -20,36 +25,52 @@ import re
 import shutil
 import signal
 import socket
+import struct
 import sys
 import sysconfig
 import tempfile
 import threading
 import time
 import traceback
+import zlib
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from multiprocessing import resource_tracker
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy
 import torch
+from torch import distributed as torch_dist
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-CONNECTION_LOST = "connection (was likely )?(closed|reset)|broken pipe|ncclRemoteError"  # in torch's own errors
-TIMED_OUT = "tim(ed|e) ?out"
+# A rank answers this signal with its stack.  Not SIGUSR1, for which a program may have a handler of its own.
+STACK_SIGNAL = getattr(signal, "SIGRTMAX", signal.SIGUSR1)  # macOS has no SIGRTMAX
 STOP_GRACE = 30  # seconds to save, for ranks that handle SIGTERM, if the run is told to stop
 FAILURE_GRACE = 3  # the same, after another rank has failed
 POLL = 0.02  # seconds between two looks at the ranks
 _FRAME = re.compile(r'File "(.+)", line (\d+),? in (.+)')  # of a traceback, or of faulthandler's
+# Files and folders that are not the program: where a rank stands is told by its own line.
+NOT_THE_PROGRAM = [
+    os.path.join(os.path.dirname(__file__), "distributed.py"),
+    __file__,
+    os.path.dirname(torch.__file__),
+    sysconfig.get_path("stdlib"),
+    "<frozen ",  # a part of Python that is built in
+]
+
+
+# How a rank may fail, the likeliest cause first.  One that died took its connections from the others.  One that reports
+# an error doesn't: it waits to be killed.  A lost connection is a consequence.
+DIED, FAILED, TIMED_OUT, LOST = FAILURES = ("died", "failed", "timed out", "lost its connection")
 
 
 class _Report(NamedTuple):
-    """What is known of a rank's end."""
+    """How a rank has ended."""
 
     when: float
+    failure: str = ""  # one of FAILURES; "": it has finished, or was told to stop
     error: str = ""
-    died: bool = False  # killed, or exited without a report: then `error` says how
-    lost: bool = False  # its connection: that is a consequence
-    timed_out: bool = False
     stop_signal: int = 0  # it ended itself with 128 + this signal, as programs do that have saved
     result: Any = None
 
@@ -61,15 +82,16 @@ class _Standing(NamedTuple):
     call: str = ""  # the collective, or another function
 
 
-def run(function: Callable, args: tuple = (), nproc: int = 2, grace: float | None = None) -> Any:
+def run(function: Callable, args: tuple = (), nproc: int = 2) -> Any:
     """function(*args) in nproc new processes; returns what it returned on rank 0.
 
     The first rank that fails ends the run: SystemExit with its error, so the exit code is 1; in a notebook or a shell
     RuntimeError.  Ctrl-C and SIGTERM end with 130 and 143 (in a shell Ctrl-C is KeyboardInterrupt).  Ctrl-C, and
     `kill -USR1` of this process, print where each rank stands.
-    grace: seconds for ranks that handle SIGTERM to save (30 if the run is told to stop, 3 after a failure).
+    Ranks that handle SIGTERM have DIST_GRACE seconds to save, or 30 if the run is told to stop, 3 after a failure.
     """
-    ranks = _Ranks(nproc, grace)
+    _check_caller()
+    ranks = _Ranks(nproc, read_grace())
     with ranks.signals_handled():
         try:
             method, threads, job = _how_to_start((function, args), nproc)
@@ -83,6 +105,34 @@ def run(function: Callable, args: tuple = (), nproc: int = 2, grace: float | Non
         is_ctrl_c_in_shell = ranks.stop_signal == signal.SIGINT and _in_shell()
         raise KeyboardInterrupt if is_ctrl_c_in_shell else SystemExit(128 + ranks.stop_signal)
     return ranks.reports[0].result
+
+
+def read_grace() -> float | None:
+    """DIST_GRACE, in seconds; ValueError, in one line, if it is something else."""
+    text = os.environ.get("DIST_GRACE")
+    if not text:
+        return None
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1
+    if not 0 <= seconds <= 1e9:  # nan is refused, too
+        raise ValueError(f"DIST_GRACE is {text}: give a number of seconds (DIST_GRACE=30), or unset it")
+    return seconds
+
+
+def _check_caller() -> None:
+    """Signals need the main thread, and a daemonic process may not start others."""
+    thread, process = threading.current_thread(), multiprocessing.current_process()
+    if getattr(process, "_inheriting", False):  # a spawned rank, which imports the program
+        sys.exit('launch: the program calls it when it is imported: write  if __name__ == "__main__":  above the call')
+    if thread is not threading.main_thread():
+        raise RuntimeError(f"launch was called in {thread.name}: call it in the main thread, or start a program for it")
+    if process.daemon:
+        raise RuntimeError(
+            f"launch was called in {process.name}, a daemonic process (as multiprocessing.Pool's are), which may start "
+            "no others: call it in the main process, or use concurrent.futures.ProcessPoolExecutor"
+        )
 
 
 def _in_shell() -> bool:
@@ -127,8 +177,7 @@ def _fork(function: Callable) -> int:
 
 def _how_to_start(job: tuple, nproc: int) -> tuple[str, int | None, Any]:
     """ "fork" or "spawn", torch's threads in each rank (None: its default), and the job as the ranks get it."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads = None if "OMP_NUM_THREADS" in os.environ else max(1, cores // nproc)
+    threads = None if "OMP_NUM_THREADS" in os.environ else max(1, _count_cores() // nproc)
     if fork_is_safe():
         return "fork", threads, job
     has_file = os.path.exists(getattr(sys.modules["__main__"], "__file__", ""))
@@ -146,6 +195,15 @@ def _how_to_start(job: tuple, nproc: int) -> tuple[str, int | None, Any]:
     if is_shell and _can_fork():
         return "fork", 1, job  # with one thread torch doesn't use OpenMP's pool
     raise RuntimeError(problem)
+
+
+def _count_cores() -> int:
+    """How many this process may use.  A container's limit (docker --cpus=2) is a quota of time: it sees all cores."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with contextlib.suppress(OSError, ValueError):  # there is no such file, or no limit: "max 100000"
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        cores = min(cores, math.ceil(int(quota) / int(period)))
+    return cores
 
 
 class _Ranks:
@@ -198,13 +256,14 @@ class _Ranks:
             "TORCHELASTIC_USE_AGENT_STORE": "True",  # as under torchrun: rank 0 need not serve the store
             "TORCHELASTIC_RESTART_COUNT": "0",  # torch 2.4 and 2.5 read it then
         }
+        _write_open_files()  # or each forked rank would write what they have buffered, too
         parent = os.getpid()
         self.guard = _fork(lambda: _guard(parent, self.folder))
         os.setpgid(self.guard, self.guard)  # here, too: its group must be there when the ranks join it
         if method == "spawn":
             resource_tracker.ensure_running()  # now, because it unblocks signals
         # Blocked until a rank is ready for them, so that none dies half-way into its start.
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, (*STOP_SIGNALS, signal.SIGUSR1))
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, (*STOP_SIGNALS, signal.SIGUSR1, STACK_SIGNAL))
         try:
             for rank in range(self.nproc):
                 place = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
@@ -214,7 +273,7 @@ class _Ranks:
                 self.processes.append(process)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        self.store = torch.distributed.TCPStore(
+        self.store = torch_dist.TCPStore(
             address,
             port,
             is_master=True,
@@ -235,7 +294,7 @@ class _Ranks:
         # that connections were lost.
         since = time.monotonic()
         while self.failures() and not self.stop_signal:
-            patience = 2 if self.reports[self.failures()[0]].lost else 0.2
+            patience = 2 if self.reports[self.failures()[0]].failure == LOST else 0.2
             remaining = since + patience - time.monotonic()
             if remaining <= 0:
                 return self.explain()
@@ -262,12 +321,12 @@ class _Ranks:
             try:
                 self.reports[rank] = pickle.loads(written)
             except Exception as error:  # of a class that can't be made here, for example
-                self.reports[rank] = _Report(time.monotonic(), f"its result can't be read: {error}")
+                self.reports[rank] = _Report(time.monotonic(), FAILED, f"its result can't be read: {error}")
         report = self.reports.get(rank)
         if code is not None and report is None:
-            self.reports[rank] = _Report(time.monotonic(), _how_it_ended(code), died=True)
-        elif code and not report.error:
-            self.reports[rank] = _Report(time.monotonic(), f"{_how_it_ended(code)} after its work", died=True)
+            self.reports[rank] = _Report(time.monotonic(), DIED, _how_it_ended(code))
+        elif code and not report.failure:
+            self.reports[rank] = _Report(time.monotonic(), DIED, f"{_how_it_ended(code)} after its work")
 
     def read(self, name: str) -> bytes:
         """What a rank has written into this file; b"" if nothing."""
@@ -278,17 +337,9 @@ class _Ranks:
             return file.read()
 
     def failures(self) -> list[int]:
-        """The ranks with an error, in the order in which they failed.
-
-        A rank that reports an error waits to be killed, so it takes no connection from the others.  One that died
-        without a report does: it comes first.  Those that have only lost a connection come last.
-        """
-
-        def order(rank: int) -> tuple:
-            report = self.reports[rank]
-            return report.lost, not report.died, report.when
-
-        return sorted((rank for rank, report in self.reports.items() if report.error), key=order)
+        """The ranks that have failed, the likeliest cause of the others' failures first."""
+        failed = [rank for rank, report in self.reports.items() if report.failure]
+        return sorted(failed, key=lambda rank: (FAILURES.index(self.reports[rank].failure), self.reports[rank].when))
 
     # ------------------------------------------------------------------------------------------------------ explain
 
@@ -297,15 +348,15 @@ class _Ranks:
         rank = self.failures()[0]
         report = self.reports[rank]
         text = f"rank {rank} of {self.nproc} failed first: {report.error.rstrip()}"
-        finished = ", ".join(f"rank {r}" for r, report in sorted(self.reports.items()) if not report.error)
-        if report.lost and finished:
+        finished = ", ".join(f"rank {r}" for r, other in sorted(self.reports.items()) if not other.failure)
+        if report.failure == LOST and finished:
             text += f"\nIt lost its connection after {finished} had finished. All ranks must call the same collectives."
         elif finished:
             text += f"\n({finished} had finished)"
-        if report.lost or report.timed_out or report.died:
+        if report.failure != FAILED:
             standings = self.ask_ranks()
             text += f"\n{_table(standings)}"
-            if report.timed_out:
+            if report.failure == TIMED_OUT:
                 text += f"\n{_in_words(standings)}"
         return text
 
@@ -314,7 +365,7 @@ class _Ranks:
         asked = set(range(len(self.processes))) - self.ended
         for rank in asked:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self.processes[rank].pid, signal.SIGUSR1)  # faulthandler answers inside a collective, too
+                os.kill(self.processes[rank].pid, STACK_SIGNAL)  # faulthandler answers inside a collective, too
         deadline = time.monotonic() + 2
         while time.monotonic() < deadline and not self.stop_now:
             if all(b"_bootstrap" in self.read(f"stack{rank}") for rank in asked):  # multiprocessing's frame comes last
@@ -324,7 +375,7 @@ class _Ranks:
         for rank, process in enumerate(self.processes):
             report = self.reports.get(rank)
             frames = _FRAME.findall(self.read(f"stack{rank}").decode())
-            if report and report.error and not report.died:
+            if report and report.failure in (FAILED, TIMED_OUT, LOST):
                 frames = _FRAME.findall(report.error)[::-1]  # of a traceback; there the innermost is last
             standing = _where(frames)
             if not standing.place:
@@ -376,7 +427,7 @@ class _Ranks:
             self.wait_for_news(remaining)
         for rank in saving:
             report = self.reports.get(rank)
-            if report and report.error and not report.lost:
+            if report and report.failure in (DIED, FAILED, TIMED_OUT):
                 text = f"rank {rank} of {self.nproc} failed while it was ending: {report.error}"
                 print(text, file=sys.stderr, flush=True)
 
@@ -400,14 +451,12 @@ def _how_it_ended(code: int) -> str:
 
 
 def _where(frames: list[tuple[str, str, str]]) -> _Standing:
-    """The innermost frame outside torch, Python and these helpers, of frames that begin with the innermost."""
-    helpers = [os.path.join(os.path.dirname(__file__), name) for name in ("distributed.py", "launcher.py")]
-    libraries = (*helpers, os.path.dirname(torch.__file__), sysconfig.get_path("stdlib"))
+    """The program's own line: the first outside of NOT_THE_PROGRAM, of frames that begin with the innermost."""
     called = ""
     for path, line, function in frames:
         if function == "_bootstrap":  # what follows in a forked process is its parent's
             break
-        if not path.startswith(libraries):
+        if not path.startswith(tuple(NOT_THE_PROGRAM)):
             return _Standing(f"{path}:{line}, {function}" + (f", in {called}" if called else ""), called or function)
         if function != "wrapper":  # torch's, around each of its collectives
             called = function
@@ -454,55 +503,278 @@ def _be_rank(guard: int, environment: dict, folder: str, seed: int, threads: int
     except OSError:  # the launching process was killed, and so the guard has ended
         os._exit(1)
     os.environ |= environment
+    is_forked = not isinstance(job, bytes)
+    if is_forked:
+        atexit._clear()  # what the launching process has registered runs there alone
     rank = int(environment["RANK"])
     multiprocessing.current_process()._config["tempdir"] = folder  # for sockets that killed workers can't remove
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     stack_file = open(f"{folder}/stack{rank}", "a")  # noqa: SIM115  faulthandler keeps it open
     faulthandler.enable(file=stack_file, all_threads=False)  # of a crash
-    faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=False)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, (*STOP_SIGNALS, signal.SIGUSR1))
+    faulthandler.register(STACK_SIGNAL, file=stack_file, all_threads=False)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (*STOP_SIGNALS, signal.SIGUSR1, STACK_SIGNAL))
     if threads:
         torch.set_num_threads(threads)
+    failure = None
     try:
-        function, args = pickle.loads(job) if isinstance(job, bytes) else job
+        function, args = job if is_forked else pickle.loads(job)
         torch.manual_seed(seed)
         random.seed(seed)
         numpy.random.seed(seed % 2**32)  # it takes no larger number
         result = function(*args)
-        sys.stdout.flush()  # before the report: whoever has reported may be killed
         report = _Report(time.monotonic(), result=result if rank == 0 else None)
-        _write_report(report, f"{folder}/report{rank}")
     except BaseException as error:
-        sys.stdout.flush()
+        failure = error  # still here: what its frames hold may take long to end
         report = _report_of(error)
-        _write_report(report, f"{folder}/report{rank}")
+    _write_open_files()  # before the report: a rank that has reported may be killed
+    _write_report(report, f"{folder}/report{rank}")
+    if failure and (report.failure or report.stop_signal):
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises if a data loader's worker dies
-        while report.error or report.stop_signal:  # if it ended now, the others would report a lost connection
+        failure = None  # and with it its frames: their files are closed, their data loaders end
+        while True:  # if this rank ended now, the others would report a lost connection
             signal.pause()
+    # Now what Python does at the end of a program, and multiprocessing doesn't.
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()
+    atexit._run_exitfuncs()
+    _write_open_files()
+
+
+def _write_open_files() -> None:
+    """Write what the files that this process has open have buffered."""
+    for item in gc.get_objects():
+        if issubclass(type(item), io.IOBase):  # isinstance would ask the object
+            with contextlib.suppress(Exception):  # it is closed, or nobody reads the pipe
+                item.flush()
 
 
 def _write_report(report: _Report, path: str) -> None:
-    with open(f"{path}.tmp", "wb") as file:
-        pickle.dump(report, file)
-    os.rename(f"{path}.tmp", path)  # the launching process sees no report, or all of it
+    """The launching process sees no report, or all of it."""
+    try:
+        written = pickle.dumps(report)
+        Path(f"{path}.tmp").write_bytes(written)
+    except Exception as error:  # of pickle, or of the disk
+        text = (
+            f"worker_fn has returned, but its result can't be sent to the launching process ({type(error).__name__}: "
+            f"{error}): save it in worker_fn and return None, or set TMPDIR to a folder with room for it"
+        )
+        Path(f"{path}.tmp").write_bytes(pickle.dumps(_Report(time.monotonic(), FAILED, text)))
+    os.rename(f"{path}.tmp", path)
 
 
 def _report_of(error: BaseException) -> _Report:
     now = time.monotonic()
     if not isinstance(error, SystemExit):
         lines = traceback.format_exception(type(error), error, error.__traceback__.tb_next)  # without this file
-        message = "".join(traceback.format_exception_only(type(error), error))
-        # NCCL's errors and the store's have a class; gloo's are a RuntimeError that names the line of its source.
-        is_torchs = isinstance(error, torch.distributed.DistError) or (
-            type(error) is RuntimeError and "gloo/" in message
-        )
-        lost = is_torchs and bool(re.search(CONNECTION_LOST, message, re.IGNORECASE))
-        timed_out = is_torchs and bool(re.search(TIMED_OUT, message, re.IGNORECASE)) or isinstance(error, TimeoutError)
-        return _Report(now, "\n\n" + "".join(lines), lost=lost, timed_out=timed_out)
+        return _Report(now, _failure_of(error), "\n\n" + "".join(lines))
     code = error.code
     if code is None or code == 0:
         return _Report(now)
     if isinstance(code, int) and code - 128 in STOP_SIGNALS:
         return _Report(now, stop_signal=code - 128)
-    return _Report(now, code if code and isinstance(code, str) else f"it called sys.exit({code!r})")
+    return _Report(now, FAILED, code if code and isinstance(code, str) else f"it called sys.exit({code!r})")
+
+
+def _failure_of(error: BaseException) -> str:
+    """FAILED, unless torch says that a connection was lost or that the time is up.
+
+    NCCL's errors and the store's have a class; gloo's are a RuntimeError that names the line of its source.
+    """
+    message = "".join(traceback.format_exception_only(type(error), error))
+    if isinstance(error, torch_dist.DistError) or (type(error) is RuntimeError and "gloo/" in message):
+        if re.search("connection (was likely )?(closed|reset)|broken pipe|ncclRemoteError", message, re.IGNORECASE):
+            return LOST
+        if re.search("tim(ed|e) ?out", message, re.IGNORECASE):
+            return TIMED_OUT
+    return TIMED_OUT if isinstance(error, TimeoutError) else FAILED
+
+
+# ------------------------------------------------------------------------------------------ the launchers' variables
+
+_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+_OPEN_MPI = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
+_MPICH = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+_SRUN = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
+LAUNCHER_VARIABLES = (*_TORCHRUN, "MASTER_ADDR", "MASTER_PORT", *_OPEN_MPI, *_MPICH, *_SRUN)
+
+
+def translate_variables() -> bool:
+    """If mpirun or srun has started this process, write its place into torchrun's variables, and return True.
+
+    Precedence: torchrun's own, Open MPI, MPICH, srun, because mpirun runs inside SLURM jobs.  A given MASTER_ADDR or
+    MASTER_PORT stays.  ValueError, in one line, if variables are missing.
+    """
+    env = os.environ
+    if any(name in env for name in _OPEN_MPI):
+        names = _OPEN_MPI
+    elif "MPI_LOCALRANKID" in env:  # srun --mpi=pmi2 sets PMI_RANK, but not this
+        names = _MPICH
+    elif env.get("SLURM_STEP_NUM_TASKS", "1") != "1":  # 1: a batch script, or an interactive shell
+        names = _SRUN
+    else:
+        return False
+    host, run = "", env.get("PMIX_NAMESPACE", "")  # mpirun doesn't tell rank 0's host, MPICH names no run
+    try:
+        place = [int(env[name]) for name in names]
+        if names is _SRUN:
+            place.append(_count_srun_tasks_here())
+            host = re.sub(r"\[(\w+)[^]]*]", r"\1", env["SLURM_STEP_NODELIST"]).split(",")[0]  # of node[08-09],other
+            run = f"{env['SLURM_JOB_ID']}.{env['SLURM_STEP_ID']}"
+    except (KeyError, IndexError, ValueError) as error:
+        raise ValueError(f"the launcher's variables are incomplete ({error}): start with it, or unset them") from None
+    if place[1] == place[3]:  # all processes are on this machine
+        host = "127.0.0.1"
+        if names is not _SRUN and "MASTER_PORT" not in env:
+            # A process's number, of which PMIX_NAMESPACE is made, too, is unique in its namespace: a container's.
+            link = "/proc/self/ns/pid"
+            run = f"{run or os.getppid()} {os.readlink(link) if os.path.lexists(link) else ''}"
+    env |= {name: str(number) for name, number in zip(_TORCHRUN, place, strict=True)}
+    env["DIST_RUN"] = run  # the same for all ranks, different for other runs; "" if there is no such name
+    if host:
+        env.setdefault("MASTER_ADDR", host)
+        env.setdefault("MASTER_PORT", str(20000 + zlib.crc32(run.encode()) % 10000))  # below the ephemeral ports
+    return True
+
+
+def _count_srun_tasks_here() -> int:
+    """From a list with the tasks of each node, such as 2(x3),1."""
+    counts = []
+    for part in os.environ["SLURM_STEP_TASKS_PER_NODE"].split(","):
+        count, _, times = part.removesuffix(")").partition("(x")
+        counts += [int(count)] * int(times or 1)
+    return counts[int(os.environ["SLURM_NODEID"])]
+
+
+def check_variables() -> None:
+    """ValueError, in one line, if a run couldn't start with these."""
+    read_grace()
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        _meeting_point()
+
+
+# -------------------------------------------------------------------------------------- roll-call: who is missing?
+
+REPORT_MISSING_AFTER = 10  # seconds; then a line on stderr says which ranks are missing
+_own_address = _address_of_rank_0 = ""  # on the network that joins them
+
+
+def open_store(rank: int, world_size: int, limit: timedelta) -> torch_dist.Store:
+    """Connect to the store of this run.  RuntimeError, in one line, if another process has this rank already."""
+    global _own_address, _address_of_rank_0
+    if any(name in os.environ for name in ("TORCHELASTIC_RUN_ID", _OPEN_MPI[0], _MPICH[2])):
+        # If torchrun or mpirun is killed, Linux kills this process, too.
+        torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)
+    address, port = _meeting_point()
+    is_server = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+
+    def missing() -> str:
+        try:
+            socket.create_connection((address, port), timeout=5).close()
+        except OSError:
+            return f"rank 0 at {address}:{port}"
+        return ""
+
+    if not is_server:
+        _wait_for(missing, rank, limit)  # a TCPStore that connects too early prints torch's warnings
+    advice = f"set MASTER_PORT to a free port, the same on all ranks of a run, and not {port}"
+    try:
+        store = torch_dist.TCPStore(
+            address, port, world_size, is_server, limit, wait_for_workers=False, multi_tenant=True
+        )
+    except RuntimeError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        raise RuntimeError(f"rank 0: port {port} is in use, perhaps by another run: {advice}") from None
+    with socket.create_connection((address, port), timeout=60) as connection:
+        _own_address, _address_of_rank_0 = connection.getsockname()[0], connection.getpeername()[0]
+    # Two runs that meet on one port have different names; torch 2.4's torchrun has one store for all attempts.
+    names = [os.environ.get(name, "") for name in ("DIST_RUN", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")]
+    store = torch_dist.PrefixStore(f"run {' '.join(names)} of {world_size}", store)
+    if store.add(f"processes with rank {rank}", 1) > 1:
+        raise RuntimeError(
+            f"rank {rank} of {world_size} is here already. If this is another run, {advice}. If a rank has started "
+            f"this program, it has that rank's variables: start it with env -u {' -u '.join(_TORCHRUN)} python ..."
+        )
+    return store
+
+
+def wait_for_all_ranks(store: torch_dist.Store, rank: int, world_size: int, limit: timedelta) -> None:
+    """Wait until all ranks have come to this store.  TimeoutError names those that don't; torch's own start doesn't."""
+    keys = [f"rank {number}" for number in range(world_size)]
+    if not _is_loopback(_own_address):
+        store.set("address of rank 0", _address_of_rank_0)
+    store.set(keys[rank], "here")
+
+    def missing() -> str:
+        if store.check(keys):
+            return ""
+        return f"{', '.join(key for key in keys if not store.check([key]))} of {world_size}"
+
+    _wait_for(missing, rank, limit)
+    _choose_interface(store)
+
+
+def _choose_interface(store: torch_dist.Store) -> None:
+    """Let Gloo use the network on which the ranks reach rank 0, if the user has not chosen another.
+
+    Gloo by itself takes the address of the machine's name, which Debian sets to 127.0.1.1.
+    """
+    address = _own_address
+    if _is_loopback(address) and store.check(["address of rank 0"]):  # others are on another machine
+        address = store.get("address of rank 0").decode()
+    if _is_loopback(address):
+        interface = "lo0" if sys.platform == "darwin" else "lo"
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # without "=" also what begins with this name
+    else:
+        interface = _interface_with(address)
+    if interface:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+
+
+def _is_loopback(address: str) -> bool:
+    return address.startswith("127.") or address == "::1"
+
+
+def _interface_with(address: str) -> str:
+    """The network interface that has this address, as Linux names it; "" if none has."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode())
+            with contextlib.suppress(OSError):  # an interface without an address
+                answer = fcntl.ioctl(probe, 0x8915, request)  # SIOCGIFADDR
+                if socket.inet_ntoa(answer[20:24]) == address:
+                    return name
+    return ""
+
+
+def _wait_for(missing: Callable[[], str], rank: int, limit: timedelta) -> None:
+    """Wait until `missing` returns "".  After 10 s a line on stderr names the ranks; at the limit TimeoutError does.
+
+    Not by store.wait, which prints torch's warnings when it times out.
+    """
+    started = time.monotonic()
+    pause = 0.001
+    is_reported = False
+    while ranks := missing():
+        waited = time.monotonic() - started
+        if waited > limit.total_seconds():
+            raise TimeoutError(f"init_process_group: {ranks} did not come within {limit.total_seconds():.0f} s")
+        if waited > REPORT_MISSING_AFTER and not is_reported:
+            is_reported = True
+            if rank == 0 or ranks.startswith("rank 0"):  # rank 0 speaks; if it is missing, all do
+                print(f"distributed: waiting for {ranks}", file=sys.stderr, flush=True)
+        time.sleep(pause)
+        pause = min(2 * pause, 0.1)
+
+
+def _meeting_point() -> tuple[str, int]:
+    """Rank 0's address and port."""
+    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
+    if not address or not port.isdecimal() or int(port) > 65535:
+        raise ValueError(
+            f"MASTER_ADDR={address or ''} and MASTER_PORT={port} must say where rank 0 is: set them "
+            "(mpirun over several machines: -x MASTER_ADDR=HOST -x MASTER_PORT=29500), or start with launch or torchrun"
+        )
+    return address, int(port)

@@ -17,7 +17,7 @@ import distributed as dist  # this project's file, not torch.distributed
 
 
 def main_worker(local_rank, world_size, args):
-    dist.init_process_group(backend=args.backend)
+    dist.init_process_group()
     device = dist.get_device()  # the GPU with number local_rank, or the CPU; nothing else needs local_rank
     torch.manual_seed(0)  # the same data and the same weights in every process
 
@@ -52,7 +52,10 @@ if __name__ == "__main__":
     )
     parser.add_argument("--epochs", type=int, default=5, help="(default: %(default)s)")
     parser.add_argument("--batch-size", type=int, default=40, help="of all processes together (default: %(default)s)")
-    args = dist.parse_args(parser)  # with --nproc and --backend
+    parser.add_argument("--nproc", type=int, help="processes on this machine (default: one per GPU; without a GPU, 2)")
+    args = parser.parse_args()
     if args.epochs < 1:
         parser.error("--epochs must be at least 1")
+    if args.batch_size < dist.count_processes(args.nproc):
+        parser.error("--batch-size must be at least the number of processes: one example each")
     dist.launch(main_worker, args, nproc=args.nproc)

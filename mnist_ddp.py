@@ -59,7 +59,7 @@ def evaluate(model, loader, device):
 
 
 def main(local_rank, world_size, args):
-    dist.init_process_group(backend=args.backend)
+    dist.init_process_group()
     device = dist.get_device()  # the GPU with number local_rank, or the CPU; nothing else needs local_rank
     torch.manual_seed(args.seed)  # equal seeds give equal weights
 
@@ -109,9 +109,12 @@ def parse_args():
     parser.add_argument("--lr", type=float, default=0.1, help="peak learning rate (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of weights and order (default: %(default)s)")
     parser.add_argument("--dry-run", action="store_true", help="one epoch of two batches, to see that all of it runs")
-    args = dist.parse_args(parser)  # with --nproc and --backend
+    parser.add_argument("--nproc", type=int, help="processes on this machine (default: one per GPU; without a GPU, 2)")
+    args = parser.parse_args()
     if min(args.epochs, args.batch_size) < 1 or not 0 < args.lr < float("inf") or not 0 <= args.seed < 2**32:
         parser.error("--epochs and --batch-size must be at least 1, --lr positive and finite, --seed 0 to 2**32 - 1")
+    if args.batch_size < dist.count_processes(args.nproc):
+        parser.error("--batch-size must be at least the number of processes: one example each")
     data.prepare(args.dataset, args.data_dir, error=parser.error)
     args.epochs = 1 if args.dry_run else args.epochs
     return args

@@ -67,7 +67,7 @@ def main(local_rank, world_size, args):
     if cuda:
         torch.cuda.set_device(device)
     connect_now = cuda and torch.__version__ >= (2, 7, 1)  # 2.6 and 2.7.0 may hang with it (pytorch#153960)
-    dist.init_process_group(args.backend or ("nccl" if cuda else "gloo"), device_id=device if connect_now else None)
+    dist.init_process_group("nccl" if cuda else "gloo", device_id=device if connect_now else None)
     rank = dist.get_rank()
     print_primary = print if rank == 0 else lambda text: None
     torch.manual_seed(args.seed)  # equal seeds give equal weights
@@ -118,14 +118,13 @@ def parse_args():
     parser.add_argument("--lr", type=float, default=0.1, help="peak learning rate (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of weights and order (default: %(default)s)")
     parser.add_argument("--dry-run", action="store_true", help="one epoch of two batches, to see that all of it runs")
-    parser.add_argument("--backend", choices=["nccl", "gloo"], help="(default: nccl for GPUs, else gloo)")
     args = parser.parse_args()
     if "LOCAL_RANK" not in os.environ:
         parser.error("start it with torchrun: torchrun --nproc_per_node=2 mnist_ddp_plain.py")
-    if args.batch_size < int(os.environ["WORLD_SIZE"]):
-        parser.error("--batch-size must be at least the number of processes")
     if min(args.epochs, args.batch_size) < 1 or not 0 < args.lr < float("inf") or not 0 <= args.seed < 2**32:
         parser.error("--epochs and --batch-size must be at least 1, --lr positive and finite, --seed 0 to 2**32 - 1")
+    if args.batch_size < int(os.environ["WORLD_SIZE"]):
+        parser.error("--batch-size must be at least the number of processes: one example each")
     data.prepare(args.dataset, args.data_dir, error=parser.error)
     args.epochs = 1 if args.dry_run else args.epochs
     return args

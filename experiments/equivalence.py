@@ -80,10 +80,10 @@ def sentence_of(way: Way, result: Result) -> str:
     return f"{way.sentence} {result.note[:1].upper()}{result.note[1:]}." if result.note else way.sentence
 
 
-def worker(local_rank: int, world_size: int, names: list[str], steps: int, backend: str | None) -> dict[str, Result]:
+def worker(local_rank: int, world_size: int, names: list[str], steps: int) -> dict[str, Result]:
     """Runs in each process: measures the ways, and prints a line as each ends."""
     warnings.simplefilter("ignore")  # torch's own, and that of dist.data_sampler in no_set_epoch
-    dist.init_process_group(backend=backend)
+    dist.init_process_group()
     torch.set_num_threads(1)  # the same sums, however many cores there are
     results = {}
     for way in (way for way in WAYS if way.name in names):
@@ -128,7 +128,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--all", action="store_true", help="with 1, 2, 3 and 4 processes")
     parser.add_argument("--steps", type=int, default=100, help="(default: %(default)s)")
     parser.add_argument("--save", action="store_true", help="all of it, and write the page's table")
-    args = dist.parse_args(parser)  # with --nproc and --backend
+    parser.add_argument("--nproc", type=int, help="processes (default: one per GPU; without a GPU, 2)")
+    args = parser.parse_args()
     unknown = [name for name in args.ways if name not in names]
     if unknown:
         parser.error(f"there is no way {unknown[0]!r}: choose from {', '.join(names)}")
@@ -137,7 +138,7 @@ def parse_args() -> argparse.Namespace:
     if args.save and args.ways:
         parser.error("--save takes all ways: leave out their names")
     is_launched = "WORLD_SIZE" in os.environ
-    args.processes = ALL if args.all or args.save else [args.nproc]
+    args.processes = ALL if args.all or args.save else [dist.count_processes(args.nproc)]
     args.processes = [dist.get_world_size()] if is_launched else args.processes
     for processes in args.processes:
         if processes not in SHAREABLE:
@@ -153,7 +154,7 @@ def main() -> int:
     dist.print_primary(f"{args.steps} steps, global batch {BATCH}: the largest difference of any weight")
     results = {}
     for processes in args.processes:
-        found = dist.launch(worker, args.ways, args.steps, args.backend, nproc=processes)
+        found = dist.launch(worker, args.ways, args.steps, nproc=processes)
         if found is None:  # under a launcher rank 0 goes on alone
             return 0
         results[processes] = found

@@ -19,12 +19,12 @@ from typing import NamedTuple
 
 import torch
 
-import distributed as dist
+import launcher
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "experiments" / "results"
 NOT_PASSED_ON = re.compile(  # they would change what is measured
-    rf"NPROC|DIST_.*|OMP_NUM_THREADS|MALLOC_.*|GLIBC_TUNABLES|{'|'.join(dist.LAUNCHER_VARIABLES)}"
+    rf"NPROC|DIST_.*|OMP_NUM_THREADS|MALLOC_.*|GLIBC_TUNABLES|{'|'.join(launcher.LAUNCHER_VARIABLES)}"
 )
 EPOCH = re.compile(r"epoch \d+/\d+  loss (\S+)(?:  accuracy (\S+)% \(\d+/\d+\))?  (\d+) images/s")
 NONE = "–"  # a cell without a figure

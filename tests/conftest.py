@@ -20,5 +20,6 @@ tqdm.monitor_interval = 0  # no thread that watches over progress bars
 @pytest.fixture(autouse=True)
 def no_launcher(monkeypatch):
     """Whatever starts the tests: they start from a world without a launcher."""
-    for name in (*dist.LAUNCHER_VARIABLES, "NPROC", "OMP_NUM_THREADS"):
+    for name in (*launcher.LAUNCHER_VARIABLES, "NPROC", "OMP_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(dist, "_place", None)

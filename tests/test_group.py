@@ -17,6 +17,7 @@ from torch import distributed as torch_dist
 from world import ROOT, error_of, forker, free_port, on_ranks, wait_for
 
 import distributed as dist
+import launcher
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
@@ -87,19 +88,16 @@ def test_nobody_goes_on_before_all_have_joined():
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        ({"timeout": timedelta(seconds=-1)}, "ValueError: the timeout is "),
+        ({"timeout": timedelta(seconds=-1)}, r"ValueError: the timeout \(or DIST_TIMEOUT\) is "),
         ({"timeout": float("nan")}, "ValueError: "),
         ({"backend": "nccl"}, "ValueError: backend nccl needs a visible CUDA GPU and a torch"),
-        ({"timeout": float("inf")}, "ValueError: the timeout is inf"),
+        ({"timeout": float("inf")}, r"ValueError: the timeout \(or DIST_TIMEOUT\) is inf"),
         ({"rank": 2, "world_size": 2}, "ValueError: init_process_group: rank 2 of 2: ranks go from 0 to 1"),
         ({"rank": 0, "world_size": 2}, "ValueError: MASTER_ADDR= and MASTER_PORT= must say where rank 0 is"),
     ],
 )
 def test_bad_arguments_are_one_line(arguments, error, monkeypatch):
     monkeypatch.delenv("MASTER_ADDR", raising=False)
-    for name in VARIABLES:  # put back what init_process_group sets
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
     assert re.match(error, error_of(dist.init_process_group, **arguments))
     assert not torch_dist.is_initialized()
 
@@ -112,13 +110,13 @@ def test_bad_arguments_are_one_line(arguments, error, monkeypatch):
 def test_the_missing_are_named_and_all_goes_on_when_they_come(tmp_path, waiting):
     missing = [rank for rank in range(3) if rank != waiting]
     dist.cleanup()
-    usual, dist.REPORT_MISSING_AFTER = dist.REPORT_MISSING_AFTER, 0.2
+    usual, launcher.REPORT_MISSING_AFTER = launcher.REPORT_MISSING_AFTER, 0.2
     rank = dist.get_rank()
     with open(tmp_path / str(rank), "w") as file, contextlib.redirect_stderr(file):
         if rank in missing:
             wait_for(lambda: any("of 3\n" in path.read_text() for path in tmp_path.iterdir()))
         dist.init_process_group()
-    dist.REPORT_MISSING_AFTER = usual
+    launcher.REPORT_MISSING_AFTER = usual
     expected = f"distributed: waiting for rank {missing[0]}, rank {missing[1]} of 3\n"
     assert rank != waiting or Path(file.name).read_text() == expected
     assert dist.all_reduce(torch.tensor(1)).item() == 3
@@ -127,12 +125,12 @@ def test_the_missing_are_named_and_all_goes_on_when_they_come(tmp_path, waiting)
 def test_they_are_named_after_10_seconds_once_by_rank_0_or_by_all_and_in_the_error(monkeypatch, capsys):
     """By a clock that runs only while it waits."""
     waits = []
-    monkeypatch.setattr(dist, "time", SimpleNamespace(monotonic=lambda: sum(waits), sleep=waits.append))
+    monkeypatch.setattr(launcher, "time", SimpleNamespace(monotonic=lambda: sum(waits), sleep=waits.append))
     for rank, missing, speaks in (0, "rank 1", True), (2, "rank 1", False), (2, "rank 0, rank 1", True):
         for limit in 10, 11:
             waits.clear()
             with pytest.raises(TimeoutError, match=f"init_process_group: {missing} did not come within {limit} s"):
-                dist._wait_for(lambda missing=missing: missing, rank, timedelta(seconds=limit))
+                launcher._wait_for(lambda missing=missing: missing, rank, timedelta(seconds=limit))
             is_said = speaks and limit > 10
             assert capsys.readouterr().err == f"distributed: waiting for {missing}\n" * is_said
             assert limit < sum(waits) < limit + 0.2
@@ -185,7 +183,8 @@ def test_two_runs_that_meet_on_one_port_do_not_mix():
     assert [total for total, _ in (answers_of(first)[0], answers_of(second)[1])] == [2, 2]
     third, _ = by_hand([1], 2, 60, port, name="first")
     taken = (
-        f"RuntimeError: rank 1 of 2 is here already, perhaps of another run: set MASTER_PORT to a free port, .* {port}$"
+        "RuntimeError: rank 1 of 2 is here already. If this is another run, set MASTER_PORT to a free port, .* not "
+        f"{port}. If a rank has started this program, .*: start it with env -u RANK -u WORLD_SIZE .* python ...$"
     )
     assert re.match(taken, answers_of(third)[1])
 

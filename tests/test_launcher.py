@@ -258,11 +258,11 @@ def test_a_crowded_error_is_that_of_the_first():
     """Errors, a death and a lost connection at the same time: who died took the others' connections."""
     ranks = launcher._Ranks(5, None)
     ranks.reports = {
-        0: launcher._Report(1.0, "RuntimeError: Connection closed by peer", lost=True),
-        1: launcher._Report(3.0, "ended by SIGKILL", died=True),
-        2: launcher._Report(2.0, "ConnectionResetError: while downloading"),  # its own
+        0: launcher._Report(1.0, launcher.LOST),
+        1: launcher._Report(3.0, launcher.DIED),
+        2: launcher._Report(2.0, launcher.FAILED),
         3: launcher._Report(2.5),
-        4: launcher._Report(1.5, "ValueError: mine"),
+        4: launcher._Report(1.5, launcher.FAILED),
     }
     assert ranks.failures() == [1, 4, 2, 0]
     ranks.end()
@@ -325,10 +325,10 @@ def test_ctrl_c_while_ranks_save_ends_at_once(saves):
 
 
 def test_after_a_failure_the_others_have_time_to_save_and_nothing_hides_the_error(saves):
-    """Neither Ctrl-C nor a loader worker of the failed rank that ends while that rank waits."""
+    """Neither Ctrl-C nor a loader worker of the failed rank, which ends while that rank waits."""
     job = start(saves, "fails", DIST_GRACE=3600)
     wait_for(lambda: wrote(saves, "asked"))
-    os.kill(int((saves.parent / "loader_worker").read_text()), signal.SIGKILL)
+    wait_for(lambda: gone((saves.parent / "loader_worker").read_text()))
     time.sleep(0.2)  # or an error of torch's would come about now
     os.kill(job.pid, signal.SIGINT)
     (saves.parent / "wait").unlink()
@@ -347,7 +347,7 @@ def test_they_have_30_seconds_or_3_after_a_failure_or_dist_grace(monkeypatch, st
     waits = []
     monkeypatch.setattr(launcher, "time", SimpleNamespace(monotonic=lambda: sum(waits)))
     monkeypatch.setattr(launcher, "_handles_sigterm", lambda pid: True)
-    monkeypatch.setattr(launcher, "run", lambda *args, grace: launcher._Ranks(1, grace))
+    monkeypatch.setattr(launcher, "run", lambda *args: launcher._Ranks(1, launcher.read_grace()))
     if grace:
         monkeypatch.setenv("DIST_GRACE", grace)
     ranks = dist.launch(_who, nproc=2)
@@ -445,16 +445,18 @@ def test_the_ranks_are_as_those_of_torchrun_and_one_process_is_this_one(monkeypa
     ("gpus", "env", "nproc", "n"),
     [(0, None, None, 2), (0, "3", None, 3), (0, "3", 2, 2), (3, None, None, 3), (3, "2", None, 2), (3, None, 4, 4)],
 )
-def test_one_process_per_visible_gpu_or_two_without_or_as_many_as_told(monkeypatch, gpus, env, nproc, n):
+def test_one_process_per_visible_gpu_or_two_without_or_as_many_as_told(monkeypatch, capsys, gpus, env, nproc, n):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
-    monkeypatch.setattr(launcher, "run", lambda function, args, nproc, grace: nproc)
+    monkeypatch.setattr(launcher, "run", lambda function, args, nproc: nproc)
     monkeypatch.setenv("NPROC", env or "")
     assert dist.launch(_who, nproc=nproc) == n  # 4 may share 3 GPUs, by gloo, if that was asked for here
     if gpus:
         monkeypatch.setenv("NPROC", "4")
-        with pytest.raises(ValueError, match=r"4 processes, but 3 visible GPU\(s\): start 3, or share them"):
+        with pytest.raises(SystemExit, match="2"):
             dist.launch(_who)
+        wanted = "4 processes, but 3 visible GPU(s): start 3, or hide the GPUs: CUDA_VISIBLE_DEVICES=\n"
+        assert capsys.readouterr().err == f"distributed: {wanted}"
         monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)  # without NCCL it is gloo anyway
         assert dist.launch(_who) == 4
 

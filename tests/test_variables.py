@@ -1,6 +1,5 @@
 """P2 and P9: torchrun's, mpirun's and srun's variables; their real programs; distributed.py alone in a folder."""
 
-import argparse
 import contextlib
 import os
 import re
@@ -17,6 +16,7 @@ import torch
 from world import ENVIRONMENT, ROOT, error_of, forker, gone, wait_for
 
 import distributed as dist
+import launcher
 
 # As the launchers set them for the second of two tasks (Open MPI 4.1, MPICH 4.0, SLURM 22.05, torch 2.15).
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
@@ -66,6 +66,7 @@ def who():
 
 def under(environment, function, *args):
     """function(*args) in this environment; its result and the environment after it."""
+    dist._place = None  # a process asks once
     with mock.patch.dict(os.environ, environment, clear=True):
         return function(*args), dict(os.environ)
 
@@ -83,7 +84,7 @@ def test_the_place_is_the_launchers_and_is_written_into_torchruns_variables(case
 
 
 def meeting_point(variables):
-    return under(variables, lambda: (dist.get_rank(), dist._meeting_point())[1])
+    return under(variables, lambda: (dist.get_rank(), launcher._meeting_point())[1])
 
 
 @pytest.mark.parametrize(
@@ -118,8 +119,7 @@ def test_the_meeting_point_is_implied_by_the_launchers_variables_or_told(variabl
         ({name: value for name, value in srun().items() if name != "SLURM_NODEID"}, ".*incomplete .'SLURM_NODEID'."),
         (OPEN_MPI | SECOND_MACHINE, "MASTER_ADDR= and MASTER_PORT= must say where rank 0 is: .*-x MASTER_ADDR=HOST"),
         (TORCHRUN | {"MASTER_ADDR": "here", "MASTER_PORT": "70000"}, "MASTER_ADDR=here and MASTER_PORT=70000 must say"),
-        (TORCHRUN | {"DIST_TIMEOUT": "3s"}, "DIST_TIMEOUT is 3s: give a number of seconds"),
-        (TORCHRUN | {"DIST_TIMEOUT": "0"}, "the timeout is 0.0: give seconds .*DIST_TIMEOUT=600"),
+        (TORCHRUN | {"DIST_TIMEOUT": "3s"}, r"the timeout \(or DIST_TIMEOUT\) is 3s: give seconds"),
     ],
 )
 def test_bad_variables_are_one_line(variables, error):
@@ -128,27 +128,54 @@ def test_bad_variables_are_one_line(variables, error):
 
 
 @pytest.mark.parametrize(
-    ("args", "variables", "error"),
+    ("nproc", "variables", "error"),
     [
-        (["--nproc", "0"], {}, r"nproc \(or NPROC\) is 0: start at least 1 process"),
-        ([], {"NPROC": "two"}, r"nproc \(or NPROC\) is two: start at least 1 process"),
-        (["--backend", "nccl"], {}, "backend nccl needs a visible CUDA GPU and a torch"),
-        (["--nproc", "2"], TORCHRUN, r"2 process\(es\) were started by a launcher: leave out --nproc"),
-        (["--nproc", "3", "--batch-size", "2"], {}, "--batch-size 2 is too small for 3 processes: one example each"),
-        (["--batch-size", "3"], TORCHRUN | LAST_OF_FOUR, "--batch-size 3 is too small for 4 processes"),
-        ([], {"DIST_GRACE": "nan"}, r"DIST_GRACE is nan: give a number of seconds \(DIST_GRACE=30\), or unset it"),
-        ([], {"WORLD_SIZE": "2"}, "WORLD_SIZE=2: set RANK and WORLD_SIZE"),
-        ([], TORCHRUN, "MASTER_ADDR= and MASTER_PORT= must say where rank 0 is: set them"),
+        (0, {}, r"nproc \(or NPROC\) is 0: start at least 1 process"),
+        (None, {"NPROC": "two"}, r"nproc \(or NPROC\) is two: start at least 1 process"),
+        (None, {"DIST_GRACE": "nan"}, r"DIST_GRACE is nan: give a number of seconds \(DIST_GRACE=30\), or unset it"),
+        (None, {"DIST_TIMEOUT": "-1"}, r"the timeout \(or DIST_TIMEOUT\) is -1: give seconds greater than 0"),
+        (None, {"WORLD_SIZE": "2"}, "WORLD_SIZE=2: set RANK and WORLD_SIZE"),
+        (None, TORCHRUN, "MASTER_ADDR= and MASTER_PORT= must say where rank 0 is: set them"),
     ],
 )
-def test_a_script_exits_with_2_and_one_line_before_anything_starts(args, variables, error, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["train.py", *args])
-    parser = argparse.ArgumentParser(usage=argparse.SUPPRESS)
-    parser.add_argument("--batch-size", type=int)
+def test_what_cannot_run_is_one_line_and_exit_code_2_or_an_error_in_a_shell(
+    nproc, variables, error, monkeypatch, capsys
+):
+    for function in (lambda: dist.count_processes(nproc)), (lambda: dist.launch(who, nproc=nproc)):
+        with pytest.raises(SystemExit, match="2"):
+            under(variables, function)
+        out, err = capsys.readouterr()
+        assert not out and re.fullmatch(f"distributed: {error}.*\n", err), err
+        with monkeypatch.context() as patch, pytest.raises(RuntimeError, match=error):
+            patch.setattr(sys, "ps1", ">>> ", raising=False)
+            under(variables, function)
+
+
+def test_under_a_launcher_the_number_of_processes_is_the_launchers():
+    here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    assert under(TORCHRUN | LAST_OF_FOUR | here, dist.count_processes, 3)[0] == 4
+
+
+UNKNOWN = {  # one of two tasks, as these launchers set them
+    "PMI_RANK": {"PMI_RANK": "1", "PMI_SIZE": "2"},  # HPE Cray's PALS, MVAPICH2 under Hydra
+    "PALS_RANKID": {"PALS_RANKID": "0"},
+    "MV2_COMM_WORLD_RANK": {"MV2_COMM_WORLD_RANK": "0", "MV2_COMM_WORLD_SIZE": "2"},
+    "FLUX_TASK_RANK": {"FLUX_TASK_RANK": "0", "FLUX_JOB_SIZE": "2"},
+    "JSM_NAMESPACE_RANK": {"JSM_NAMESPACE_RANK": "1", "JSM_NAMESPACE_SIZE": "2"},
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_a_launcher_that_is_not_known_is_no_world_of_one(name, capsys):
+    """Unless it has started one process, or the program says who it is."""
     with pytest.raises(SystemExit, match="2"):
-        under(variables, dist.parse_args, parser)
-    out, err = capsys.readouterr()
-    assert not out and re.fullmatch(f"train.py: error: {error}.*\n", err), err
+        under(UNKNOWN[name], dist.get_rank)
+    assert re.fullmatch(f"distributed: {name} is set, but its launcher .* torchrun\n", capsys.readouterr().err)
+    if name != "PALS_RANKID":
+        alone = {key: "1" if value == "2" else "0" for key, value in UNKNOWN[name].items()}
+        assert under(alone, who)[0] == (0, 1, 0)
+    missing = under(UNKNOWN[name], error_of, lambda: dist.init_process_group(rank=0, world_size=2))
+    assert missing[0].startswith("ValueError: MASTER_ADDR= and MASTER_PORT= must say")
 
 
 TRAIN = """
@@ -191,8 +218,8 @@ def test_distributed_py_alone_runs_one_process_and_says_what_it_needs_for_more(t
     done = forker().run(tmp_path / "train.py", cwd=tmp_path, NPROC=1)
     assert (done.code, done.out.splitlines()[1:]) == (0, [says(1), "rank 0"]), done.err
     done = forker().run(tmp_path / "train.py", cwd=tmp_path)
-    assert done.code == 1 and re.fullmatch(
-        "launch: to start 2 processes, copy launcher.py beside distributed.py; or type torchrun .*train.py\n", done.err
+    assert done.code == 2 and re.fullmatch(
+        "distributed: to start 2 processes, copy launcher.py beside distributed.py; or type torchrun .*py\n", done.err
     )
 
 

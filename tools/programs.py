@@ -12,14 +12,14 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-import distributed as dist
+import launcher
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT = 100  # seconds for a run that hangs: less than pytest's own limit, which prints nothing of it
 
 # No GPU, so that the expectations hold on every machine; one thread, so that every run computes the same sums.
 _NOT_OURS = ("NPROC", "PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONWARNINGS", "TORCH_DISTRIBUTED_DEBUG")
-_NOT_OURS += dist.LAUNCHER_VARIABLES
+_NOT_OURS += launcher.LAUNCHER_VARIABLES
 ENVIRONMENT = {k: v for k, v in os.environ.items() if k not in _NOT_OURS and not k.startswith("DIST_")}
 ENVIRONMENT |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "no_proxy": "127.0.0.1"}
 ENVIRONMENT |= {"OMP_WAIT_POLICY": "PASSIVE"}  # or OpenMP's threads spin: ten times as long on a busy machine

@@ -119,7 +119,7 @@ def parse_args():
         parser.error("Horovod is not installed with its part for torch: bash variants/install_horovod.sh FOLDER")
     hvd.init()  # horovodrun has started the processes
     if args.batch_size < hvd.size():
-        parser.error(f"--batch-size {args.batch_size} is too small: each of {hvd.size()} processes needs an image")
+        parser.error("--batch-size must be at least the number of processes: one example each")
     data.prepare(args.dataset, args.data_dir, error=parser.error)
     args.epochs = 1 if args.dry_run else args.epochs
     return args

@@ -40,7 +40,7 @@ def train(model, batches, optimizer, scheduler, barrier):
 
 
 def main(local_rank, world_size, args):
-    dist.init_process_group(backend=args.backend)
+    dist.init_process_group()
     device = dist.get_device()
     torch.manual_seed(args.seed)
     train_set, _ = data.load(args.dataset, args.data_dir, 2 * args.batch_size if args.dry_run else None)
@@ -65,7 +65,8 @@ def main(local_rank, world_size, args):
 def parse_args():
     parser = make_parser(__doc__.splitlines()[0])
     parser.add_argument("--barrier", action="store_true", help="one number is all-reduced in each step")
-    return dist.parse_args(parser)
+    parser.add_argument("--nproc", type=int, help="processes (default: one per GPU; without a GPU, 2)")
+    return parser.parse_args()
 
 
 if __name__ == "__main__":
