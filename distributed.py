@@ -411,12 +411,15 @@ def _check_calls(function: str, values: list, op: str = "") -> None:
     _compare_calls(f"{call} of {', '.join(kinds)}" if kinds else call)
     for value in values:
         if isinstance(value, torch.Tensor) and value.layout != torch.strided:
-            raise TypeError(f"{function} takes dense tensors: pass tensor.to_dense()")
+            raise TypeError(f"{function} takes dense tensors: pass .to_dense()")
         if isinstance(value, torch.Tensor) and (value.dtype in _DTYPES or function == "sync_params"):
             continue
-        kind = value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
-        hint = "skip it on all ranks" if value is None else "make it one with torch.as_tensor"
-        raise TypeError(f"{function} takes tensors of floats, integers or bools, not {kind}: {hint}")
+        kind, hint = getattr(value, "dtype", ""), ""
+        if value is None:
+            kind, hint = None, " (the .grad of a parameter without a gradient? skip it on all ranks)"
+        elif not isinstance(value, torch.Tensor):
+            kind, hint = type(value).__name__, ": make it a tensor, with torch.as_tensor"
+        raise TypeError(f"{function} takes tensors of floats, integers or bools, not {kind}{hint}")
 
 
 def _compare_calls(call: str) -> None:

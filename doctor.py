@@ -68,7 +68,7 @@ def check_launcher() -> bool:
         with contextlib.redirect_stderr(refusal):
             count = dist.count_processes()
     except SystemExit:
-        return show(False, "launcher", refusal.getvalue().strip())
+        return show(False, "launcher", refusal.getvalue().removeprefix("distributed: ").strip())
     has_launcher = "RANK" in os.environ  # if another launcher's variables stand here, they have been translated
     started = "its processes" if has_launcher else "none; `launch` starts the processes"
     return show(True, "launcher", f"{started}: {count} ({variables or 'no variable set'})")

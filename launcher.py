@@ -49,6 +49,7 @@ STACK_SIGNAL = getattr(signal, "SIGRTMAX", signal.SIGUSR1)  # macOS has no SIGRT
 STOP_GRACE = 30  # seconds to save, for ranks that handle SIGTERM, if the run is told to stop
 FAILURE_GRACE = 3  # the same, after another rank has failed
 POLL = 0.02  # seconds between two looks at the ranks
+CPU_QUOTA = "/sys/fs/cgroup/cpu.max"  # of a container, such as "200000 100000": two cores; or "max 100000"
 _FRAME = re.compile(r'File "(.+)", line (\d+),? in (.+)')  # of a traceback, or of faulthandler's
 # Files and folders that are not the program: where a rank stands is told by its own line.
 NOT_THE_PROGRAM = [
@@ -198,10 +199,10 @@ def _how_to_start(job: tuple, nproc: int) -> tuple[str, int | None, Any]:
 
 
 def _count_cores() -> int:
-    """How many this process may use.  A container's limit (docker --cpus=2) is a quota of time: it sees all cores."""
+    """How many this process may use.  A container (docker --cpus=2) sees all cores, but has a quota of their time."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    with contextlib.suppress(OSError, ValueError):  # there is no such file, or no limit: "max 100000"
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+    with contextlib.suppress(OSError, ValueError):  # there is no such file, or no quota
+        quota, period = Path(CPU_QUOTA).read_text().split()
         cores = min(cores, math.ceil(int(quota) / int(period)))
     return cores
 

@@ -1,5 +1,6 @@
 """launcher.py: P1, P3 to P5 and P7 of its promises.  Real processes, real faults; what is waited for is an event."""
 
+import gzip
 import os
 import re
 import signal
@@ -100,6 +101,7 @@ def waits(loader):
         dist.all_reduce(batch)
 
 def worker(rank, n, what, workers):
+    signal.signal(signal.SIGUSR1, lambda *_: open(f"called{rank}", "w").close())  # the program's own
     dist.init_process_group()
     loader = [torch.ones(1)] * 100000
     if workers and rank == 1:
@@ -144,7 +146,9 @@ FAULT_CASES = [  # what rank 1 does; its data loader's workers; the error
 
 @pytest.mark.parametrize(("what", "workers", "error"), FAULT_CASES)
 def test_the_error_is_that_of_the_rank_that_failed_first_and_nothing_is_left(program, what, workers, error):
-    done = run(program(FAULTS), what, "fork", workers, DIST_TIMEOUT=5 if what == "hangs" else None)
+    file = program(FAULTS)
+    done = run(file, what, "fork", workers, DIST_TIMEOUT=5 if what == "hangs" else None)
+    assert wrote(file, "called") == []
     assert done.code == 1 and re.search(error, done.err), done.err
     assert done.err.count("failed first") == 1
     assert done.err.count("Traceback") <= 1 or what == "hangs", done.err
@@ -359,8 +363,10 @@ def test_they_have_30_seconds_or_3_after_a_failure_or_dist_grace(monkeypatch, st
 # ------------------------------------------------------------------------------------------------- P5: the stack table
 
 ASKS = """
+import importlib
 def waits_here():
-    while not os.path.exists("go1"): time.sleep(0.01)
+    while not os.path.exists("go1"):
+        importlib._bootstrap._call_with_frames_removed(time.sleep, 0.01)  # in <frozen importlib._bootstrap>
 
 def waits_there():
     open("there", "w").close()
@@ -392,8 +398,8 @@ def test_sigusr1_asks_where_each_rank_stands_and_the_run_goes_on(program):
     wait_for(lambda: "waits_there" in job.err())
     (file.parent / "go2").touch()
     done = job.wait()
-    table = rf"where each rank stands:\n  rank 0: {file}:\d+, worker, in recv\n  rank 1: {file}:\d+, waits_"
-    assert done.code == 0 and re.fullmatch(f"{table}here\n{table}there\n", done.err), done.err
+    table = rf"where each rank stands:\n  rank 0: {file}:\d+, worker, in recv\n  rank 1: {file}:\d+, waits_\w+"
+    assert done.code == 0 and re.fullmatch(rf"{table}(, in \w+)?\n{table}\n", done.err), done.err
     assert_nothing_left(file)
 
 
@@ -433,8 +439,11 @@ def _who(rank, n, *args):
 
 
 @pytest.mark.parametrize("n", [1, 2])
-def test_the_ranks_are_as_those_of_torchrun_and_one_process_is_this_one(monkeypatch, n):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(6), raising=False)
+@pytest.mark.parametrize("quota", ["max 100000", "550000 100000"])  # a container's
+def test_the_ranks_are_as_those_of_torchrun_and_one_process_is_this_one(monkeypatch, tmp_path, n, quota):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(6 if quota[0] == "m" else 64), raising=False)
+    monkeypatch.setattr(launcher, "CPU_QUOTA", tmp_path / "cpu.max")
+    (tmp_path / "cpu.max").write_text(f"{quota}\n")
     pid, rank, size, args, total, threads, variables = dist.launch(_who, "a", 7, nproc=n)
     assert (rank, size, args) == (0, n, ("a", 7)) and (pid == os.getpid()) == (n == 1)
     assert variables == (["0", "0", str(n), str(n)] if n > 1 else [None] * 4)
@@ -459,6 +468,125 @@ def test_one_process_per_visible_gpu_or_two_without_or_as_many_as_told(monkeypat
         assert capsys.readouterr().err == f"distributed: {wanted}"
         monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)  # without NCCL it is gloo anyway
         assert dist.launch(_who) == 4
+
+
+LEAVES = """
+import atexit, gzip, threading
+log = open("log", "a")
+log.write("parent ")
+atexit.register(lambda: open("ended", "a").write("module "))
+
+def late(rank):
+    time.sleep(0.2)
+    log.write(f"late{rank} ")
+
+def worker(rank, n, what):
+    log.write(f"rank{rank} ")
+    atexit.register(lambda: open("ended", "a").write(f"rank{rank} "))
+    local = gzip.open(f"local{rank}", "wt")  # its end is written when it is closed
+    local.write("all of it")
+    if what == "raise":
+        open(f"ready{rank}", "w").close()
+        while rank == 0: time.sleep(0.01)
+        while not os.path.exists("ready0"): time.sleep(0.01)
+        raise ValueError("mine")
+    threading.Thread(target=late, args=[rank]).start()
+
+if __name__ == "__main__":
+    what, method = sys.argv[1:]
+    if method == "spawn":
+        import launcher
+        launcher.fork_is_safe = lambda: False
+    dist.launch(worker, what, nproc=2)
+    log.write("end ")
+"""
+LEFT = {  # what is in "log" and in "ended"; a spawned rank imports the program, too
+    ("returns", "fork"): ("end late0 late1 parent rank0 rank1", "module rank0 rank1"),
+    ("returns", "spawn"): ("end late0 late1 parent parent parent rank0 rank1", "module module module rank0 rank1"),
+    ("raise", "fork"): ("parent rank1", "module"),
+}
+
+
+@pytest.mark.parametrize(("what", "method"), LEFT)
+def test_what_a_rank_leaves_open_is_written_once_and_its_atexit_functions_run(program, what, method):
+    file = program(LEAVES)
+    environment = ENVIRONMENT | {"PYTHONPATH": str(ROOT), "TMPDIR": str(file.parent.with_name("tmp"))}
+    command = [sys.executable, file, what, method]
+    done = subprocess.run(command, cwd=file.parent, env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == (what == "raise"), done.stderr
+    found = [" ".join(sorted((file.parent / name).read_text().split())) for name in ("log", "ended")]
+    assert tuple(found) == LEFT[what, method]
+    with gzip.open(file.parent / "local1", "rt") as local:
+        assert local.read() == "all of it"
+    assert_nothing_left(file)
+
+
+RESULTS = """
+def worker(rank, n, what):
+    if what == "variables":
+        for name in "RANK", "WORLD_SIZE", "LOCAL_RANK": del os.environ[name]
+        dist.init_process_group()
+        return dist.all_reduce(torch.tensor(dist.get_rank() + 1)).item()
+    if what == "lambda":
+        return lambda: None
+    import resource
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))  # as on a disk that is full
+    return torch.zeros(1000)
+if __name__ == "__main__":
+    print(dist.launch(worker, sys.argv[1], nproc=2))
+"""
+
+
+def test_a_program_may_delete_its_variables(program):
+    done = run(program(RESULTS), "variables")
+    assert (done.code, done.out.splitlines()[1:]) == (0, ["3"]), done.err
+
+
+@pytest.mark.parametrize("what", ["lambda", "disk"])
+def test_a_result_that_cannot_be_sent_is_named_so(program, what):
+    done = run(program(RESULTS), what)
+    line = (
+        r"rank 0 of 2 failed first: worker_fn has returned, but its result can't be sent .*: save it in worker_fn .*\n"
+    )
+    assert done.code == 1 and re.match(line, done.err) and "Traceback" not in done.err, done.err
+
+
+ELSEWHERE = """
+import multiprocessing, threading
+def worker(rank, n): print("never")
+def tries():
+    try:
+        dist.launch(worker, nproc=2)
+    except RuntimeError as error:
+        print(error, flush=True)
+if __name__ == "__main__":
+    thread = threading.Thread(target=tries, name="web server")
+    thread.start()
+    thread.join()
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        pool.apply(tries)
+"""
+
+
+def test_outside_of_the_main_thread_and_in_a_pool_it_is_refused(program):
+    done = run(program(ELSEWHERE))
+    first = "launch was called in web server: call it in the main thread, or start a program for it"
+    second = r"launch was called in ForkPoolWorker-\d+, a daemonic process .*: call it in the main process, or use .*"
+    assert (done.code, done.err) == (0, "") and re.fullmatch(f"{first}\n{second}\n", done.out), done
+
+
+UNGUARDED = """
+import launcher
+launcher.fork_is_safe = lambda: False
+def worker(rank, n): pass
+dist.launch(worker, nproc=2)
+"""
+
+
+def test_a_spawned_program_without_if_name_is_told_so(program):
+    done = run(program(UNGUARDED))
+    assert done.code == 1 and 'write  if __name__ == "__main__":  above the call' in done.err, done.err
+    assert "Traceback" not in done.err
 
 
 SPAWNS = """

@@ -2,7 +2,10 @@
 
 import itertools
 import math
+import time
+import warnings
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -206,12 +209,22 @@ MISMATCHES = {  # what the ranks call, and what one of them does; with the lines
     "shape": (lambda: dist.reduce(THREE), lambda: dist.reduce(THREE.view(3, 1)), ALL, "float32 [3, 1]"),
     "gather's dtype": (lambda: dist.gather(THREE), lambda: dist.gather(THREE.int()), "float32", "int32"),
     "dimensions": (lambda: dist.gather(THREE), lambda: dist.gather(THREE.sum()), "1 dimension", "0 dimension"),
-    "number": (lambda: dist.sync_params([THREE] * 2), lambda: dist.sync_params(THREE), "3), (torch", "float32, 3)]"),
-    "param": (lambda: dist.sync_params([THREE]), lambda: dist.sync_params([THREE.half()]), "float32, 3", "float16, 3"),
-    "param's shape": (lambda: dist.sync_params(THREE), lambda: dist.sync_params(THREE.view(3, 1)), "3)]", "3, 1)]"),
+    "number": (
+        lambda: dist.sync_params([THREE] * 2),
+        lambda: dist.sync_params(THREE),
+        "[3], torch",
+        "torch.float32 [3]",
+    ),
+    "param": (
+        lambda: dist.sync_params([THREE]),
+        lambda: dist.sync_params([THREE.half()]),
+        "float32 [3]",
+        "float16 [3]",
+    ),
+    "param's shape": (lambda: dist.sync_params(THREE), lambda: dist.sync_params(THREE.view(3, 1)), "[3]", "[3, 1]"),
     "barrier": (lambda: dist.gather(THREE), dist.barrier, "gather of torch.float32", "barrier"),
-    "no tensor": (lambda: dist.reduce(THREE), lambda: dist.reduce(0.5), ALL, "reduce of float"),
-    "None": (lambda: dist.all_reduce(THREE), lambda: dist.all_reduce(None), ALL, "all_reduce of NoneType"),
+    "no tensor": (lambda: dist.reduce(THREE), lambda: dist.reduce(0.5), ALL, "reduce mean of float"),
+    "None": (lambda: dist.all_reduce(THREE), lambda: dist.all_reduce(None), ALL, "all_reduce sum of NoneType"),
     "uint64": (lambda: dist.gather(THREE), lambda: dist.gather(THREE.to(torch.uint64)), "float32", "torch.uint64"),
 }
 
@@ -228,6 +241,21 @@ def test_ranks_that_call_different_things_get_one_error_on_all():
         assert dist.all_reduce(torch.tensor(1)).item() == 3, "the group still works"
 
 
+@on_ranks(3)
+def test_a_rank_that_waits_long_warns_at_its_own_line():
+    usual, dist.WARN_AFTER = dist.WARN_AFTER, 0.3
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        dist.barrier()
+        time.sleep(1 if dist.get_rank() == 1 else 0)
+        total = dist.all_reduce(torch.tensor(1)).item()
+    dist.WARN_AFTER = usual
+    found = [(warning.filename, str(warning.message)) for warning in caught]
+    said = f"rank {dist.get_rank()} has waited for 0.3 s in all_reduce sum of torch.int64 []: Ctrl-C shows where each"
+    assert total == 3 and len(found) == (dist.get_rank() != 1)
+    assert all(file == __file__ and text.startswith(said) for file, text in found)
+
+
 @on_ranks(1, 3)
 def test_what_is_no_tensor_or_of_another_dtype_is_a_type_error():
     _, n = this_rank()
@@ -235,17 +263,22 @@ def test_what_is_no_tensor_or_of_another_dtype_is_a_type_error():
     names = "all_reduce", "reduce", "gather", "sync_params"
     others = [torch.ones(2).to(dtype) for dtype in (torch.complex64, torch.uint16, torch.uint64, torch.float8_e4m3fn)]
     for function, name in zip(functions, names, strict=True):
-        assert error_of(function, [1.0]) == f"TypeError: {name} {OUT} list"
-        for number in 0.5, 3:
-            hint = f"{type(number).__name__}: make it a tensor, torch.tensor({number})"
+        assert error_of(function, [1.0]) == f"TypeError: {name} {OUT} list: make it a tensor, with torch.as_tensor"
+        for number in 0.5, 3, numpy.ones(2):
+            hint = f"{type(number).__name__}: make it a tensor, with torch.as_tensor"
             assert error_of(function, number) == f"TypeError: {name} {OUT} {hint}"
+        assert (
+            error_of(function, torch.ones(2).to_sparse()) == f"TypeError: {name} takes dense tensors: pass .to_dense()"
+        )
         for value in others:
             if name != "sync_params":  # it sends bytes
                 assert error_of(function, value) == f"TypeError: {name} {OUT} {value.dtype}"
             else:
                 function(value)
-        assert error_of(function, None).startswith(f"TypeError: {name} {OUT} NoneType (the .grad of a parameter")
-    assert error_of(dist.sync_params, nn.Linear(1, 1).state_dict()) == f"TypeError: sync_params {OUT} str"
+        assert error_of(function, None).startswith(f"TypeError: {name} {OUT} None (the .grad of a parameter")
+    assert error_of(dist.sync_params, nn.Linear(1, 1).state_dict()).startswith(
+        f"TypeError: sync_params {OUT} str: make"
+    )
     assert dist.all_reduce(torch.tensor(1)).item() == n
 
 

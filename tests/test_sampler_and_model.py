@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, WeightedRandomSampler
 from world import error_of, on_ranks
 
 import distributed as dist
@@ -20,6 +20,7 @@ def samplers(monkeypatch, n, size, **options):
     for rank in range(n):
         for name, value in ("RANK", rank), ("WORLD_SIZE", n), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1):
             monkeypatch.setenv(name, str(value))
+        dist._place = None  # a process asks once
         made.append(dist.data_sampler(range(size), **options))
     return made
 
@@ -45,6 +46,8 @@ def test_without_padding_every_example_comes_exactly_once(monkeypatch):
 
 def test_with_padding_it_is_torchs_distributed_sampler(monkeypatch):
     for (n, size), shuffle, drop_last in itertools.product([*AWKWARD, (5, 2), (7, 3)], (True, False), (True, False)):
+        if drop_last and size < n:
+            continue
         options = {"shuffle": shuffle, "seed": n, "drop_last": drop_last}
         ours = samplers(monkeypatch, n, size, **options)
         for epoch in 0, 2:
@@ -82,11 +85,14 @@ def test_the_order_depends_on_seed_and_epoch_alone_and_goes_on_in_the_middle(mon
 
 def test_what_a_sampler_refuses(monkeypatch):
     for n, size in (2, 1), (7, 6), (3, 0):
-        error = rf"pad=False: {size} examples for {n} processes: each needs at least one"
-        with pytest.raises(ValueError, match=error):
-            samplers(monkeypatch, n, size, pad=False)
+        for options in {"pad": False}, {"drop_last": True}:
+            with pytest.raises(ValueError, match=f"^{size} examples for {n} processes: each needs at least one"):
+                samplers(monkeypatch, n, size, **options)
     with pytest.raises(ValueError, match="pad=False keeps every example, drop_last=True leaves some out: choose one"):
         samplers(monkeypatch, 3, 10, pad=False, drop_last=True)
+    for ignored in RandomSampler(range(4)), WeightedRandomSampler([1.0, 2.0], 2):
+        with pytest.raises(TypeError, match=f"takes a data set, not a {type(ignored).__name__}: draw the same indices"):
+            dist.data_sampler(ignored)
     sampler = samplers(monkeypatch, 2, 10)[1]
     with pytest.raises(ValueError, match="set_epoch: skip is -1"):
         sampler.set_epoch(0, skip=-1)

@@ -286,9 +286,17 @@ LAUNCHERS = [torchrun_command, open_mpi_command, mpich_command, srun_command]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", LAUNCHERS, ids=["torchrun", "Open MPI", "MPICH", "srun"])
-def test_distributed_py_alone_under_a_real_launcher(launcher, tmp_path):
+def test_under_a_real_launcher(launcher, tmp_path):
     command, environment = launcher()
     alone(tmp_path, "distributed.py")
+    process = start(command, tmp_path, **environment)
+    out = process.communicate(timeout=100)[0]
+    if launcher is torchrun_command:
+        assert process.returncode == 0 and says(2) in out and out.count("rank 0") == 1, out
+        return
+    assert process.returncode and "for srun and mpirun copy launcher.py beside distributed.py\n" in out, out
+    assert "Traceback" not in out and "ranks" not in out
+    alone(tmp_path, "launcher.py")
     process = start(command, tmp_path, **environment)
     out = process.communicate(timeout=100)[0]
     assert process.returncode == 0 and says(2) in out and out.count("rank 0") == 1, out
@@ -300,7 +308,7 @@ def test_two_containers_whose_processes_have_the_same_numbers_do_not_meet(launch
     command, environment = launcher()
     if subprocess.run(["unshare", "-p", "-f", "--mount-proc", "true"]).returncode:
         pytest.skip("PID namespaces need root")
-    alone(tmp_path, "distributed.py")
+    alone(tmp_path, "distributed.py", "launcher.py")
     contained = ["unshare", "-p", "-f", "--mount-proc", *command]
     first, second = start(contained, tmp_path, "stay", **environment), None
     wait_for(lambda: all((tmp_path / f"staying{rank}").exists() for rank in range(2)))
@@ -316,7 +324,7 @@ def test_two_containers_whose_processes_have_the_same_numbers_do_not_meet(launch
 @pytest.mark.parametrize("launcher", LAUNCHERS[:3], ids=["torchrun", "Open MPI", "MPICH"])  # srun's tasks are SLURM's
 def test_no_rank_outlives_a_launcher_that_is_killed(launcher, tmp_path):
     command, environment = launcher()
-    alone(tmp_path, "distributed.py")
+    alone(tmp_path, "distributed.py", "launcher.py")
     process = start(command, tmp_path, "stay", **environment)
     wait_for(lambda: all((tmp_path / f"staying{rank}").exists() for rank in range(2)))
     ranks = [
@@ -350,21 +358,27 @@ def two_machines():
             ip("-n", namespace, "addr", "add", f"{address}/24", "dev", cable).check_returncode()
             for device in "lo", cable:
                 ip("-n", namespace, "link", "set", device, "up").check_returncode()
+            hosts = Path("/etc/netns", namespace, "hosts")  # what /etc/hosts is there
+            hosts.parent.mkdir(parents=True)
+            first = "127.0.1.1" if namespace == a else machines[0][2]
+            hosts.write_text(f"127.0.0.1 localhost\n127.0.1.1 {socket.gethostname()}\n{first} first\n")
         yield machines
     finally:
         for namespace, _, _ in machines:
             ip("netns", "del", namespace)
+            shutil.rmtree(f"/etc/netns/{namespace}", ignore_errors=True)
 
 
 @pytest.mark.slow
 def test_two_machines_under_torchrun(two_machines, tmp_path):
-    alone(tmp_path, "distributed.py")
+    """As Debian installs them: on each its own name is 127.0.1.1."""
+    alone(tmp_path, "distributed.py", "launcher.py")
     sides = []
-    for node, (namespace, cable, _) in enumerate(two_machines):
+    for node, (namespace, _, _) in enumerate(two_machines):
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=2"]
         command = ["ip", "netns", "exec", namespace, *torchrun, f"--node_rank={node}"]
-        command.append(f"--master_addr={two_machines[0][2]}")
-        sides.append(start(command, tmp_path, GLOO_SOCKET_IFNAME=cable))
+        command.append("--master_addr=first")
+        sides.append(start(command, tmp_path))
     outs = [side.communicate(timeout=100)[0] for side in sides]
     assert [side.returncode for side in sides] == [0, 0] and says(4) in outs[0] and "rank 0" not in outs[1], outs
 

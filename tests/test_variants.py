@@ -288,7 +288,7 @@ def test_fsdp_on_the_mesh_of_the_page_is_one_process():
 def test_a_dry_run(name):
     skip_if_refused(name)
     flags = ["--dataset", "synthetic", "--dry-run", "--batch-size", 50]
-    flags += [] if name == "mnist_mesh" else ["--nproc", 1]
+    flags += ["--nproc", 4 if name == "mnist_mesh" else 1]
     processes = "4 processes" if name == "mnist_mesh" else "1 process"
     done = forker().run("-m", f"variants.{name}", *flags, before=FEW_DIGITS)
     assert (done.code, done.err) == (0, "") and done.out.startswith(f"distributed: {processes}, gloo, cpu\n"), done
