@@ -477,7 +477,7 @@ log.write("parent ")
 atexit.register(lambda: open("ended", "a").write("module "))
 
 def late(rank):
-    time.sleep(0.2)
+    time.sleep(1)
     log.write(f"late{rank} ")
 
 def worker(rank, n, what):
