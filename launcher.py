@@ -528,7 +528,7 @@ def _be_rank(guard: int, environment: dict, folder: str, seed: int, threads: int
     except BaseException as error:
         failure = error  # still here: what its frames hold may take long to end
         report = _report_of(error)
-    _write_open_files()  # before the report: a rank that has reported may be killed
+        _write_open_files()  # before the report: a rank that has reported a failure is killed
     _write_report(report, f"{folder}/report{rank}")
     if failure and (report.failure or report.stop_signal):
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises if a data loader's worker dies
@@ -546,7 +546,7 @@ def _be_rank(guard: int, environment: dict, folder: str, seed: int, threads: int
 def _write_open_files() -> None:
     """Write what the files that this process has open have buffered."""
     for item in gc.get_objects():
-        if issubclass(type(item), io.IOBase):  # isinstance would ask the object
+        if issubclass(type(item), (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)):  # isinstance asks the item
             with contextlib.suppress(Exception):  # it is closed, or nobody reads the pipe
                 item.flush()
 
