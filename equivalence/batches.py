@@ -1,0 +1,190 @@
+"""Batches as a program sees them: tensors in nested lists, tuples, mappings and objects."""
+
+import copy
+import dataclasses
+import hashlib
+import random
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy
+import torch
+import torch.nn.functional as F
+
+PADDING = {"labels": -100}  # what Hugging Face's losses leave out; everything else is padded with 0
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    """The parts of a nested value that have no parts."""
+    parts = parts_of(value)
+    if parts is None:
+        yield value
+        return
+    for part in parts.values():
+        yield from leaves(part)
+
+
+def parts_of(value: Any) -> dict | None:
+    """The parts of a list, tuple, mapping or object by index or name; None if it is a leaf.
+
+    A list of numbers or strings is a leaf.
+    """
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, (list, tuple)):
+        nested = any(isinstance(part, (torch.Tensor, Mapping, list, tuple)) for part in value)
+        return dict(enumerate(value)) if nested else None
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dict(vars(value))
+    return None
+
+
+def with_parts(value: Any, parts: dict) -> Any:
+    """The value, with other parts."""
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*parts.values())
+    if isinstance(value, (list, tuple)):
+        return type(value)(parts.values())
+    made = copy.copy(value)
+    if isinstance(value, Mapping):
+        try:
+            made.update(parts)
+        except AttributeError:  # it can't be changed
+            return type(value)(parts)
+        return made
+    for name, part in parts.items():
+        object.__setattr__(made, name, part)
+    return made
+
+
+def mapped(function: Callable[[list, Any], Any], values: list, key: Any = None) -> Any:
+    """Like the first value, with function(leaves, key) of the leaves in the same place of all."""
+    parts = [parts_of(value) for value in values]
+    if parts[0] is None:
+        return function(values, key)
+    made = {}
+    for name in parts[0]:
+        made[name] = mapped(function, [some[name] for some in parts], name)
+    return with_parts(values[0], made)
+
+
+def clone(value: Any) -> Any:
+    def cloned(same: list, key: Any) -> Any:
+        return same[0].detach().clone() if isinstance(same[0], torch.Tensor) else same[0]
+
+    return mapped(cloned, [value])
+
+
+def join(batches: list) -> Any:
+    """One batch with the examples of all of them; shorter ones are padded at their ends."""
+
+    def joined(same: list, key: Any) -> Any:
+        if isinstance(same[0], (list, tuple)):
+            return type(same[0])(item for some in same for item in some)
+        if not isinstance(same[0], torch.Tensor) or same[0].dim() == 0:
+            return same[0]
+        longest = [max(sizes) for sizes in zip(*(tensor.shape[1:] for tensor in same), strict=True)]
+        return torch.cat([_padded(tensor, longest, PADDING.get(key, 0)) for tensor in same])
+
+    return mapped(joined, batches) if len(batches) > 1 else batches[0]
+
+
+def _padded(tensor: torch.Tensor, longest: list[int], value: int) -> torch.Tensor:
+    """The tensor with sizes `longest` in all dimensions but the first."""
+    missing = [size - here for size, here in zip(longest, tensor.shape[1:], strict=True)]
+    pads = []
+    for count in reversed(missing):  # F.pad begins with the last dimension
+        pads += [0, count]
+    return F.pad(tensor, pads, value=value) if any(pads) else tensor
+
+
+def split(batch: Any, count: int) -> list:
+    """The batch in so many parts."""
+
+    def part(number: int) -> Any:
+        def chosen(same: list, key: Any) -> Any:
+            value = same[0]
+            if isinstance(value, torch.Tensor) and value.dim():
+                return value.tensor_split(count)[number]
+            return value
+
+        return mapped(chosen, [batch])
+
+    return [part(number) for number in range(count)]
+
+
+def tensors_of(batch: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in leaves(batch) if isinstance(leaf, torch.Tensor)]
+
+
+def count_examples(batch: Any) -> int:
+    """The size of the first tensor that has one; 1 if there is none."""
+    for tensor in tensors_of(batch):
+        if tensor.dim():
+            return len(tensor)
+    return 1
+
+
+def digest(batch: Any) -> str:
+    """Equal for equal batches, or tensors."""
+    found = hashlib.blake2b(digest_size=16)
+    for tensor in tensors_of(batch):
+        found.update(f"{tensor.dtype} {list(tensor.shape)}".encode())
+        found.update(_bytes(tensor))
+    return found.hexdigest()
+
+
+def digests_of_examples(batch: Any) -> list[bytes]:
+    """A name for each example, equal for equal ones."""
+    count = count_examples(batch)
+    tensors = [some for some in tensors_of(batch) if some.dim() and len(some) == count]
+    names = []
+    for row in range(count):
+        found = hashlib.blake2b(digest_size=16)
+        for tensor in tensors:
+            found.update(_bytes(tensor[row]))
+        names.append(found.digest())
+    return names
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().tobytes()
+
+
+class RandomState(NamedTuple):
+    """Of torch (the CPU's and this process's GPU's), Python and numpy."""
+
+    cpu: torch.Tensor
+    gpu: torch.Tensor | None
+    python: tuple
+    numpy: tuple
+
+
+def random_state() -> RandomState:
+    gpu = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+    return RandomState(torch.get_rng_state(), gpu, random.getstate(), numpy.random.get_state())
+
+
+def set_random_state(state: RandomState, reseeded: bool = False) -> None:
+    """`reseeded`: not this state, but another one that follows from it."""
+    torch.set_rng_state(state.cpu)
+    random.setstate(state.python)
+    numpy.random.set_state(state.numpy)
+    if state.gpu is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state.gpu)
+    if reseeded:
+        torch.manual_seed(torch.randint(2**31, ()).item())
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy on the CPU; of a DTensor all of it, which is a collective."""
+    with torch.no_grad():
+        found = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+        return found.detach().to_dense().cpu().clone()
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's share of a DTensor; another tensor as it is."""
+    with torch.no_grad():
+        return tensor.to_local() if hasattr(tensor, "to_local") else tensor.detach()

@@ -1,0 +1,110 @@
+"""What both runs have found, side by side; and how much rounding changes."""
+
+import functools
+
+import torch
+from equivalence import vectors
+from equivalence.notes import Step
+from equivalence.plan import FACTOR, Plan, Test
+from equivalence.replay import Result
+from equivalence.vectors import Vector
+
+
+class Evidence:
+    def __init__(self, plan: Plan, result: Result) -> None:
+        self.plan, self.result = plan, result
+        self.steps = range(plan.steps)
+        self.columns = range(len(plan.columns))
+        whole = [result.steps[Test("whole", step)] for step in self.steps]
+        self.shapes = {}
+        for one in whole:
+            self.shapes |= {name: tensor.shape for name, tensor in one.forced.items()}
+        self.parameters = [name for name in result.notes.parameters if name in self.shapes]
+        self.names = self.names_with(whole)  # of the tensors that are compared
+        self.is_blind = not self.names  # the optimizer's parameters are others than the model's
+        if self.is_blind:
+            self.names = [n for n in self.parameters if any(n in one.raw for one in whole)]
+        plan.trained = set(self.names)
+        # The ranks whose batches are different; of one rank there is no mean.
+        self.shares = plan.distinct(0) if len(self.columns) > 1 else [0]
+        has_means = all(Test("mean", step) in result.steps for step in self.steps)
+        self.has_shares = len(self.shares) > 1 and result.notes.optimizers == 1 and has_means
+        self.expected = "mean" if self.has_shares else "whole"
+
+    def names_with(self, steps: list[Step]) -> list[str]:
+        """The parameters that have a gradient at an optimizer."""
+        found = []
+        for name in self.parameters:
+            if any(one.gradients.get(name) is not None for one in steps):
+                found.append(name)
+        return found
+
+    # ----------------------------------------------------------------------- of the one process
+
+    def tensors(self, kind: str, test: Test) -> Vector:
+        """Its "raw" or "gradients"; 0 where there is none."""
+        found = getattr(self.result.steps[test], kind)
+        vector = {}
+        for name in self.names:
+            value = found.get(name)
+            vector[name] = torch.zeros(self.shapes[name]) if value is None else value
+        return vector
+
+    def raw(self, test: Test) -> Vector:
+        return self.tensors("raw", test)
+
+    def raws(self, kind: str, is_neutral: bool = False) -> list[Vector]:
+        return [self.raw(Test(kind, step, 0, is_neutral)) for step in self.steps]
+
+    def update(self, kind: str, step: int) -> Vector:
+        """How a step changed the weights; {} if that was not seen."""
+        test = Test(kind, step)
+        after = self.result.after.get(test, {})
+        if not all(name in after for name in self.parameters):
+            return {}
+        before = self.result.steps[test].forced
+        return {name: after[name].double() - before[name].double() for name in self.parameters}
+
+    def changed_by(self, kind: str) -> float:
+        """How much the gradients of step 1 change if it is computed "again", or "reseeded"."""
+        test = Test(kind, 0)
+        if not self.names or test not in self.result.steps:
+            return 0.0
+        return vectors.distance(self.raw(test), self.raw(Test("whole", 0)))
+
+    # ------------------------------------------------------------------------- of the processes
+
+    def of_column(self, kind: str, step: int, column: int, names: list[str]) -> Vector:
+        vector = {}
+        for name in names:
+            value = self.plan.value(kind, name, step, column, self.shapes[name])
+            vector[name] = torch.zeros(self.shapes[name]) if value is None else value
+        return vector
+
+    def change(self, step: int, column: int) -> Vector:
+        """How their step changed the weights."""
+        before = self.of_column("weights", step, column, self.parameters)
+        after = self.of_column("weights", step + 1, column, self.parameters)
+        return vectors.difference(after, before)
+
+    # --------------------------------------------------------------------------- the yardsticks
+
+    @functools.cached_property
+    def coarse(self) -> float:
+        """Of the number format in which the modules compute."""
+        return max(self.result.notes.precision, 1e-7) / 8
+
+    def rounding(self, is_neutral: bool = False) -> float:
+        """How far the gradients move if each weight is changed in its last digit."""
+        moved = vectors.distances(self.raws("rounded", is_neutral), self.raws("whole", is_neutral))
+        return max(*moved, self.coarse)
+
+    @functools.cached_property
+    def exact(self) -> float:
+        """How far gradients may be apart.
+
+        The mean of the shares' is compared to the last bits; one process's own, up to rounding.
+        """
+        if self.has_shares:
+            return max(1e-6, FACTOR * self.changed_by("again"))
+        return FACTOR * self.rounding()

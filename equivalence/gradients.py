@@ -1,0 +1,262 @@
+"""The two questions about gradients.
+
+1. Do the optimizers get the mean of the shares' gradients?  That is the program's own part.
+2. Is that the gradient of the whole batch?  It isn't with BatchNorm, or a contrastive loss.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+from equivalence import vectors
+from equivalence.evidence import Evidence
+from equivalence.plan import FACTOR, Test
+from equivalence.vectors import Fit, Vector
+
+NEAR = 0.002  # coefficients that differ by less are the same
+
+
+class Line(NamedTuple):
+    label: str
+    text: str
+    is_wrong: bool = False
+
+
+class Averaging(NamedTuple):
+    lines: list[Line]
+    is_own: bool = False  # each rank's optimizer gets its own share's gradients
+
+
+class OneBatch(NamedTuple):
+    line: Line
+    cause: str = ""  # "BatchNorm", "dropout", "random numbers", if that explains the difference
+
+
+@dataclasses.dataclass
+class Differences:
+    """Between the gradients that the optimizers got and those that they should get."""
+
+    found: list[list[Vector]]  # of each column, in each step
+    goal: list[Vector]
+    far: list[list[float]]  # the distances
+
+    @property
+    def largest(self) -> float:
+        return max(max(steps) for steps in self.far)
+
+
+# ------------------------------------------------------------------ 1. what the optimizers get
+
+
+def averaging(evidence: Evidence) -> Averaging:
+    if evidence.is_blind:
+        text = "seen in the weights only: the optimizer has parameters of its own"
+        return Averaging([Line("averaging", text)])
+    goal = []
+    for step in evidence.steps:
+        goal.append(evidence.tensors("gradients", Test(evidence.expected, step)))
+    found = []
+    for column in evidence.columns:
+        steps = evidence.steps
+        found.append([evidence.of_column("gradients", k, column, evidence.names) for k in steps])
+    differences = Differences(found, goal, [vectors.distances(steps, goal) for steps in found])
+    pick = max if evidence.has_shares else vectors.median
+    worst = max(pick(steps) for steps in differences.far)
+    if worst > evidence.exact:
+        return explain(evidence, differences)
+    if not evidence.has_shares:
+        text = f"right: one process's (apart by {worst:.0e}; rounding alone makes "
+        return Averaging([Line("gradients", f"{text}{evidence.rounding():.0e})")])
+    text = "the mean of the ranks' gradients"
+    weights = [evidence.plan.weights_of_shares(step, evidence.raw) for step in evidence.steps]
+    even = [1 / len(evidence.shares)] * len(evidence.shares)
+    uneven = [step for step in evidence.steps if vectors.spread(weights[step], even) > 1e-3]
+    if uneven:
+        text = "the ranks' gradients, each as heavy as in one process: "
+        text += f"{percent(weights[uneven[0]])} in step {uneven[0] + 1}"
+    apart = "to the last bit" if worst == 0 else f"apart by {worst:.0e}"
+    return Averaging([Line("averaging", f"right: the optimizers get {text} ({apart})")])
+
+
+def explain(evidence: Evidence, differences: Differences) -> Averaging:
+    """What they got, from the worst step and its tensors."""
+    far = differences.far
+    worst = max(evidence.steps, key=lambda step: max(steps[step] for steps in far))
+    lines = missing_gradients(evidence, worst)
+    if not evidence.has_shares:
+        return Averaging([*lines, explain_whole(evidence, differences, worst)])
+    bad = wrong_tensors(evidence, differences, worst)
+    place = where(evidence, differences, bad)
+    parts = []
+    for column in evidence.shares:
+        raw = evidence.raw(Test("share", worst, column))
+        parts.append({name: raw[name] for name in bad})
+    fits = []
+    for steps in differences.found:
+        fits.append(vectors.fit({name: steps[worst][name] for name in bad}, parts))
+    if is_own(evidence, fits):
+        text = f"each rank's optimizer gets the gradients of its own share{place}: nobody averages"
+        return Averaging([*lines, Line("averaging", f"WRONG: {text} them", True)], is_own=True)
+    text = clipped_early(evidence, worst) or in_words(evidence, fits, worst, place)
+    return Averaging([*lines, Line("averaging", f"WRONG: {text}", True)])
+
+
+def explain_whole(evidence: Evidence, differences: Differences, worst: int) -> Line:
+    """Several optimizers, or one share: compared with one process's own gradients."""
+    fit = vectors.fit(differences.found[0][worst], [differences.goal[worst]])
+    rounding = evidence.rounding()
+    if fit.left < FACTOR * rounding:
+        return Line("gradients", f"WRONG: {fit.weights[0]:.4g} times one process's", True)
+    text = f"WRONG: apart from one process's by {differences.largest:.0e}"
+    return Line("gradients", f"{text}; rounding alone makes {rounding:.0e}", True)
+
+
+def missing_gradients(evidence: Evidence, step: int) -> list[Line]:
+    missing = []
+    for name in evidence.names:
+        for rank, notes in enumerate(evidence.plan.ranks):
+            if notes.steps[step].gradients.get(name, 0) is None:
+                missing.append(f"{name} on rank {rank}")
+    return [Line("note", f"no gradient: {some_of(missing)}")] if missing else []
+
+
+def wrong_tensors(evidence: Evidence, differences: Differences, step: int) -> list[str]:
+    found = []
+    for name in evidence.names:
+        goal = {name: differences.goal[step][name]}
+        apart = [vectors.distance({name: one[step][name]}, goal) for one in differences.found]
+        if max(apart) > max(evidence.exact, 1e-5):
+            found.append(name)
+    return found or evidence.names
+
+
+def where(evidence: Evidence, differences: Differences, bad: list[str]) -> str:
+    """Which tensors and steps, if not all."""
+    text = ""
+    right = len(evidence.names) - len(bad)
+    if right:
+        text += f" of {some_of(bad)} (the other {right} of {len(evidence.names)} tensors are right)"
+    wrong = []
+    for step in evidence.steps:
+        if max(steps[step] for steps in differences.far) > evidence.exact:
+            wrong.append(str(step + 1))
+    if len(wrong) < len(evidence.steps):
+        text += f", in step {', '.join(wrong)} only"
+    return text
+
+
+def near(one: list[float], other: list[float]) -> bool:
+    return vectors.spread(one, other) < NEAR * max(abs(weight) for weight in other)
+
+
+def is_own(evidence: Evidence, fits: list[Fit]) -> bool:
+    for column, fit in zip(evidence.columns, fits, strict=True):
+        own = [float(column == share) for share in evidence.shares]
+        if fit.left > 1e-3 or not near(fit.weights, own):
+            return False
+    return True
+
+
+def clipped_early(evidence: Evidence, step: int) -> str:
+    """If clip_grad_norm_ got other gradients on each rank."""
+    norms = []
+    for column in evidence.plan.columns:
+        norms.append(evidence.plan.ranks[column[0]].steps[step].norms)
+    if not any(len(set(same)) > 1 for same in zip(*norms, strict=False)):
+        return ""
+    lengths = ", ".join(f"{one[0]:.3g}" for one in norms)
+    text = f"clip_grad_norm_ got other gradients on each rank (of length {lengths})"
+    return f"{text}: average them before they are clipped"
+
+
+def in_words(evidence: Evidence, fits: list[Fit], step: int, place: str) -> str:
+    """What the optimizers got, as a combination of the shares' gradients."""
+    first = fits[0].weights
+    count = len(evidence.shares)
+    if not all(near(fit.weights, first) for fit in fits):
+        texts = []
+        for column, fit in zip(evidence.plan.columns, fits, strict=True):
+            texts.append(f"rank {column[0]} has {made_of(fit.weights, evidence.shares)}")
+        return f"the ranks' gradients differ{place}: {'; '.join(texts)}"
+    proper = evidence.plan.weights_of_shares(step, evidence.raw)
+    left = max(fit.left for fit in fits)
+    ratios = [found / right for found, right in zip(first, proper, strict=True)]
+    times = sum(ratios) / count
+    uneven = max(ratios) - min(ratios)
+    rest = f", and something else ({left:.0e})" if left > 1e-3 else ""
+    if left < 0.01 and near(first, proper):
+        return f"they are coarsely rounded{place} (by a communication hook that sends bfloat16?)"
+    if left > 0.01 or (abs(times - 1) < NEAR and uneven < 2 * NEAR):
+        nearest = made_of(first, evidence.shares)
+        return f"they are not made of the shares' gradients{place} (nearest: {nearest})"
+    if uneven > 2 * NEAR * max(abs(ratio) for ratio in ratios):
+        return (
+            f"the shares count {percent(first)}{place}, in one process {percent(proper)}: the mean "
+            f"of means is not the mean (unequal numbers of examples, tokens or labels?){rest}"
+        )
+    if near(proper, [1.0] * count) and abs(times * count - 1) < NEAR:
+        return (
+            f"1/{count} of one process's gradients{place}: the loss is a sum over examples, and "
+            f"the mean over {count} processes divides it by {count}{rest}"
+        )
+    if abs(times - count) < NEAR * count:
+        return f"{count} times one process's gradients{place}: summed, not averaged{rest}"
+    if abs(times * count - 1) < NEAR:
+        text = f"1/{count} of one process's gradients{place}: divided by the number of processes"
+        return f"{text} twice{rest}"
+    return f"{times:.4g} times one process's gradients{place}{rest}"
+
+
+# --------------------------------------------------------------------- 2. is it one batch's?
+
+
+def one_batch(evidence: Evidence) -> OneBatch:
+    wanted = evidence.raws("whole")
+    rounding = evidence.rounding()
+    made = [evidence.plan.mean(step, evidence.raw) for step in evidence.steps]
+    off = vectors.median(vectors.distances(made, wanted))
+    counts = evidence.plan.examples(0)
+    examples = sum(counts[column] for column in evidence.shares)
+    batch = f"all {examples} examples in one batch"
+    apart = f"apart by {off:.0e}; rounding alone makes {rounding:.0e}"
+    if off <= FACTOR * rounding:
+        return OneBatch(Line("one batch", f"right: that is the gradient of {batch} ({apart})"))
+    cause = ""
+    left = without_layers(evidence)
+    kinds = sorted(evidence.result.notes.kinds)  # BatchNorm first
+    if left is not None and left <= FACTOR * evidence.rounding(is_neutral=True):
+        cause = kinds[0] if kinds else "dropout"
+        apart += f"; without {cause} {left:.0e}"
+    elif evidence.changed_by("reseeded") > off / 4:
+        cause = "random numbers"
+    return OneBatch(Line("one batch", f"different from {batch} ({apart})", True), cause)
+
+
+def without_layers(evidence: Evidence) -> float | None:
+    """The same distance without BatchNorm and dropout; None if that was not tried."""
+    if Test("whole", 0, 0, True) not in evidence.result.steps:
+        return None
+    made = []
+    for step in evidence.steps:
+        shares = [evidence.raw(Test("share", step, c, True)) for c in evidence.shares]
+        weights = evidence.plan.weights_of_shares(step, evidence.raw)
+        made.append(vectors.combine(shares, weights))
+    return vectors.median(vectors.distances(made, evidence.raws("whole", is_neutral=True)))
+
+
+# ---------------------------------------------------------------------------------- in words
+
+
+def made_of(weights: list[float], shares: list[int]) -> str:
+    parts = [f"{weight:.3g} x share {c}" for c, weight in zip(shares, weights, strict=True)]
+    return " + ".join(parts)
+
+
+def percent(weights: list[float]) -> str:
+    total = sum(weights)
+    return " and ".join(f"{100 * weight / total:.1f} %" for weight in weights)
+
+
+def some_of(names: list[str]) -> str:
+    names = list(dict.fromkeys(names))
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more

@@ -1,0 +1,213 @@
+"""The answer, and the lines below it."""
+
+import torch
+from equivalence import vectors
+from equivalence.batches import digests_of_examples
+from equivalence.evidence import Evidence
+from equivalence.gradients import Line, averaging, one_batch, some_of
+from equivalence.plan import FACTOR, Test
+
+SAME, DIFFERENT, UNKNOWN = 0, 1, 2  # exit codes
+SAMPLER = "give each its share (a DistributedSampler)"
+
+
+def judge(evidence: Evidence) -> tuple[int, list[Line]]:
+    """The exit code, and the lines; the first one is the verdict."""
+    lines = [*examples(evidence), *copies(evidence), *learning_rate(evidence)]
+    if evidence.names and not any(vectors.length(one) for one in evidence.raws("whole")):
+        text = "all are 0 in one process, too: look at the loss"
+        lines.append(Line("gradients", text))
+        return UNKNOWN, [Line("verdict", "NOT FOUND OUT: nothing is trained"), *lines]
+    found = averaging(evidence)
+    lines += [*found.lines, *spare_tensors(evidence)]
+    cause = ""
+    is_copied = not any(line.label == "copies" for line in lines)
+    if evidence.has_shares and evidence.names and is_copied:
+        batch = one_batch(evidence)
+        lines.append(batch.line)
+        cause = batch.cause
+    change = weights(evidence)
+    lines += change
+    lines += random_numbers(evidence)
+    if evidence.is_blind and not change:
+        text = "NOT FOUND OUT: the optimizer has no tensor of the models, and no weight changed"
+        return UNKNOWN, [Line("verdict", text), *lines]
+    reasons = list(dict.fromkeys(line.label for line in lines if line.is_wrong))
+    if found.is_own and change and not change[0].is_wrong:
+        reasons.remove("averaging")
+        lines = [line._replace(text=line.text.removeprefix("WRONG: ")) for line in lines]
+        lines.append(Line("note", "the weights are averaged after the step: that is the same"))
+    code, answer = conclude(reasons, cause)
+    return code, [Line("verdict", answer), *lines]
+
+
+def conclude(reasons: list[str], cause: str) -> tuple[int, str]:
+    if not reasons:
+        return SAME, "THE SAME as one process, up to rounding"
+    if reasons == ["one batch"] and cause == "BatchNorm":
+        return SAME, "THE SAME, but for BatchNorm: each process normalises its own share"
+    if reasons == ["one batch"] and cause == "dropout":
+        return SAME, "THE SAME, but for dropout, which draws other numbers in each process"
+    if reasons == ["one batch"] and cause == "random numbers":
+        return SAME, "THE SAME, but for random numbers that each step draws"
+    if reasons == ["one batch"]:
+        text = "the loss, or a layer, depends on which examples are in a batch together"
+        return DIFFERENT, f"DIFFERENT from one process: {text}"
+    return DIFFERENT, f"DIFFERENT from one process in: {', '.join(reasons)}"
+
+
+# ------------------------------------------------------------------------------- the examples
+
+
+def examples(evidence: Evidence) -> list[Line]:
+    plan, count = evidence.plan, len(evidence.columns)
+    most = max(
+        (plan.examples(step) for step in evidence.steps), key=lambda some: max(some) - min(some)
+    )
+    text, is_wrong = " + ".join(map(str, most)) + " in a step", False
+    if len(evidence.shares) < count:
+        text += f": all {count} ranks have the same, and do the same work {count} times: {SAMPLER}"
+        is_wrong = True
+    elif count > 1:
+        text += twice_in_steps(evidence)
+        said = in_an_epoch(evidence)
+        text += said
+        is_wrong = bool(said)
+    elif len(plan.ranks) > 1:
+        text += f", the same on all {len(plan.ranks)} ranks, which share one model"
+    return [Line("examples", text, is_wrong), *larger_alone(evidence, most)]
+
+
+def twice_in_steps(evidence: Evidence) -> str:
+    owners: dict[bytes, set[int]] = {}
+    for column in evidence.columns:
+        for step in evidence.steps:
+            for event in evidence.plan.share(evidence.plan.keys[0], step, column):
+                for name in digests_of_examples(event.value):
+                    owners.setdefault(name, set()).add(column)
+    twice = sum(len(columns) > 1 for columns in owners.values())
+    if not twice:
+        return ", none on two ranks"
+    return f", {twice} of {len(owners)} different ones on more than one rank"
+
+
+def in_an_epoch(evidence: Evidence) -> str:
+    """What the samplers say, if they could be asked."""
+    plan, key = evidence.plan, evidence.plan.keys[0]
+    indices = [plan.ranks[column[0]].indices.get(key) or [] for column in plan.columns]
+    if not all(indices):
+        return ""
+    union = set().union(*indices)
+    total = sum(len(set(some)) for some in indices)
+    slack = 2 * len(indices)  # padding, or a last batch
+    text = ""
+    if total > len(union) + slack:
+        twice = total - len(union)
+        text += f". In an epoch {twice} of {len(union)} come on more than one rank: {SAMPLER}"
+    reach = set(evidence.result.notes.indices.get(key) or [])
+    if len(reach) > len(union) + slack:
+        text += f". In an epoch the ranks leave out {len(reach - union)} of {len(reach)}"
+    return text
+
+
+def larger_alone(evidence: Evidence, most: list[int]) -> list[Line]:
+    """If --batch-size means another number of examples in one process."""
+    plan, key = evidence.plan, evidence.plan.keys[0]
+    alone = evidence.result.notes.examples.get(key, 0) * plan.rates[key]
+    total = sum(most[column] for column in evidence.shares)
+    if not alone or alone == total or not key.startswith("loader"):
+        return []
+    text = f"alone the program takes {alone} examples in a step, with {len(plan.ranks)} processes "
+    return [Line("note", f"{text}{total}: an epoch has fewer steps, and other rates may be best")]
+
+
+# ------------------------------------------------------------------- weights, learning rates
+
+
+def copies(evidence: Evidence) -> list[Line]:
+    """Weights that differ between the ranks."""
+    for step in range(len(evidence.steps) + 1):
+        different = []
+        for name in evidence.parameters:
+            for same in zip(*evidence.plan.columns, strict=True):
+                values = [evidence.plan.ranks[rank].steps[step].weights.get(name) for rank in same]
+                if differ([value for value in values if value is not None]):
+                    different.append(name)
+        if different:
+            when = "from the start" if step == 0 else f"after step {step}"
+            return [Line("copies", f"the ranks' weights differ {when}: {some_of(different)}", True)]
+    return []
+
+
+def differ(values: list[torch.Tensor]) -> bool:
+    for value in values:
+        if value.shape != values[0].shape or not value.equal(values[0]):
+            return True
+    return False
+
+
+def learning_rate(evidence: Evidence) -> list[Line]:
+    count = len(evidence.plan.ranks)
+    for step in evidence.steps:
+        many = evidence.plan.ranks[0].steps[step].rates
+        alone = evidence.result.steps[Test("whole", step)].rates
+        for one, other in zip(many, alone, strict=False):
+            if abs(one - other) > 1e-6 * abs(other):
+                times = f" ({one / other:.4g} times)" if other else ""
+                text = f"{one:.6g} with {count} processes, {other:.6g} with one{times}"
+                return [Line("learning rate", f"{text}, in step {step + 1}", True)]
+    return []
+
+
+def weights(evidence: Evidence) -> list[Line]:
+    """Whether the steps change them as in one process; [] if that was not seen."""
+    expected = [evidence.update(evidence.expected, step) for step in evidence.steps]
+    if not all(expected) or not any(vectors.length(one) for one in expected):
+        return []
+    far = 0.0
+    for column in evidence.columns:
+        changes = [evidence.change(step, column) for step in evidence.steps]
+        far = max(far, *vectors.distances(changes, expected))
+    unit = 0.0
+    for step in evidence.steps:
+        forced = evidence.result.steps[Test("whole", step)].forced
+        size = vectors.length({name: forced[name] for name in evidence.parameters})
+        unit = max(unit, 6e-8 * size / max(1e-150, vectors.length(expected[step])))
+    if not evidence.has_shares:
+        for step in evidence.steps:
+            rounded = evidence.update("rounded", step)
+            if rounded:
+                unit = max(unit, vectors.distance(rounded, expected[step]))
+    is_right = far <= max(evidence.exact, FACTOR * unit)
+    text = "right: they change" if is_right else "they don't change"
+    text += f" as in one process (apart by {far:.0e}; rounding {unit:.0e})"
+    return [Line("weights", text, not is_right)]
+
+
+# ---------------------------------------------------------------------------------- the notes
+
+
+def spare_tensors(evidence: Evidence) -> list[Line]:
+    first = evidence.result.steps[Test("whole", 0)]
+    if evidence.is_blind:
+        return []
+    spare = [n for n in evidence.parameters if n not in first.gradients and n in first.raw]
+    if not spare:
+        return []
+    return [Line("note", f"no optimizer has {some_of(spare)}, though there are gradients")]
+
+
+def random_numbers(evidence: Evidence) -> list[Line]:
+    moved = evidence.changed_by("reseeded")
+    if moved <= FACTOR * evidence.rounding():
+        return []
+    lines = []
+    if "dropout" not in evidence.result.notes.kinds:
+        text = f"a step draws random numbers: others change its gradients by {moved:.0e}"
+        lines.append(Line("note", text))
+    plan = evidence.plan
+    states = [plan.ranks[column[0]].steps[0].states[0].cpu for column in plan.columns]
+    if len(states) > 1 and all(state.equal(states[0]) for state in states):
+        text = "all ranks draw the same random numbers, so they have the same dropout masks (or "
+        lines.append(Line("note", f"{text}noise): seed them differently"))
+    return lines
