@@ -507,6 +507,7 @@ def _be_rank(guard: int, environment: dict, folder: str, seed: int, threads: int
     is_forked = not isinstance(job, bytes)
     if is_forked:
         atexit._clear()  # what the launching process has registered runs there alone
+        atexit.register(multiprocessing.util._exit_function)  # as Python 3.13 does itself
     rank = int(environment["RANK"])
     multiprocessing.current_process()._config["tempdir"] = folder  # for sockets that killed workers can't remove
     for number in STOP_SIGNALS:
