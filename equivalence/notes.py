@@ -10,6 +10,12 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from instruments.hooks import Hooks, plain_name
+from instruments.program import Finished
+from torch import nn
+from torch.nn.utils import clip_grad
+from torch.utils.data import dataloader
+
 from equivalence.batches import (
     RandomState,
     clone,
@@ -20,11 +26,6 @@ from equivalence.batches import (
     whole,
 )
 from equivalence.vectors import Vector
-from instruments.hooks import Hooks, plain_name
-from instruments.program import Finished
-from torch import nn
-from torch.nn.utils import clip_grad
-from torch.utils.data import dataloader
 
 BATCH_NORM = nn.modules.batchnorm._BatchNorm
 DROPOUT = nn.modules.dropout._DropoutNd
@@ -306,6 +307,29 @@ class Recorder(Hooks):
             examples=self.examples,
             size=sum(tensor.nbytes for tensor in tensors),
         )
+
+
+def recorder(place: Any, length: int, folder: str, threads: int) -> "QuietRecorder":
+    torch.set_num_threads(threads)
+    return QuietRecorder(place.rank, length, f"{folder}/log{place.rank}")
+
+
+class QuietRecorder(Recorder):
+    """What the program prints goes into a file."""
+
+    def __init__(self, rank: int, length: int, log: str) -> None:
+        super().__init__(rank, length)
+        self.log = log
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        with (
+            open(self.log, "w", encoding="utf-8") as file,
+            contextlib.redirect_stdout(file),
+            contextlib.redirect_stderr(file),
+            super().installed(),
+        ):
+            yield
 
 
 def indices_of(sampler: Any) -> list:

@@ -4,12 +4,13 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from instruments.program import Finished
+from torch import nn
+
 from equivalence.batches import clone, local, set_random_state, whole
 from equivalence.notes import BATCH_NORM, DROPOUT, Notes, Recorder, Step
 from equivalence.plan import Plan, Test
 from equivalence.vectors import Vector
-from instruments.program import Finished
-from torch import nn
 
 
 class Result(NamedTuple):
@@ -169,13 +170,13 @@ class Replayer(Recorder):
             return dict(self.plan.rates)
         return {key: self.counts[1][key] - self.counts[0][key] for key in self.plan.rates}
 
-    def result(self, problem: str) -> Result:
+    def notes(self, is_own_thread: bool = True) -> Result:
         made = self.plan.tests[: max(0, len(self.counts) - 1)]
         steps, after = {}, {}
         for number, test in enumerate(made):
             steps[test] = self.noted[number]
             if test.kind in ("whole", "rounded", "mean") and not test.is_neutral:
                 after[test] = self.noted[number + 1].weights if number + 1 < len(self.noted) else {}
-        notes = self.notes()
-        notes.steps = []
-        return Result(steps, after, self.rates(), notes, sorted(self.plan.unmatched), problem)
+        notes = super().notes(is_own_thread)
+        notes.steps, notes.events = [], {}
+        return Result(steps, after, self.rates(), notes, sorted(self.plan.unmatched), "")

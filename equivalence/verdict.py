@@ -1,6 +1,7 @@
 """The answer, and the lines below it."""
 
 import torch
+
 from equivalence import vectors
 from equivalence.batches import digests_of_examples
 from equivalence.evidence import Evidence
@@ -140,10 +141,8 @@ def copies(evidence: Evidence) -> list[Line]:
 
 
 def differ(values: list[torch.Tensor]) -> bool:
-    for value in values:
-        if value.shape != values[0].shape or not value.equal(values[0]):
-            return True
-    return False
+    first = values[0] if values else None
+    return any(value.shape != first.shape or not value.equal(first) for value in values)
 
 
 def learning_rate(evidence: Evidence) -> list[Line]:

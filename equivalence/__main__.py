@@ -1,0 +1,161 @@
+"""The command line."""
+
+import argparse
+import os
+import shlex
+import shutil
+import sys
+import tempfile
+import textwrap
+import time
+from pathlib import Path
+
+if not __package__:  # as `python PATH/equivalence`, from any folder
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+import equivalence  # noqa: E402
+
+LEFT_OUT = "an epoch's last batch, evaluation and resume were not looked at"
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="equivalence",
+        description=equivalence.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage=argparse.SUPPRESS,
+    )
+    add = parser.add_argument
+    add("--nproc", type=int, help="processes (default: one for each GPU; without a GPU, 2)")
+    add("--steps", type=int, default=3, help="to compare (default: %(default)s)")
+    add("--alone", default="", help='flags for the run in one process: --alone="--nproc 1"')
+    add("--patience", type=float, default=120, help="seconds without a step (default: %(default)s)")
+    add("--replay", help=argparse.SUPPRESS)
+    add("--threads", type=int, default=0, help=argparse.SUPPRESS)
+    add("-m", dest="module", nargs=argparse.REMAINDER, help="a module, and its flags")
+    add("script", nargs=argparse.REMAINDER, help="a program, and its flags")
+    args = parser.parse_args()
+    args.command = ["-m", *args.module] if args.module else args.script
+    args.alone = shlex.split(args.alone)
+    if not args.command:
+        parser.error("give a program, such as mnist_ddp.py --dataset synthetic")
+    if args.command[0] != "-m" and not os.path.isfile(args.command[0]):
+        parser.error(f"there is no file {args.command[0]}")
+    if args.steps < 2 or not args.patience > 0 or (args.nproc is not None and args.nproc < 2):
+        parser.error("--nproc and --steps must be at least 2, and --patience greater than 0")
+    is_launched = "RANK" in os.environ
+    if "--nproc" in args.command and not is_launched and not args.replay:
+        parser.error("put --nproc before the program")
+    return args
+
+
+def main() -> int:
+    args = parse_args()
+    # These import torch, which takes seconds.
+    from instruments.ranks import UsageError
+
+    from equivalence.alone import replay
+
+    try:
+        return replay(args) if args.replay else compare(args)
+    except UsageError as problem:
+        print(f"equivalence: error: {problem}", file=sys.stderr)
+        return 2
+
+
+def compare(args: argparse.Namespace) -> int:
+    """Run A, and where its notes come together run B and the answer."""
+    import torch
+    from instruments import ranks as instrument
+
+    from equivalence.notes import recorder
+
+    args.threads = args.threads or 1
+    started = time.perf_counter()
+    folder = Path(tempfile.mkdtemp(prefix="equivalence-"))
+
+    def show(notes: list) -> int:
+        if any(one.ending in ("failed", "stuck") for one in notes):
+            return 2
+        return answer(args, sorted(notes), folder, started)
+
+    torch.set_num_threads(1)  # or nothing could be forked after it
+    logs = [str(folder), args.threads]
+    job = instrument.Job("equivalence", args.command, args.patience, recorder, (args.steps, *logs))
+    try:
+        return instrument.look_at(job, args.nproc, show)
+    except SystemExit as end:  # the program failed
+        if isinstance(end.code, str):
+            for log in sorted(folder.glob("log*")):
+                sys.stderr.write(log.read_text(encoding="utf-8", errors="replace")[-2000:])
+            print(end.code, file=sys.stderr)
+            print("equivalence: the program failed with several processes", file=sys.stderr)
+            return 2
+        raise
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def answer(args: argparse.Namespace, notes: list, folder: Path, started: float) -> int:
+    from equivalence.alone import run_all
+    from equivalence.evidence import Evidence
+    from equivalence.plan import Test
+    from equivalence.verdict import judge
+
+    ranks = [one.value for one in notes]
+    made = min(len(rank.counts) for rank in ranks)
+    if made == 0:
+        return unknown(
+            "no optimizer of torch.optim made a step that was seen. Steps inside torch.compile, in "
+            "another thread or in processes of the program's own are not: call its worker under "
+            "torchrun --nproc_per_node=2"
+        )
+    if made <= args.steps:
+        return unknown(
+            f"the program made {made} steps, and {args.steps + 1} are needed: let it make more, or "
+            "give fewer --steps"
+        )
+    if len(ranks) < 2:
+        return unknown("there is only one process: give --nproc 2")
+    first = time.perf_counter()
+    alone = run_all(args, ranks, folder)
+    if alone.result is None:
+        sys.stderr.write(alone.problem)
+        return unknown(
+            "the program failed in one process, on the batches of all (its error is above). If it "
+            'can\'t run so, give it other flags: --alone="FLAGS"'
+        )
+    needed = [Test(kind, step) for kind in ("whole", "rounded") for step in range(args.steps)]
+    if not all(test in alone.result.steps for test in needed):
+        count = len(alone.result.steps)
+        return unknown(f"in one process the program made only {count} of the steps that are needed")
+    if alone.result.unmatched:
+        names = ", ".join(alone.result.unmatched[:3])
+        return unknown(
+            f"one process has weights that the {len(ranks)} don't have, or not in this shape: "
+            f'{names}. If the program splits its model, try --alone="FLAGS" that leave it whole'
+        )
+    code, lines = judge(Evidence(alone.plan, alone.result))
+    size = max(rank.size for rank in ranks) / 1e6
+    seconds = f"{first - started:.0f} + {time.perf_counter() - first:.0f} s"
+    program = f"{shlex.join(args.command)}: {len(ranks)} processes and one, {args.steps} steps"
+    texts = [(line.label, line.text) for line in lines]
+    texts.insert(1, ("program", f"{program} ({seconds}; notes of {size:.1f} MB on each rank)"))
+    texts.append(("note", f"{args.steps} steps; {LEFT_OUT}"))
+    say(texts)
+    return code
+
+
+def unknown(text: str) -> int:
+    say([("verdict", f"NOT FOUND OUT: {text}")])
+    return 2
+
+
+def say(texts: list[tuple[str, str]]) -> None:
+    width = max(60, shutil.get_terminal_size().columns - 1)
+    for label, text in texts:
+        print(textwrap.fill(f"{label:13} {text}", width, subsequent_indent=" " * 14), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
