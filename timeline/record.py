@@ -46,6 +46,8 @@ class Recorder(Hooks):
         self.open: list[OpenSpan] = []  # those that have not ended, the innermost last
         self.cuts: list[int] = []  # where the steps begin
         self.next_cut = 0
+        self.is_first_batch = False  # of a step
+        self.is_after_step = False  # after the last recorded step of the first optimizer
         self.groups: dict[Any, list[int]] = {}  # process groups: the ranks of each
         self.calls: list[Message] = []
         self.tensors: list[tuple[int, dict]] = []  # time, {address: (kind, bytes)}
@@ -109,6 +111,9 @@ class Recorder(Hooks):
         batches = iterator._index_sampler
         self.sampler = type(getattr(batches, "sampler", batches)).__name__
         with self.noted("data"):
+            if self.is_first_batch:
+                self.open[-1].begin = self.next_cut
+                self.is_first_batch = False
             return original()
 
     def forward_begins(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
@@ -129,10 +134,9 @@ class Recorder(Hooks):
 
     # -------------------------------------------------------------------------------------- steps
 
-    is_after_step = False  # after the last recorded step of the first optimizer
-
     def step_begins(self, is_sure: bool) -> None:
         self.next_cut = time.time_ns()
+        self.is_first_batch = is_sure
 
     def optimizer_begins(self, optimizer: Any) -> None:
         if optimizer is self.optimizer:
