@@ -30,7 +30,9 @@ def say(lines: Iterable[Line]) -> None:
     width = max(40, shutil.get_terminal_size().columns - 1)
     for line in lines:
         text = f"{line.subject:9} {line.sentence}"
-        print(textwrap.fill(text, width, subsequent_indent=" " * 10), flush=True)
+        # Paths stay whole, so that they can be copied.
+        options = {"break_long_words": False, "break_on_hyphens": False}
+        print(textwrap.fill(text, width, subsequent_indent=" " * 10, **options), flush=True)
 
 
 def findings(
