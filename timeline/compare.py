@@ -40,9 +40,13 @@ def lengths(recordings: list[Recording], first: int, last: int) -> list[int]:
 def first_difference(tables: list[dict[str, str]]) -> str | None:
     """The first name that is in all tables, and not with the same digest."""
     for name in tables[0]:
-        if all(name in table for table in tables) and len({table[name] for table in tables}) > 1:
+        if all(name in table for table in tables) and is_different(tables, name):
             return name
     return None
+
+
+def is_different(tables: list[dict[str, str]], name: str) -> bool:
+    return len({table[name] for table in tables}) > 1
 
 
 def largest_difference(recordings: list[Recording], name: str) -> float | None:

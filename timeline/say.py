@@ -201,14 +201,18 @@ def equalities(recordings: list[Recording], last: int) -> Iterator[Line]:
 
 
 def common_names(tables: list[dict[str, str]]) -> list[str]:
-    return [name for name in tables[0] if all(name in table for table in tables)]
+    names = []
+    for name in tables[0]:
+        if all(name in table for table in tables):
+            names.append(name)
+    return names
 
 
 def weights_in_words(recordings: list[Recording], weights: list[dict], last: int) -> str:
     names = common_names(weights)
     if all(weights[0][name] == "sharded" for name in names):
         return f"{len(names)} tensors are sharded: each rank has its part (FSDP)"
-    different = [name for name in names if len({table[name] for table in weights}) > 1]
+    different = [name for name in names if compare.is_different(weights, name)]
     if not different:
         text = f"{len(names)} tensors are equal on all ranks after step {last + 1}"
         return f"{text}: right in data parallelism"
