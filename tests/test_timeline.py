@@ -1,4 +1,4 @@
-"""timeline.py: what it records of programs whose messages, memory and delays are known; what it says; what it draws.
+"""timeline/: what it records of programs whose messages, memory and delays are known; what it says; what it draws.
 
 Most programs run in the kept world's three ranks, and each is recorded once for all tests.
 """
@@ -26,9 +26,14 @@ from world import FEW_DIGITS, ROOT, chromium, forker, run, shell, skip_if_refuse
 
 import data
 import distributed as dist
-import timeline
 from demos.mistakes import MISTAKES
+from instruments.meeting import Place
+from instruments.program import Finished
 from mnist_ddp import ConvNet
+from timeline import compare, draw, events, gpu, record
+from timeline.data import KINDS, Allocation, Span
+from timeline.picture import picture_of
+from timeline.trace import trace_of
 
 N, SIDE, BATCH, STEPS = 3, 8, 30, 4
 WEIGHTS = sum(p.numel() for p in ConvNet(1, SIDE).parameters())
@@ -44,23 +49,24 @@ def options(steps=STEPS, shown=1, out="timeline"):
 
 
 def _recorded(program, has_hooks, *args):
-    """On each rank: runs program(*args) under a recorder; on rank 0 all recordings, on each its memory events."""
-    events, read = [], timeline.read_trace
+    """On each rank: runs program(*args) under a recorder; its recording, and its memory events."""
+    traced, read = [], events.read_trace
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()):
-        patch.setattr(timeline, "HAS_MESSAGE_HOOKS", has_hooks)
-        patch.setattr(timeline, "read_trace", lambda profiler: events.extend(read(profiler)) or events)
-        recorder = timeline.Recorder(options())
-        with recorder.installed(), contextlib.suppress(timeline.Finished):
+        patch.setattr(record, "HAS_MESSAGE_HOOKS", has_hooks)
+        patch.setattr(events, "read_trace", lambda profiler: traced.extend(read(profiler)) or traced)
+        recorder = record.Recorder(Place(dist.get_rank(), dist.get_world_size()), STEPS)
+        with recorder.installed(), contextlib.suppress(Finished):
             program(*args)
-        found = timeline.together(recorder, dist.get_world_size())
-    memory = [(e["begin"], e["args"]) for e in events if e["name"] == "[memory]"]
+        found = recorder.notes(is_own_thread=True)
+    memory = [(e["begin"], e["args"]) for e in traced if e["name"] == "[memory]"]
     return pickle.dumps((found, memory))
 
 
 @functools.cache
-def recorded(program, *args, has_hooks=timeline.HAS_MESSAGE_HOOKS):
+def recorded(program, *args, has_hooks=record.HAS_MESSAGE_HOOKS):
     """(The recordings of all ranks, rank 0's events of memory)."""
-    return pickle.loads(run(_recorded, N, program, has_hooks, *args)[0])
+    ranks = [pickle.loads(one) for one in run(_recorded, N, program, has_hooks, *args)]
+    return [found for found, _ in ranks], ranks[0][1]
 
 
 def recordings(program, *args, **options):
@@ -68,7 +74,7 @@ def recordings(program, *args, **options):
 
 
 def picture(program, *args, shown=1):
-    return timeline.picture_of(recordings(program, *args), options(shown=shown))
+    return picture_of(recordings(program, *args), options(shown=shown))
 
 
 def said(picture):
@@ -133,7 +139,7 @@ def two_of_each():
 
 
 def test_a_delay_is_the_others_waiting_and_its_rank_is_named(tmp_path):
-    found = timeline.picture_of(recordings(small, "", tmp_path), options())
+    found = picture_of(recordings(small, "", tmp_path), options())
     waits = dict(found["ranks"][0]["waits_for"])
     assert waits[1] >= 0.5 * DELAY  # on a busy machine rank 0, too, may go on late
     slept = [end - begin for what, begin, end in found["ranks"][1]["parts"] if what == "forward"]
@@ -189,7 +195,7 @@ def sums(recording, steps=2):
     """(how many, bytes) of each kind, in the first recorded steps of a rank."""
     cuts, first = recording["cuts"], recording["first"]
     counts, sizes = Counter(), Counter()
-    for message in timeline.issued_in(recording, cuts[first], cuts[first + steps]):
+    for message in compare.issued_in(recording, cuts[first], cuts[first + steps]):
         if (message["kind"], message["bytes"]) != CHECKS:
             counts[message["kind"]] += 1
             sizes[message["kind"]] += message["bytes"]
@@ -205,11 +211,11 @@ def test_messages_in_closed_form_and_parts_that_add_up(name):
         assert len(steps) == STEPS
         lists = []
         for begin, end in (one["cuts"][step : step + 2] for step in steps):
-            parts = timeline.parts_of(one, begin, end)
+            parts = compare.parts_of(one["spans"], begin, end)
             borders = [begin, *(right for *_, right in parts)]
             assert borders[-1] == end and [left for _, left, _ in parts] == borders[:-1]
             assert {"forward", "backward", "optimizer"} <= {what for what, *_ in parts}
-            messages = timeline.issued_in(one, begin, end)
+            messages = compare.issued_in(one, begin, end)
             assert all(m["begin"] <= m["end"] for m in messages)
             lists.append([(message["kind"], message["bytes"], message["peer"]) for message in messages])
         period = 2 if name == "mnist_local_sgd" else 1
@@ -248,9 +254,7 @@ def test_messages_of_a_pipeline_are_arrows():
 def held(*program, rank=0):
     """The largest bytes of each kind."""
     curve = picture(*program)["ranks"][rank]["memory"]
-    return dict(
-        zip((*timeline.KEPT, *timeline.BORN), map(max, zip(*(row[1:] for row in curve), strict=True)), strict=True)
-    )
+    return {kind: max(curve[kind]) for kind in KINDS}
 
 
 def test_memory_in_closed_form():
@@ -260,25 +264,25 @@ def test_memory_in_closed_form():
     assert zero["optimizer state"] == 4 * -(-WEIGHTS // N)
     assert held(small)["optimizer state"] == 2 * SMALL + 4 * 4  # two averages, and the numbers of steps
     assert held(small)["gradients"] == held(small)["weights"] == SMALL
-    if timeline.HAS_MESSAGE_HOOKS:
+    if record.HAS_MESSAGE_HOOKS:
         assert held(small)["message buffers"] == SMALL  # DDP's buckets are a second copy of the gradients
         padded = 4 * N * -(-WEIGHTS // N)
         assert zero["gradients"] == padded + padded // N  # all, and this rank's averages
         assert zero["message buffers"] == padded  # gloo's copy of them
     # Activations: images; of each convolution its output, ReLU's, the pool's places (int64) and output; small ones.
     floats = 1 + (16 + 16) + (2 * 16 + 16) / 4 + (32 + 32) / 4 + (2 * 32 + 32) / 16
-    pick = max if timeline.HAS_MESSAGE_HOOKS else min  # torch 2.4: now and then a rank has a copy more
+    pick = max if record.HAS_MESSAGE_HOOKS else min  # torch 2.4: now and then a rank has a copy more
     activations = pick(held(variant, "variants.mnist_by_hand", rank=rank)["activations"] for rank in range(N))
-    assert 1 < activations / (4 * BATCH // N * SIDE**2 * floats) < (1.02 if timeline.HAS_MESSAGE_HOOKS else 1.3)
+    assert 1 < activations / (4 * BATCH // N * SIDE**2 * floats) < (1.02 if record.HAS_MESSAGE_HOOKS else 1.3)
 
 
 def test_the_kinds_of_memory_add_up_to_torchs_total():
-    found, events = recorded(small)
-    allocations = [part for part in found[0]["memory"] if part[2]]
-    for when, event in events[:: len(events) // 50]:
-        mine = sum(size for _, size, born, freed in allocations if born <= when and not 0 < freed <= when)
-        before = next(event["Total Allocated"] - event["Bytes"] for _, event in events)
-        unknown = sum(e["Bytes"] for t, e in events if t <= when) - mine  # what is older than the recording was freed
+    found, traced = recorded(small)
+    allocations = [part for part in found[0]["memory"] if part.born > 0]
+    for when, event in traced[:: len(traced) // 50]:
+        mine = sum(one.bytes for one in allocations if one.born <= when < one.freed)
+        before = next(event["Total Allocated"] - event["Bytes"] for _, event in traced)
+        unknown = sum(e["Bytes"] for t, e in traced if t <= when) - mine  # what is older than the recording was freed
         assert before + mine + unknown == event["Total Allocated"] and unknown <= 0
 
 
@@ -302,7 +306,7 @@ def test_silent_mistakes_are_said():
     assert "shuffle=True, no sampler): a mistake" in said(picture(two_of_each))["inputs"]
     some = recordings(small)
     some[2]["inputs"] = some[1]["inputs"]
-    assert said(timeline.picture_of(some, options()))["inputs"].startswith("equal on some ranks, different on others")
+    assert said(picture_of(some, options()))["inputs"].startswith("equal on some ranks, different on others")
 
 
 def test_sharded_weights_are_said():
@@ -312,25 +316,25 @@ def test_sharded_weights_are_said():
 
 def test_kernels_of_a_gpu_belong_where_they_were_launched(monkeypatch):
     """Events as torch's profiler writes them on GPUs, where none is: launched early, run late, an all-reduce beside."""
-    monkeypatch.setattr(timeline, "HAS_MESSAGE_HOOKS", True)
-    events = []
+    monkeypatch.setattr(record, "HAS_MESSAGE_HOOKS", True)
+    traced = []
     for number, (launched, begin, end, name) in enumerate(
         [(10, 110, 150, "conv"), (30, 150, 200, "conv_backward"), (35, 180, 300, "ncclDevKernel_AllReduce_Sum_f32")]
         + [(40, 230, 240, "conv_backward"), (60, 300, 310, "sgd"), (80, 320, 330, "conv")]
     ):
         calls = {"args": {"correlation": number}, "begin": launched * 1000, "end": (launched + 1) * 1000}
-        events.append(calls | {"cat": "cuda_runtime", "name": "cudaLaunchKernel"})
+        traced.append(calls | {"cat": "cuda_runtime", "name": "cudaLaunchKernel"})
         kernel = {"args": {"correlation": number}, "begin": begin * 1000, "end": end * 1000}
-        events.append(kernel | {"cat": "kernel", "name": name})
+        traced.append(kernel | {"cat": "kernel", "name": name})
     calls = [{"kind": "allreduce", "issued": 35_000, "group": "", "bytes": 8, "runs": 1, "peer": None}]
-    spans = [("forward", 5_000, 20_000), ("backward", 25_000, 50_000), ("optimizer", 55_000, 70_000)]
-    spans.append(("forward", 38_000, 42_000))  # within backward, as activation checkpointing computes it again
-    work = timeline.gpu_work(events)
-    (message,) = messages = timeline.messages_of(events, work, calls)
-    spans, cuts = timeline.as_on_gpu(work, spans, [0, 75_000], messages)
+    spans = [Span("forward", 5_000, 20_000), Span("backward", 25_000, 50_000), Span("optimizer", 55_000, 70_000)]
+    spans.append(Span("forward", 38_000, 42_000))  # within backward, as activation checkpointing computes it again
+    work = gpu.gpu_work(traced)
+    (message,) = messages = events.messages_of(traced, work, calls)
+    spans, cuts = gpu.as_on_gpu(work, spans, [0, 75_000], messages)
     assert (message["begin"], message["end"], message["issued"]) == (180_000, 300_000, 180_000)
     assert cuts == [0, 310_000]  # the step ends when what it has launched has ended
-    parts = timeline.parts_of({"spans": spans, "messages": messages}, 100_000, 340_000)
+    parts = compare.parts_of(spans, 100_000, 340_000)
     assert [(what, begin // 1000, end // 1000) for what, begin, end in parts] == [
         ("other", 100, 110),
         ("forward", 110, 150),
@@ -344,12 +348,13 @@ def test_kernels_of_a_gpu_belong_where_they_were_launched(monkeypatch):
 
 
 def test_the_loss_is_forward_and_no_message_ends_after_the_wait_for_it():
-    spans = [("forward", 0, 10), ("backward", 15, 20), ("wait", 20, 30)]
+    spans = [Span("forward", 0, 10), Span("backward", 15, 20), Span("wait", 20, 30)]
     late = {"issued": 12, "begin": 12, "end": 35}
-    assert timeline.parts_of({"spans": spans, "messages": []}, 0, 20) == [("forward", 0, 15), ("backward", 15, 20)]
-    assert ("other", 10, 15) in timeline.parts_of({"spans": spans, "messages": [late]}, 0, 20)
+    with_loss = [*spans, *events.losses(spans, [])]
+    assert compare.parts_of(with_loss, 0, 20) == [("forward", 0, 15), ("backward", 15, 20)]
+    assert not events.losses(spans, [late])
     later = {"issued": 28, "begin": 33, "end": 50}  # it is waited for in another step, or not at all
-    timeline.cut_late_ends([late, later], spans, cuts=[0])
+    events.cut_late_ends([late, later], spans, cuts=[0])
     assert late["end"] == 30 and later["end"] == 50
 
 
@@ -358,33 +363,34 @@ def test_ddp_waits_after_the_last_node_of_backward_and_until_its_messages_have_e
     names += [("torch.distributed.ddp.reducer::copy_bucket_to_grad", 80, 90)]
     main = [{"name": name, "begin": begin, "end": end} for name, begin, end in names]
     sent = [{"issued": 30, "begin": 31, "end": 75}]
-    assert timeline.ddp_waits(main, [("backward", 20, 100)], sent) == [("wait", 50, 80)]
+    assert events.ddp_waits(main, [Span("backward", 20, 100)], sent) == [("wait", 50, 80)]
 
 
 def test_what_is_noted_of_a_message_and_its_runs(monkeypatch):
-    monkeypatch.setattr(timeline, "HAS_MESSAGE_HOOKS", True)
+    monkeypatch.setattr(record, "HAS_MESSAGE_HOOKS", True)
 
     class Group:
         group_name = "tail"
 
-    recorder, group, part = timeline.Recorder(options()), Group(), torch.ones(3)
+    recorder, group, part = record.Recorder(Place(0, 1), STEPS), Group(), torch.ones(3)
     recorder.groups[group] = [2, 5]
     send = SimpleNamespace(name=SimpleNamespace(name="SEND"), input_tensors=[part], output_tensors=[], root=1)
     recorder.note_message(send, group)
     assert (recorder.calls[0]["peer"], recorder.calls[0]["bytes"]) == (5, 12)  # the rank in the whole program
-    events = [{"name": "gloo:all_reduce", "begin": 10 * k, "end": 10 * k + 5, "args": {}} for k in range(3)]
+    traced = [{"name": "gloo:all_reduce", "begin": 10 * k, "end": 10 * k + 5, "args": {}} for k in range(3)]
     calls = [{"kind": "reducescatter", "issued": 0, "runs": 2}, {"kind": "allreduce", "issued": 15, "runs": 1}]
-    found = timeline.messages_of(events, [], calls)  # gloo's reduce-scatter of two tensors is two all-reduces
+    found = events.messages_of(traced, [], calls)  # gloo's reduce-scatter of two tensors is two all-reduces
     assert [(message["begin"], message["end"]) for message in found] == [(0, 15), (20, 25)]
     sent = [{"kind": "allreduce", "group": group, "issued": 1, "peer": None} for group in "ab"]
-    numbers = timeline.numbered({"rank": 0, "cuts": [0], "messages": sent})
+    numbers = compare.numbered({"rank": 0, "cuts": [0], "messages": sent})
     assert [number for *_, number, _ in numbers] == [0, 0], "each is the first of its group"
 
 
 def test_each_step_puts_off_the_end_of_patience():
-    recorder = timeline.Recorder(argparse.Namespace(steps=STEPS, patience=1e12))
+    recorder = record.Recorder(Place(0, 1), STEPS)
     recorder.last_step = 0.0
-    recorder.before_optimizer(torch.optim.SGD([torch.ones(1)], 0.1), (), {})
+    with recorder.installed():
+        torch.optim.SGD([torch.ones(1)], 0.1).step()
     assert recorder.last_step > 0
 
 
@@ -392,38 +398,38 @@ def test_the_shortest_step_is_drawn_also_if_it_is_the_last():
     found = recordings(small)
     for one in found:
         one["cuts"][one["last"] + 1] = one["cuts"][one["last"]] + 1 + one["rank"]
-    assert timeline.lengths(found, one["last"], one["last"]) == [N], "the rank's where it took longest"
-    assert timeline.picture_of(found, options())["steps"] == [found[0]["last"], 1]
+    assert compare.lengths(found, one["last"], one["last"]) == [N], "the rank's where it took longest"
+    assert picture_of(found, options())["steps"] == [found[0]["last"], 1]
 
 
 def test_messages_at_the_same_time_are_drawn_in_two_rows():
     for second, rows in (5, 2), (12, 1):
-        drawing, times = timeline.Drawing(20), ((0, 0, 0, 10), (second, second, second, 15))
+        drawing, times = draw.Drawing(20), ((0, 0, 0, 10), (second, second, second, 15))
         messages = [dict(zip(("issued", "begin", "until", "end"), one, strict=True)) for one in times]
         before = drawing.y
-        timeline.draw_messages(drawing, [one | {"kind": "allreduce", "bytes": 4} for one in messages])
-        assert drawing.y - before == rows * timeline.ROW
+        draw.draw_messages(drawing, [one | {"kind": "allreduce", "bytes": 4} for one in messages])
+        assert drawing.y - before == rows * draw.ROW
 
 
 def test_time_that_is_waited_for_two_messages_counts_once():
     messages = [{"begin": 0, "until": 60, "last": 1}, {"begin": 30, "until": 80, "last": 2}]
-    assert timeline.waits_for([("waiting", 0, 100)], messages) == {1: 60, 2: 20, None: 20}
+    assert compare.waits_for([Span("waiting", 0, 100)], messages) == {1: 60, 2: 20, None: 20}
 
 
 def test_clocks_of_other_machines_are_aligned():
     plain, shifted, shift = recordings(small), recordings(small), 5 * 10**9
     other = shifted[2]
     other["machine"], other["cuts"] = "another", [cut + shift for cut in other["cuts"]]
-    other["spans"] = [(what, begin + shift, end + shift) for what, begin, end in other["spans"]]
-    other["memory"] = [[kind, size, *(t and t + shift for t in times)] for kind, size, *times in other["memory"]]
+    other["spans"] = [Span(what, begin + shift, end + shift) for what, begin, end in other["spans"]]
+    other["memory"] = [Allocation(*one[:2], one.born + shift, one.freed + shift) for one in other["memory"]]
     for message in other["messages"]:
         message |= {key: message[key] + shift for key in ("issued", "begin", "end")}
-    text = said(timeline.picture_of(shifted, options()))["clocks"]
+    text = said(picture_of(shifted, options()))["clocks"]
     found = re.fullmatch(r"rank 2's clock was ([\d.]+) ms ahead of rank 0's.*give or take ([\d.]+) ms", text)
     ahead, uncertain = map(float, found.groups())
 
     def times(one):
-        born = [part[2] for part in one["memory"] if part[2]]
+        born = [part.born for part in one["memory"] if part.born > 0]
         return [*one["cuts"], *(span[1] for span in one["spans"]), *born, *(m["begin"] for m in one["messages"])]
 
     gaps = {abs(a - b) for a, b in zip(times(other), times(plain[2]), strict=True)}
@@ -439,7 +445,7 @@ def test_clocks_of_other_machines_are_aligned():
 
 def test_the_trace_is_as_perfetto_wants_it():
     for name in "small", "mnist_pipeline":
-        trace = json.loads(json.dumps(timeline.trace_of(picture(*program_of(name)))))
+        trace = json.loads(json.dumps(trace_of(picture(*program_of(name)))))
         slices, flows = {}, {}
         for event in trace["traceEvents"]:
             assert event["ph"] in "XMCsf" and isinstance(event["pid"], int) and isinstance(event["name"], str)
@@ -461,7 +467,7 @@ def test_the_trace_is_as_perfetto_wants_it():
 
 def test_the_picture_is_whole_and_small():
     pictures = [picture(small), picture(variant, "variants.mnist_by_hand", shown=2)]
-    svg = timeline.draw(pictures)
+    svg = draw.draw(pictures)
     root = ElementTree.fromstring(svg)
     tags = {element.tag.rpartition("}")[2] for element in root.iter()}
     assert {"title", "desc", "text", "path"} <= tags and not tags & {"script", "image", "use"}
@@ -471,11 +477,12 @@ def test_the_picture_is_whole_and_small():
     assert words.count("rank 0") == 2 and "one step: " in words and "2 steps: " in words
     assert [line.split(":")[0] for line in root[1].text.split(". ")].count("weights") == 2
     assert "memory weights optimizer state gradients" in words  # the legend
-    held = [{"rank": rank, "memory": [[0, 4, 4, 4, 0, working, 0]]} for rank, working in enumerate((100, 50))]
-    assert len(timeline.memory_lanes(held)) == 2, "one of them holds less in one of the areas"
+    kept = dict.fromkeys(KINDS, [4])
+    held = [{"rank": rank, "memory": kept | {"activations": [size]}} for rank, size in enumerate((100, 50))]
+    assert len(draw.memory_lanes(held)) == 2, "one of them holds less in one of the areas"
     for one in pictures[0]["ranks"]:  # as on a GPU
-        one["memory"] = [[when, 0, 0, 0, 0, 0, 0] for when, *_ in one["memory"]]
-    assert ">memory<" not in timeline.draw(pictures[:1])
+        one["memory"] |= dict.fromkeys(KINDS, [0] * len(one["memory"]["times"]))
+    assert ">memory<" not in draw.draw(pictures[:1])
 
 
 @pytest.mark.slow
@@ -483,7 +490,7 @@ def test_no_text_is_over_another(tmp_path):
     files = {"small": [(small,)], "both": [(variant, "variants.mnist_overlap"), (variant, "variants.mnist_zero")]}
     with chromium() as page:
         for name, programs in files.items():
-            (tmp_path / f"{name}.svg").write_text(timeline.draw([picture(*program) for program in programs]))
+            (tmp_path / f"{name}.svg").write_text(draw.draw([picture(*program) for program in programs]))
             page.get(f"file://{tmp_path}/{name}.svg")
             boxes = page.execute_script(
                 "return [...document.querySelectorAll('text')]"
@@ -491,7 +498,7 @@ def test_no_text_is_over_another(tmp_path):
             )
             assert len(boxes) > 20
             for text, box in boxes:
-                assert box["left"] >= 0 and box["right"] <= timeline.WIDTH, text
+                assert box["left"] >= 0 and box["right"] <= draw.WIDTH, text
             for place, (text, a) in enumerate(boxes):
                 for other, b in boxes[:place]:
                     across = min(a["right"], b["right"]) - max(a["left"], b["left"])
@@ -515,7 +522,7 @@ if "hang" in sys.argv:
 
 def program(folder, *flags, options=(), text=PROGRAM, nproc=1):
     (folder / "train.py").write_text(text)
-    return forker().run(ROOT / "timeline.py", "--nproc", nproc, *options, "train.py", *flags, cwd=folder)
+    return forker().run(ROOT / "timeline", "--nproc", nproc, *options, "train.py", *flags, cwd=folder)
 
 
 def test_a_program_that_knows_nothing_of_it(tmp_path):
@@ -524,9 +531,9 @@ def test_a_program_that_knows_nothing_of_it(tmp_path):
     assert "made" not in done.out  # it was left
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.json", "mine.svg", "train.py"]
     found = json.loads((tmp_path / "mine.json").read_text())["timeline"]
-    assert found["command"] == "timeline.py train.py 100 --out" and len(found["ranks"]) == 2
-    assert max(map(len, done.out.splitlines())) < 80
-    again = forker().run(ROOT / "timeline.py", "--draw", "mine.json", "mine.json", "--out", "both", cwd=tmp_path)
+    assert found["command"] == "python -m timeline train.py 100 --out" and len(found["ranks"]) == 2
+    assert max(len(line) for line in done.out.splitlines() if str(tmp_path) not in line) < 80
+    again = forker().run(ROOT / "timeline", "--draw", "mine.json", "mine.json", "--out", "both", cwd=tmp_path)
     assert again.code == 0 and (tmp_path / "both.svg").read_text().count(">rank 1<") == 2
 
 
@@ -538,7 +545,7 @@ def test_one_process_with_helpers_of_its_own(tmp_path):
 
 def test_a_program_that_has_left_its_group(tmp_path):
     script = ROOT / "mnist_ddp.py", "--dataset", "synthetic", "--dry-run"
-    done = forker().run(ROOT / "timeline.py", *script, cwd=tmp_path, before=FEW_DIGITS)
+    done = forker().run(ROOT / "timeline", *script, cwd=tmp_path, before=FEW_DIGITS)
     assert done.code == 1 and "timeline: the program made 1 step;" in done.err and "Traceback" not in done.err, done
 
 
@@ -552,7 +559,7 @@ HANGS = "timeline: rank 0 made no step for 0.5 s, after 8; it stands in train.py
         ((5,), ["--steps", 4], 1, "timeline: the program made 5 steps; --steps 4 records from step 7 on"),
         ((0,), [], 1, "timeline: no optimizer of torch.optim made a step"),
         ((3, "fail"), [], 1, "ValueError: as planned"),
-        ((8, "fail"), ["--steps", 4], 1, "timeline: rank 0 failed; what it recorded before is drawn"),
+        ((8, "fail"), ["--steps", 4], 1, "timeline: rank 0 failed; what was recorded before is drawn"),
         ((8, "hang"), ["--steps", 4, "--patience", 0.5], 1, HANGS),
     ],
 )
@@ -564,14 +571,14 @@ def test_a_program_with_too_few_steps(flags, options, code, says, tmp_path):
 
 
 def test_bad_flags_are_one_line(tmp_path):
-    for given in "", "--draw a b.py", "nothing.py", "--steps 0 train.py", "--nproc 0 train.py":
-        done = forker().run(ROOT / "timeline.py", *given.split(), cwd=tmp_path)
+    for given in "", "--draw a b.py", "nothing.py", "--out no/x train.py", "--steps 0 train.py", "--nproc 0 train.py":
+        done = forker().run(ROOT / "timeline", *given.split(), cwd=tmp_path)
         assert done.code == 2 and len(done.err.splitlines()) == 1, done
 
 
 @pytest.mark.slow
 def test_under_torchrun_without_the_helpers(tmp_path):
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", ROOT / "timeline.py", "--steps", 4)
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", ROOT / "timeline", "--steps", 4)
     done = shell(*torchrun, ROOT / "mnist_ddp_plain.py", "--dataset", "synthetic", cwd=tmp_path, OMP_NUM_THREADS=1)
     assert done.code == 0, done
     weights = sum(p.numel() for p in ConvNet(1, 28).parameters())

@@ -1,0 +1,9 @@
+"""What timeline/ and equivalence/ share: run a program, look at it, and bring the notes together.
+
+    program.py    runs a program unchanged, as `python train.py` would; says where it stands
+    hooks.py      tells an instrument what the program does: loads, computes, makes a step
+    ranks.py      starts one process per rank, and collects what each has noted
+
+torch and the standard library are enough under torchrun.  Without torchrun the processes are
+started by launcher.py, which lies beside this folder.
+"""

@@ -1,0 +1,102 @@
+"""Where the ranks leave their notes: no process group is needed, and none is disturbed."""
+
+import os
+import time
+import zlib
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import NamedTuple
+
+from torch import distributed as torch_dist
+
+CHUNK = 2_000_000  # bytes: torch's store refuses values of more than 8 MB
+
+
+class Place(NamedTuple):
+    """This process's place among the ranks, noted before the program can change the variables."""
+
+    rank: int
+    world_size: int
+
+
+def read_place() -> Place | None:
+    """What torchrun's variables say; None if no launcher has started this process."""
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        return None
+    return Place(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+
+
+class Folder:
+    """A folder of the run, if we have started the processes on this machine."""
+
+    def __init__(self, path: str) -> None:
+        self.path = Path(path)
+
+    def put(self, key: str, value: bytes) -> None:
+        part = self.path / f"{key}.part"
+        part.write_bytes(value)
+        part.rename(self.path / key)  # a reader sees all of it, or nothing
+
+    def get(self, key: str) -> bytes:
+        return (self.path / key).read_bytes()
+
+    def has(self, key: str) -> bool:
+        return (self.path / key).exists()
+
+
+class Store:
+    """The store that torchrun serves.  Without torchrun rank 0 serves one, at MASTER_PORT + 1."""
+
+    def __init__(self, tool: str, place: Place, patience: float) -> None:
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        is_served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        store = torch_dist.TCPStore(
+            address,
+            port if is_served else port + 1,
+            is_master=not is_served and place.rank == 0,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=max(patience, 30)),
+        )
+        run = os.environ.get("TORCHELASTIC_RUN_ID", "")
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
+        self.store = torch_dist.PrefixStore(f"{tool} {run} {attempt}", store)
+
+    def put(self, key: str, value: bytes) -> None:
+        packed = zlib.compress(value, 1)
+        count = -(-len(packed) // CHUNK)
+        for number in range(count):
+            chunk = packed[number * CHUNK : (number + 1) * CHUNK]
+            self.store.set(f"{key} {number}", chunk)
+        self.store.set(key, str(count))  # at last: who sees this finds all of it
+
+    def get(self, key: str) -> bytes:
+        count = int(self.store.get(key))
+        return zlib.decompress(b"".join(self.store.get(f"{key} {n}") for n in range(count)))
+
+    def has(self, key: str) -> bool:
+        try:
+            return self.store.check([key])
+        except RuntimeError:  # rank 0 served the store, and has ended: there is nothing to wait for
+            return True
+
+
+Meeting = Folder | Store
+
+
+def wait_until(
+    condition: Callable[[], bool], seconds: float, report: Callable[[float], None]
+) -> bool:
+    """Whether the condition came true within so many seconds.  Calls report(seconds left) once."""
+    began = time.monotonic()
+    report_at = min(10, seconds / 2)
+    is_reported = False
+    while not condition():
+        waited = time.monotonic() - began
+        if waited > seconds:
+            return False
+        if waited > report_at and not is_reported:
+            is_reported = True
+            report(seconds - waited)
+        time.sleep(0.02)
+    return True

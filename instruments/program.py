@@ -1,0 +1,123 @@
+"""Runs the program that is looked at, as `python train.py` or `python -m train` would."""
+
+import contextlib
+import os
+import runpy
+import sys
+import sysconfig
+import threading
+import traceback
+from collections.abc import Iterator
+
+import torch
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+# Modules of this project that a program may have under the same name.
+OUR_MODULES = ("distributed", "launcher", "instruments", "timeline", "equivalence")
+
+
+class Finished(BaseException):
+    """Enough was noted.  It is a BaseException, so that it leaves all `except Exception`."""
+
+
+def run_program(command: list[str]) -> bool:
+    """Run the program as __main__, in this process.  Returns whether an instrument has finished.
+
+    command: ["train.py", "--my-flag"], or ["-m", "package.train", "--my-flag"].
+    """
+    is_module = command[0] == "-m"
+    arguments = command[1:] if is_module else command
+    folder = os.getcwd() if is_module else os.path.dirname(os.path.abspath(command[0]))
+    old_path = list(sys.path)
+    old_argv = sys.argv
+    sys.argv = arguments
+    sys.path[0] = folder  # before, it was where this project lies, or the current folder
+    try:
+        with modules_hidden():
+            if is_module:
+                runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(arguments[0], run_name="__main__")
+    except Finished:
+        return True
+    finally:
+        sys.path[:] = old_path
+        sys.argv = old_argv
+    return False
+
+
+_hidden: dict = {}  # the modules that were taken out of the program's way
+
+
+@contextlib.contextmanager
+def modules_hidden() -> Iterator[None]:
+    """In here `import distributed` finds the program's own file, or nothing; never ours."""
+    for name in list(sys.modules):
+        if name.partition(".")[0] in OUR_MODULES:
+            _hidden[name] = sys.modules.pop(name)
+    try:
+        yield
+    finally:
+        show_modules()
+
+
+def show_modules() -> None:
+    """Undo what `modules_hidden` did.  pickle needs it: it looks for classes in sys.modules."""
+    sys.modules.update(_hidden)
+    _hidden.clear()
+
+
+def without_our_frames(error: BaseException) -> BaseException:
+    """The program's error, from its own first line on."""
+    trace = error.__traceback__
+    while trace is not None:
+        path = trace.tb_frame.f_code.co_filename
+        if not path.startswith((os.path.dirname(__file__), "<frozen runpy")):
+            return error.with_traceback(trace)
+        trace = trace.tb_next
+    return error
+
+
+def other_threads() -> list[threading.Thread]:
+    """The program's threads that Python waits for at its end.  Some wait for ever."""
+    alive = [thread for thread in threading.enumerate() if not thread.daemon]
+    return [thread for thread in alive if thread is not threading.main_thread()]
+
+
+def where(thread: int) -> str:
+    """The program's own line on which this thread stands: file, line, function.
+
+    Lines of torch, of Python, of installed packages and of this project's tools are left out.  If
+    nothing remains, the innermost line counts.
+    """
+    innermost_frame = sys._current_frames().get(thread)
+    if innermost_frame is None:
+        return "no line: its thread has ended"
+    called = ""
+    innermost = ""
+    libraries = library_paths()
+    for frame, line in traceback.walk_stack(innermost_frame):
+        path, function = frame.f_code.co_filename, frame.f_code.co_name
+        if path.startswith("<") or path.startswith(libraries):
+            if not path.startswith(ROOT) and function != "wrapper":  # torch's, around collectives
+                called = function
+            innermost = innermost or f"{path}:{line}, {function}"
+            continue
+        inside = f", in {called}" if called else ""
+        return f"{path}:{line}, {function}{inside}"
+    return innermost
+
+
+def library_paths() -> tuple[str, ...]:
+    """Where files lie that are not the program's own."""
+    paths = {os.path.dirname(torch.__file__)}
+    for name in ("stdlib", "platstdlib", "purelib", "platlib"):
+        paths.add(sysconfig.get_path(name))
+    for name in OUR_MODULES:
+        paths.add(os.path.join(ROOT, f"{name}.py"))
+        paths.add(os.path.join(ROOT, name, ""))
+    for name in ("distributed", "launcher"):
+        helper = sys.modules.get(name)  # the program's own copy of the helper
+        if getattr(helper, "__file__", None):
+            paths.add(helper.__file__)
+    return tuple(paths)

@@ -1,0 +1,75 @@
+"""The command line."""
+
+import argparse
+import os
+import sys
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+if not __package__:  # `python PATH/timeline`, from any folder
+    sys.path[0] = ROOT
+# torch's profiler would warn of memory that is older than the recording.
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+
+import timeline  # noqa: E402
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="timeline",
+        description=timeline.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage=argparse.SUPPRESS,
+    )
+    default = "(default: %(default)s)"
+    add = parser.add_argument
+    add("--steps", type=int, default=20, help=f"to record {default}")
+    add("--steps-shown", type=int, default=1, help=f"in the picture {default}")
+    add("--out", default="timeline", help=f"writes OUT.svg and OUT.json {default}")
+    add("--nproc", type=int, help="processes (default: one per GPU; without a GPU, 2)")
+    add("--patience", type=float, default=300, help=f"seconds to wait for a step {default}")
+    add("--draw", nargs="+", metavar="FILE", help="draw these recordings, run nothing")
+    add("-m", dest="module", nargs=argparse.REMAINDER, help="a module, and its flags")
+    add("script", nargs=argparse.REMAINDER, help="a program, and its flags")
+    args = parser.parse_args()
+    args.command = ["-m", *args.module] if args.module else args.script
+    args.error = parser.error
+    check(args)
+    args.out = os.path.abspath(args.out)  # a program may change its folder
+    return args
+
+
+def check(args: argparse.Namespace) -> None:
+    """What can't run is one line, with exit code 2, before anything starts."""
+    if bool(args.draw) == bool(args.command):
+        args.error(
+            "give a program, such as mnist_ddp.py --dataset synthetic, or --draw and recordings"
+        )
+    if not 1 <= args.steps_shown <= args.steps:
+        args.error("--steps must be at least 1, and --steps-shown between 1 and --steps")
+    if not args.patience > 0 or (args.nproc is not None and args.nproc < 1):
+        args.error("--nproc must be at least 1, and --patience greater than 0")
+    if args.command and args.command[0] != "-m" and not os.path.isfile(args.command[0]):
+        args.error(f"there is no file {args.command[0]}")
+    folder = os.path.dirname(os.path.abspath(args.out))
+    if not os.path.isdir(folder):
+        args.error(f"--out {args.out}: there is no folder {folder}")
+    if not os.access(folder, os.W_OK):
+        args.error(f"--out {args.out}: the folder {folder} can't be written")
+
+
+def main() -> int:
+    args = parse_args()
+    error = vars(args).pop("error")  # not sent to the processes
+    from timeline import show  # imports torch, which takes seconds
+
+    if args.draw:
+        return show.draw_files(args.draw, args.out)
+    try:
+        return show.record_and_show(args)
+    except show.UsageError as problem:
+        error(str(problem))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,104 @@
+"""What is passed from file to file.
+
+All times are nanoseconds: in a Recording since 1970, in a Picture from its left end.
+"""
+
+from typing import Any, NamedTuple, TypedDict
+
+WARM_UP = 3  # steps
+KEPT = ("weights", "optimizer state", "gradients", "message buffers")  # kinds of memory
+BORN = ("activations", "temporary")
+KINDS = (*KEPT, *BORN)
+PARTS = ("forward", "backward", "optimizer", "waiting", "other")  # of a step
+COLLECTIVES = {
+    "allreduce": "all-reduce",
+    "allgather": "all-gather",
+    "reducescatter": "reduce-scatter",
+}
+
+
+class Span(NamedTuple):
+    what: str
+    begin: int
+    end: int
+
+    def earlier(self, by: int) -> "Span":
+        return Span(self.what, self.begin - by, self.end - by)
+
+
+class Allocation(NamedTuple):
+    kind: str
+    bytes: int
+    born: float  # infinite: before the recording
+    freed: float  # infinite: after the recording
+
+    def earlier(self, by: int) -> "Allocation":
+        return Allocation(self.kind, self.bytes, self.born - by, self.freed - by)
+
+
+class Message(TypedDict, total=False):
+    """One rank's part in a collective, in a send or in a receive."""
+
+    kind: str  # "allreduce", "send", ...
+    group: str  # the process group's name
+    peer: int | None  # of a send or a receive: the other rank
+    bytes: int  # what this rank puts in
+    runs: int  # of gloo's algorithm
+    issued: int  # it enters the queue,
+    begin: int  # leaves it, and waits for other ranks,
+    until: int  # until the last has come; from there on bytes move,
+    end: int  # and have arrived
+    last: int  # the rank that came last
+
+
+class Recording(TypedDict):
+    """All that is known of one rank."""
+
+    rank: int
+    ranks: int  # in the run, also those that left no recording
+    setting: str  # in words: torch, device, threads
+    machine: str  # those with the same have one clock
+    cuts: list[int]  # where the steps begin, and where the last one ends
+    first: int  # of the recorded steps; the steps before are there for their cuts
+    last: int
+    spans: list[Span]  # forward, backward, optimizer, data, wait; may lie inside each other
+    messages: list[Message]
+    memory: list[Allocation]
+    operations: list[Span]  # torch's
+    weights: dict[str, str]  # after the last step: a digest of each tensor
+    values: dict[str, Any]  # small tensors themselves, to say how far they are apart
+    gradients: dict[str, str]
+    inputs: str  # a digest
+    sampler: str  # the class
+    has_group: bool
+
+
+Picture = dict[str, Any]  # what picture.py makes, draw.py draws, and timeline.json keeps
+
+
+def recorded_steps(count: int) -> tuple[int, int]:
+    """The numbers of the first and the last recorded step, from 0.
+
+    Before them are the warm-up, some steps without the recorder, and the recorder's first step.
+    """
+    first = WARM_UP + max(1, count // 2) + 1
+    return first, first + count - 1
+
+
+def ms(nanoseconds: float, digits: int = 1) -> str:
+    return f"{nanoseconds / 1e6:.{digits}f}"
+
+
+def size_of(count: float) -> str:
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= scale:
+            digits = 0 if unit == "kB" and count >= 1e4 else 1
+            return f"{count / scale:.{digits}f} {unit}"
+    return f"{count} B"
+
+
+def counted(count: int, name: str) -> str:
+    if count == 1:
+        return f"1 {name}"
+    plural = "es" if name.endswith(("s", "ch")) else "s"
+    return f"{count} {name}{plural}"

@@ -1,0 +1,240 @@
+"""Draws Pictures, below each other: a lane for each rank, its messages, its memory."""
+
+import itertools
+import textwrap
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from timeline.data import BORN, COLLECTIVES, KEPT, KINDS, PARTS, Message, Picture, ms, size_of
+from timeline.say import message_sums, of_ranks
+from timeline.svg import LEFT, PLOT, WIDTH, Drawing, text_width
+
+LANE, ROW, AREA = 26, 13, 34  # pixels: heights of a rank, of a row of messages, of memory
+MOST_ROWS = 8  # of messages
+CLASSES = {"forward": "f", "backward": "b", "optimizer": "o", "other": "x", "waiting": "w"}
+CLASSES |= {"weights": "v", "optimizer state": "s", "gradients": "b", "message buffers": "m"}
+CLASSES |= {"activations": "f", "temporary": "x"}
+TEXT_STYLES = {"backward": "light", "waiting": "", "other": ""}  # else dark
+
+
+def draw(pictures: list[Picture]) -> str:
+    """One SVG."""
+    drawing = Drawing(max(picture["end"] for picture in pictures))
+    ranks = all_ranks(pictures)
+    peaks = []  # of the two areas of memory: they have one scale in all pictures
+    for area in (0, 1):
+        peaks.append(max(peak_of(one["memory"], two_areas(one["memory"])[area]) for one in ranks))
+    for picture in pictures:
+        draw_picture(drawing, picture, peaks)
+    draw_axis(drawing)
+    draw_legend(drawing, pictures)
+    drawing.y += 6
+    for picture in pictures:
+        drawing.y += 15
+        command = textwrap.shorten(picture["command"], 70, placeholder=" ...")
+        drawing.text(12, drawing.y, f"{command}: {picture['setting']}", "soft small")
+    title = "; ".join(picture["title"] for picture in pictures)
+    told = []
+    for picture in pictures:
+        told += [f"{subject}: {sentence}" for subject, sentence in picture["findings"]]
+    return drawing.svg(f"What each process does in a step: {title}", ". ".join(told))
+
+
+def all_ranks(pictures: list[Picture]) -> list[dict]:
+    return list(itertools.chain(*(picture["ranks"] for picture in pictures)))
+
+
+def draw_picture(drawing: Drawing, picture: Picture, peaks: list[int]) -> None:
+    shown, ranks = picture["steps"][1], picture["ranks"]
+    drawing.y += 18
+    title = textwrap.shorten(picture["title"], 60, placeholder=" ...")
+    drawing.text(12, drawing.y, title, "title")
+    steps = "one step" if shown == 1 else f"{shown} steps"
+    drawing.text(WIDTH - 12, drawing.y, f"{steps}: {ms(picture['length'])} ms", "right")
+    drawing.y += 17
+    drawing.text(12, drawing.y, of_ranks(ranks, message_sums)[:110], "soft")
+    drawing.y += 8
+    tops = {}
+    for one in ranks:
+        tops[one["rank"]] = drawing.y
+        draw_rank(drawing, one)
+        if picture["arrows"] and one is not ranks[-1]:
+            drawing.y += 26
+    for arrow in picture["arrows"]:
+        draw_arrow(drawing, arrow, tops)
+    for lane in picture.get("lanes", []):
+        lane(drawing)  # what an experiment has measured beside: experiments/timelines.py
+    for rank, memory in memory_lanes(ranks):
+        draw_memory(drawing, rank, memory, peaks)
+    drawing.y += 6
+
+
+def draw_rank(drawing: Drawing, one: dict) -> None:
+    """A lane with what the process does, and rows with its messages."""
+    top = drawing.y
+    waits = sum(part.end - part.begin for part in one["parts"] if part.what == "waiting")
+    drawing.row(f"rank {one['rank']}", f"waits {ms(waits)} ms", top + 18)
+    for part in PARTS:
+        spans = [span for span in one["parts"] if span.what == part]
+        boxes = [(drawing.x(span.begin), drawing.x(span.end)) for span in spans]
+        drawing.boxes(CLASSES[part], boxes, top, LANE)
+        left, right = max(boxes, key=lambda box: box[1] - box[0], default=(0, 0))
+        word = part.replace("waiting", "waits")
+        middle, half = (left + right) / 2, text_width(word) / 2
+        if right - left > 2 * half + 6:
+            if part == "waiting":  # no text on the hatching
+                drawing.boxes("page", [(middle - half, middle + half)], top + 5, LANE - 10)
+            drawing.text(middle, top + 18, word, f"middle {TEXT_STYLES.get(part, 'dark')}")
+    drawing.boxes("line", itertools.pairwise(map(drawing.x, one["cuts"])), top, LANE)
+    drawing.y = top + LANE + 5
+    draw_messages(drawing, [message for message in one["messages"] if message["peer"] is None])
+    drawing.y += 5
+
+
+def draw_arrow(drawing: Drawing, arrow: dict, tops: dict[int, float]) -> None:
+    begin, end = tops[arrow["from"]], tops[arrow["to"]]
+    if begin < end:
+        begin += LANE
+    else:
+        end += LANE
+    x0, x1 = drawing.x(arrow["begin"]), drawing.x(arrow["end"])
+    drawing.path("arrow", f"M{x0:.1f},{begin:.1f}L{x1:.1f},{end:.1f}")
+
+
+# ----------------------------------------------------------------------------------------- messages
+
+
+class Box(NamedTuple):
+    """A message, in pixels."""
+
+    issued: float
+    begin: float
+    until: float
+    end: float
+    text: str
+
+
+def draw_messages(drawing: Drawing, messages: list[Message]) -> None:
+    """Each in the first row that is free."""
+    rows: list[list[Box]] = []
+    largest = max((message["bytes"] for message in messages), default=0)
+    for message in messages:
+        times = [drawing.x(message[key]) for key in ("issued", "begin", "until", "end")]
+        name = COLLECTIVES.get(message["kind"], message["kind"])
+        text = f"{name} {size_of(message['bytes'])}" if message["bytes"] > largest / 10 else ""
+        box = Box(*times, text)
+        free = [row for row in rows if row[-1].end + 1 < box.issued]
+        if free:
+            free[0].append(box)
+        elif len(rows) < MOST_ROWS:
+            rows.append([box])
+    for row in rows:
+        draw_row(drawing, row)
+        drawing.y += ROW
+
+
+def draw_row(drawing: Drawing, row: list[Box]) -> None:
+    """A line in the queue, a pale box while it waits for a rank, a full one while bytes move."""
+    top, height = drawing.y, ROW - 2
+    queues = [(box.issued, box.begin) for box in row if box.begin - box.issued > 0.5]
+    stays = [(box.begin, box.until) for box in row if box.until - box.begin > 0.5]
+    drawing.boxes("queue", queues, top + height / 2 - 0.5, 1)
+    drawing.boxes("stays", stays, top + 0.5, height - 1)
+    drawing.boxes("m", [(box.until, box.end) for box in row], top, height)
+    limits = [*(box.issued for box in row[1:]), WIDTH - 12]
+    for box, limit in zip(row, limits, strict=True):
+        width = text_width(box.text, 11)
+        if box.end - box.until > width + 4:
+            drawing.text((box.until + box.end) / 2, top + 9, box.text, "middle dark small")
+        elif box.text and box.end + width + 8 < limit:
+            drawing.text(box.end + 4, top + 9, box.text, "soft small")
+
+
+# ------------------------------------------------------------------------------------------- memory
+
+
+def memory_lanes(ranks: list[dict]) -> list[tuple[str, dict]]:
+    """(rank, memory): one for all ranks, without a number, if they hold the same."""
+    memories = [one["memory"] for one in ranks]
+    kept = [peak_of(memory, KEPT[:3]) for memory in memories]
+    whole = [peak_of(memory, KINDS) for memory in memories]
+    if max(kept) <= 1.05 * min(kept) and max(whole) <= 1.05 * min(whole):
+        return [("", memories[0])] if any(whole) else []
+    return [(f" {one['rank']}", one["memory"]) for one in ranks]
+
+
+def draw_memory(drawing: Drawing, rank: str, memory: dict, peaks: list[int]) -> None:
+    for name, kinds, peak in zip(("kept", "working"), two_areas(memory), peaks, strict=True):
+        drawing.y += AREA + 4
+        layers = {f"{CLASSES[kind]} layer": memory[kind] for kind in kinds}
+        drawing.areas(memory["times"], layers, max(peak, 1), AREA)
+        drawing.row(name + rank, f"peak {size_of(peak_of(memory, kinds))}", drawing.y - 8)
+
+
+def peak_of(memory: dict, kinds: Iterable[str]) -> int:
+    curves = [memory[kind] for kind in kinds]
+    return max(map(sum, zip(*curves, strict=True)))
+
+
+def two_areas(memory: dict) -> tuple[Sequence[str], Sequence[str]]:
+    """The kinds in each: what is kept, and activations, which are much more.
+
+    Message buffers may be in either.
+    """
+    *kept, buffers = KEPT
+    if peak_of(memory, [buffers]) <= 2 * peak_of(memory, kept):
+        return KEPT, BORN
+    return kept, [buffers, *BORN]
+
+
+# ----------------------------------------------------------------------------- the axis, the legend
+
+
+def draw_axis(drawing: Drawing) -> None:
+    step = 1000
+    while drawing.longest / step > 7:  # 1, 2, 5, 10, 20, 50, ...
+        step = step * 5 // 2 if str(step).startswith("2") else step * 2
+    drawing.y += 10
+    marks = range(0, drawing.longest + 1, step)
+    ticks = "".join(f"M{drawing.x(mark):.1f},{drawing.y}v5" for mark in marks)
+    drawing.path("line", f"M{LEFT},{drawing.y}h{PLOT}{ticks}")
+    for mark in marks:
+        text = f"{mark / 1e6:g} ms" if mark else "0"
+        drawing.text(drawing.x(mark), drawing.y + 18, text, "middle")
+    drawing.y += 26
+
+
+def draw_legend(drawing: Drawing, pictures: list[Picture]) -> None:
+    """Only what is drawn."""
+    ranks = all_ranks(pictures)
+    parts, kinds, has_messages = set(), set(), False
+    for one in ranks:
+        parts |= {part.what for part in one["parts"]}
+        kinds |= {kind for kind in KINDS if any(one["memory"][kind])}
+        has_messages = has_messages or any(m["peer"] is None for m in one["messages"])
+    time = [(CLASSES[part], part.replace("waiting", "waits")) for part in PARTS if part in parts]
+    draw_legend_row(drawing, "time", time)
+    if has_messages:
+        states = [("queue", "in the queue"), ("stays", "waits for a rank"), ("m", "bytes move")]
+        draw_legend_row(drawing, "messages", states)
+    if kinds:
+        memory = [(CLASSES[kind], kind) for kind in KINDS if kind in kinds]
+        draw_legend_row(drawing, "memory", memory)
+    if any(picture["arrows"] for picture in pictures):
+        drawing.y += 20
+        drawing.path("arrow", f"M{LEFT},{drawing.y - 4}h20")
+        text = "a message to another rank: from its send to the end of the wait for it"
+        drawing.text(LEFT + 27, drawing.y, text)
+
+
+def draw_legend_row(drawing: Drawing, name: str, entries: list[tuple[str, str]]) -> None:
+    drawing.y += 20
+    drawing.text(12, drawing.y, name, "soft")
+    x = LEFT
+    for style, word in entries:
+        top, height = (6, 1) if style == "queue" else (11, 13)
+        drawing.boxes(style, [(x, x + 18)], drawing.y - top, height)
+        if style == "w":  # the hatching has no edge of its own
+            drawing.boxes("line", [(x, x + 18)], drawing.y - top, height)
+        drawing.text(x + 23, drawing.y, word)
+        x += round(23 + text_width(word) + 14)

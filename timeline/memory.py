@@ -1,0 +1,88 @@
+"""Reads what torch's profiler has noted of memory, and names what each block is for."""
+
+import itertools
+import math
+from bisect import bisect_right
+from collections import defaultdict
+from dataclasses import dataclass
+
+from timeline.data import Message, Span
+
+
+@dataclass
+class Block:
+    """One allocation of memory."""
+
+    kind: str  # "": not known yet
+    bytes: int
+    born: float
+    freed: float = math.inf  # it is still there
+    is_end_known: bool = False
+
+
+def blocks_of(events: list[dict], device: int) -> dict[int, list[Block]]:
+    """For each address its blocks, in the order of time.
+
+    What a call of a message allocates, or a thread of gloo's, are message buffers.
+    """
+    callers = [event for event in events if event["name"].startswith("c10d::")]
+    calls = sorted((event["begin"], event["end"]) for event in callers)
+    threads = {event["tid"] for event in events if event["name"].startswith("gloo:")}
+    threads -= {event["tid"] for event in callers}  # sends and receives are noted there
+    blocks: dict[int, list[Block]] = defaultdict(list)
+    for event in events:
+        if event["name"] != "[memory]" or event["args"]["Device Type"] != device:
+            continue
+        size, now = event["args"]["Bytes"], event["begin"]
+        here = blocks[event["args"]["Addr"]]
+        if size > 0:
+            if here and not here[-1].is_end_known:
+                here[-1].freed = now  # a thread of gloo's has freed it: that is not recorded
+            call = bisect_right(calls, (now, now))
+            is_in_call = call > 0 and now < calls[call - 1][1]
+            is_message = event["tid"] in threads or is_in_call
+            here.append(Block("message buffers" if is_message else "", size, now))
+        elif here:
+            here[-1].freed = now
+            here[-1].is_end_known = True
+    return blocks
+
+
+def name_blocks(
+    blocks: dict[int, list[Block]],
+    notes: list[tuple[int, dict]],
+    spans: list[Span],
+    messages: list[Message],
+) -> None:
+    """Give each its kind, and add those that are noted and older than the recording."""
+    for now, kinds in notes:
+        for address, (kind, size) in kinds.items():
+            name_block(blocks[address], now, kind, size if address else 0)
+    backwards = sorted((span.begin, span.end) for span in spans if span.what == "backward")
+    issued = [message["issued"] for message in messages]
+    for block in itertools.chain(*blocks.values()):
+        if not block.kind:
+            block.kind = kind_by_time(block, backwards)
+        elif block.kind == "message buffers" and not block.is_end_known:
+            call = bisect_right(issued, block.born)
+            if call > 0:
+                block.freed = max(block.born, messages[call - 1]["end"])
+
+
+def name_block(here: list[Block], now: int, kind: str, size: int) -> None:
+    """At this time the address held such a tensor."""
+    for block in here:
+        if block.born <= now < block.freed:
+            if block.kind in ("", "message buffers"):
+                block.kind = kind
+            return
+    if size and not here:
+        here.append(Block(kind, size, -math.inf, is_end_known=True))
+
+
+def kind_by_time(block: Block, backwards: list[tuple[int, int]]) -> str:
+    """Activations are kept from forward to backward."""
+    place = bisect_right(backwards, (block.born, 0))  # of the next backward
+    is_in_backward = place > 0 and block.born < backwards[place - 1][1]
+    is_kept = place < len(backwards) and backwards[place][0] < block.freed
+    return "activations" if is_kept and not is_in_backward else "temporary"

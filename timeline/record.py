@@ -1,0 +1,254 @@
+"""What a rank notes while the program runs: spans of time, messages, tensors.
+
+torch's profiler notes the rest; events.py reads it.
+"""
+
+import contextlib
+import hashlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import distributed as torch_dist
+from torch import nn
+
+from instruments.hooks import Hooks
+from instruments.meeting import Place
+from instruments.program import Finished
+from timeline.data import Message, Span, recorded_steps
+
+HAS_MESSAGE_HOOKS = hasattr(torch_dist.ProcessGroup, "register_pre_hook")  # since torch 2.14
+
+
+class OpenSpan:
+    """A span that may still be going on."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+        self.begin = time.time_ns()
+        self.end = 0
+
+    def closed(self) -> Span:
+        return Span(self.what, self.begin, self.end or time.time_ns())
+
+
+class Recorder(Hooks):
+    """Notes what this process's program does, from the first step to the last."""
+
+    def __init__(self, place: Place, steps: int) -> None:
+        super().__init__()
+        self.place = place
+        self.native_thread = threading.get_native_id()
+        self.first, self.last = recorded_steps(steps)
+        self.spans: list[OpenSpan] = []  # in the order of their begins
+        self.open: list[OpenSpan] = []  # those that have not ended, the innermost last
+        self.cuts: list[int] = []  # where the steps begin
+        self.next_cut = 0
+        self.is_first_batch = False  # of a step
+        self.is_after_step = False  # after the last recorded step of the first optimizer
+        self.groups: dict[Any, list[int]] = {}  # process groups: the ranks of each
+        self.calls: list[Message] = []
+        self.tensors: list[tuple[int, dict]] = []  # time, {address: (kind, bytes)}
+        self.inputs = self.sampler = ""
+        self.gradients: dict[str, str] = {}
+        self.profiler: Any = None
+
+    @property
+    def step(self) -> int:
+        """The number, from 0, of the step whose optimizer was called last."""
+        return len(self.cuts) - 1
+
+    def patches(self) -> list[tuple[Any, str, Callable]]:
+        """Waits, beside what all instruments are told."""
+        return [
+            *super().patches(),
+            (torch_dist.Work, "wait", self.wait),
+            (torch_dist, "_broadcast_coalesced", self.wait),  # DDP's, of buffers: it waits in C++
+        ]
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        with super().installed():
+            try:
+                yield
+            finally:
+                if HAS_MESSAGE_HOOKS and torch_dist.is_initialized():
+                    for group in self.groups:
+                        group.unregister_pre_hook(id(self))
+
+    def notes(self, is_own_thread: bool) -> Any:
+        from timeline.events import recording_of
+
+        return recording_of(self, has_trace=is_own_thread)  # another thread can't stop the profiler
+
+    # --------------------------------------------------------------------------------------- time
+
+    def begin(self, what: str) -> None:
+        self.open.append(OpenSpan(what))
+        self.spans.append(self.open[-1])
+
+    def end(self) -> None:
+        self.open.pop().end = time.time_ns()
+
+    @contextlib.contextmanager
+    def noted(self, what: str) -> Iterator[None]:
+        self.begin(what)
+        try:
+            yield
+        finally:
+            self.end()
+
+    def wait(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
+        if self.is_elsewhere():
+            return original(*args, **kwargs)
+        with self.noted("wait"):
+            return original(*args, **kwargs)
+
+    def load(self, iterator: Any, original: Callable) -> Any:
+        # The sampler of a DataLoader without batches is _index_sampler itself.
+        batches = iterator._index_sampler
+        self.sampler = type(getattr(batches, "sampler", batches)).__name__
+        with self.noted("data"):
+            if self.is_first_batch:
+                self.open[-1].begin = self.next_cut
+                self.is_first_batch = False
+            return original()
+
+    def forward_begins(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        if torch.is_grad_enabled():
+            self.maybe_start_profiler()
+        if self.step == self.last and not self.open and not self.inputs and self.is_after_step:
+            tensors = [value for value in leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
+            self.inputs = " ".join(map(digest, tensors))
+        self.begin("forward")
+
+    def forward_ends(self, module: nn.Module, args: tuple, output: Any) -> None:
+        self.end()
+
+    def backward(self, original: Callable) -> Any:
+        self.maybe_start_profiler()
+        with self.noted("backward"):
+            return original()
+
+    # -------------------------------------------------------------------------------------- steps
+
+    def step_begins(self, is_sure: bool) -> None:
+        self.next_cut = time.time_ns()
+        self.is_first_batch = is_sure
+
+    def optimizer_begins(self, optimizer: Any) -> None:
+        if optimizer is self.optimizer:
+            self.cuts.append(self.next_cut or time.time_ns())
+            if self.step > self.last:
+                # All ranks leave here, where the weights are those after the last step.
+                for name, parameter in self.named_parameters():
+                    if parameter.grad is not None:
+                        self.gradients[name] = digest(parameter.grad)
+                raise Finished
+        if self.step >= self.first:
+            known = [parameter for _, parameter in self.named_parameters()]
+            known += parameters_of(optimizer)
+            self.note_memory("gradients", [parameter.grad for parameter in known])
+        self.begin("optimizer")
+
+    def optimizer_ends(self, optimizer: Any) -> None:
+        self.end()
+        if self.step >= self.first:
+            self.note_memory("weights", [*self.model_tensors(), *parameters_of(optimizer)])
+            states = []
+            for values in optimizer.state.values():
+                states += values.values()
+            self.note_memory("optimizer state", states)
+        if self.step == self.last and optimizer is self.optimizer:
+            self.is_after_step = True
+
+    def model_tensors(self) -> Iterator[torch.Tensor]:
+        for model in self.models.values():
+            yield from model.parameters()
+            yield from model.buffers()
+
+    def maybe_start_profiler(self) -> None:
+        """Start it at the first forward or backward of a step, not in an optimizer's step.
+
+        torch crashes if an optimizer's step starts it.
+        """
+        if self.profiler or len(self.cuts) < self.first - 1:
+            return
+        if torch_dist.is_initialized():
+            for group in torch_dist.distributed_c10d._world.pg_map:
+                self.watch_group(group)
+        self.profiler = torch.profiler.profile(
+            activities=torch.profiler.supported_activities(),  # of the CPU and, if any, of the GPU
+            profile_memory=True,
+            record_shapes=not HAS_MESSAGE_HOOKS,  # costs time: only where no hook tells sizes
+        )
+        self.profiler.start()
+
+    # ------------------------------------------------------------------------ messages and tensors
+
+    def watch_group(self, group: Any) -> None:
+        self.groups[group] = torch_dist.get_process_group_ranks(group)
+        if HAS_MESSAGE_HOOKS:
+            group.register_pre_hook(id(self), lambda args: self.note_message(args, group))
+
+    def note_message(self, args: Any, group: Any) -> None:
+        kind = args.name.name
+        name = kind.lower().replace("_", "")
+        call: Message = {
+            "kind": name.removesuffix("base"),  # torch 2.15 has ALLGATHER_BASE and others
+            "issued": time.time_ns(),
+            "group": group.group_name,
+            "bytes": sum(t.nbytes for t in args.input_tensors or args.output_tensors),
+            "runs": 1,
+            "peer": None,
+        }
+        if kind == "REDUCE_SCATTER":  # gloo makes an all-reduce of each tensor
+            call["runs"] = len(args.input_tensors or args.output_tensors)
+        if kind in ("SEND", "RECV"):
+            call["peer"] = self.groups[group][args.root]
+        self.calls.append(call)
+        self.note_memory("message buffers", [*args.input_tensors, *args.output_tensors])
+
+    def note_memory(self, kind: str, values: list) -> None:
+        """Where in memory the tensors among these values are."""
+        found = {}
+        for value in values:
+            if isinstance(value, torch.Tensor):
+                storage = local(value).untyped_storage()
+                found[storage.data_ptr()] = (kind, storage.nbytes())
+        self.tensors.append((time.time_ns(), found))
+
+
+def parameters_of(optimizer: Any) -> list[torch.Tensor]:
+    found = []
+    for group in optimizer.param_groups:
+        found += group["params"]
+    return found
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        for part in value:
+            yield from leaves(part)
+    else:
+        yield value
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's share of a DTensor; another tensor as it is."""
+    with torch.no_grad():
+        return tensor.to_local() if hasattr(tensor, "to_local") else tensor.detach()
+
+
+def digest(tensor: torch.Tensor) -> str:
+    """Equal for equal tensors; of a sharded DTensor only that it is sharded."""
+    if any(placement.is_shard() for placement in getattr(tensor, "placements", ())):
+        return "sharded"
+    data = local(tensor).cpu().contiguous()
+    content = data.flatten().view(torch.uint8).numpy().tobytes()
+    content += str((data.dtype, *data.shape)).encode()
+    return hashlib.blake2b(content, digest_size=8).hexdigest()

@@ -1,0 +1,268 @@
+"""Says what was found, in sentences."""
+
+import shutil
+import statistics
+import textwrap
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
+
+from timeline import compare
+from timeline.data import (
+    COLLECTIVES,
+    KINDS,
+    PARTS,
+    WARM_UP,
+    Picture,
+    Recording,
+    counted,
+    ms,
+    size_of,
+)
+
+
+class Line(NamedTuple):
+    subject: str
+    sentence: str
+
+
+def say(lines: Iterable[Line]) -> None:
+    width = max(40, shutil.get_terminal_size().columns - 1)
+    for line in lines:
+        text = f"{line.subject:9} {line.sentence}"
+        # Paths stay whole, so that they can be copied.
+        options = {"break_long_words": False, "break_on_hyphens": False}
+        print(textwrap.fill(text, width, subsequent_indent=" " * 10, **options), flush=True)
+
+
+def findings(
+    picture: Picture, recordings: list[Recording], first: int, last: int, clocks: str
+) -> list[Line]:
+    """All lines."""
+    ranks = picture["ranks"]
+    lines = [Line("step", length_of_step(picture, recordings, first, last))]
+    drawn = set()
+    for one in ranks:
+        lines.append(Line(f"rank {one['rank']}", part_sums(one, len(ranks) > 1)))
+        drawn |= {part.what for part in one["parts"]}
+    missing = [part for part in PARTS[:2] if part not in drawn]
+    if missing:
+        text = f"{' and '.join(missing)} can't be told apart, and are drawn as other"
+        lines.append(Line("other", text))
+    if len(ranks) > 1:
+        lines.append(Line("waiting", who_came_last(recordings, first, last)))
+    text = of_ranks(ranks, message_sums)
+    if len(ranks) > 1 and not any(one["messages"] for one in ranks):
+        text += ", so each rank is drawn from the beginning of its own step"
+    lines.append(Line("messages", text))
+    lines.append(Line("memory", f"at most, {of_ranks(ranks, memory_sums)}"))
+    if clocks:
+        lines.append(Line("clocks", clocks))
+    lines += of_the_run(recordings)
+    if len(ranks) > 1 and any(recording["has_group"] for recording in recordings):
+        lines += equalities(recordings, last)
+    return lines
+
+
+def of_the_run(recordings: list[Recording]) -> Iterator[Line]:
+    """Ranks that are missing, or apart."""
+    ranks = recordings[0]["ranks"]
+    if len(recordings) < ranks:
+        here = {recording["rank"] for recording in recordings}
+        missing = ", ".join(f"rank {rank}" for rank in range(ranks) if rank not in here)
+        yield Line("ranks", f"without {missing}: no recorded step came from there")
+    if len({recording["last"] for recording in recordings}) > 1:
+        text = "they made different numbers of steps: with DDP those with more wait for ever"
+        yield Line("ranks", text)
+    if ranks > 1 and not any(recording["has_group"] for recording in recordings):
+        text = "they are in no process group: separate programs, which average nothing"
+        yield Line("ranks", f"{text} (--nproc 1 starts only one)")
+
+
+# -------------------------------------------------------------------------------- the step drawn
+
+
+def length_of_step(picture: Picture, recordings: list[Recording], first: int, last: int) -> str:
+    number, shown = picture["steps"]
+    which = f"step {number + 1}"
+    if shown > 1:
+        which = f"steps {number + 1} to {number + shown}"
+    steps = compare.lengths(recordings, first, last)
+    bare = compare.lengths(recordings, WARM_UP, first - 2)
+    return (
+        f"{ms(picture['length'])} ms: {which}, the shortest of {len(steps)} recorded "
+        f"(median of a step: {ms(statistics.median(steps))} ms; "
+        f"of {len(bare)} without the recorder: {ms(statistics.median(bare))} ms)"
+    )
+
+
+def part_sums(one: dict, has_others: bool) -> str:
+    sums: Counter = Counter()
+    for part in one["parts"]:
+        sums[part.what] += part.end - part.begin
+    text = ", ".join(f"{part} {ms(sums[part])}" for part in PARTS if part in sums) + " ms"
+    waits = []
+    while_bytes_move = []
+    for rank, duration in one["waits_for"]:
+        if rank is None:
+            while_bytes_move.append(f"{ms(duration)} while bytes move")
+        else:
+            waits.append(f"{ms(duration)} for rank {rank}")
+    waits += while_bytes_move
+    if waits and has_others:
+        text += f" (waiting: {', '.join(waits)})"
+    return text
+
+
+def message_sums(one: dict) -> str:
+    """Such as: 2 broadcasts 400 B together, 1 all-reduce 116 kB."""
+    sizes = defaultdict(list)
+    for message in one["messages"]:
+        if message["kind"] != "recv":
+            sizes[message["kind"]].append(message["bytes"])
+    texts = []
+    for kind, some in sizes.items():
+        together = " together" if len(some) > 1 else ""
+        name = counted(len(some), COLLECTIVES.get(kind, kind))
+        texts.append(f"{name} {size_of(sum(some))}{together}")
+    return ", ".join(texts) or "no messages"
+
+
+def memory_sums(one: dict) -> str:
+    """The largest of each kind."""
+    peaks = {kind: max(one["memory"][kind]) for kind in KINDS}
+    texts = [f"{kind} {size_of(peak)}" for kind, peak in peaks.items() if peak]
+    return ", ".join(texts) or "not seen"
+
+
+def of_ranks(ranks: list[dict], text_of: Callable[[dict], str]) -> str:
+    """The text of each rank, or once what is the same for all."""
+    texts = {one["rank"]: text_of(one) for one in ranks}
+    if len(ranks) == 1:
+        return text_of(ranks[0])
+    if len(set(texts.values())) == 1:
+        return f"each rank: {text_of(ranks[0])}"
+    return "; ".join(f"rank {rank}: {text}" for rank, text in texts.items())
+
+
+# ----------------------------------------------------------------------------- all recorded steps
+
+
+def who_came_last(recordings: list[Recording], first: int, last: int) -> str:
+    """For each rank: in how many of the recorded steps the others waited longest for it."""
+    messages = []
+    for recording in recordings:
+        messages += recording["messages"]
+    if messages and not any(message["begin"] < message["end"] for message in messages):
+        return "not seen, as the profiler tells no times of messages"
+    steps: Counter = Counter()
+    waited: Counter = Counter()
+    for number in range(first, last + 1):
+        caused = waits_in_step(recordings, number)
+        if caused:
+            rank, duration = caused.most_common(1)[0]
+            steps[rank] += 1
+            waited[rank] += duration
+    texts = []
+    for rank, count in steps.most_common():
+        average = ms(waited[rank] / count)
+        texts.append(
+            f"for rank {rank} in {count} of {last - first + 1} steps, {average} ms on average"
+        )
+    if not texts:
+        return "no rank waited for another"
+    return f"the others waited longest {'; '.join(texts)}"
+
+
+def waits_in_step(recordings: list[Recording], number: int) -> Counter:
+    """How long the others waited for each rank, divided by how many waited for it."""
+    caused: Counter = Counter()
+    waiting: Counter = Counter()
+    for recording in recordings:
+        begin, end = recording["cuts"][number : number + 2]
+        parts = compare.parts_of(recording["spans"], begin, end)
+        waits = compare.waits_for(parts, compare.issued_in(recording, begin, end))
+        for rank, duration in waits.items():
+            if rank is not None and duration > 0:
+                caused[rank] += duration
+                waiting[rank] += 1
+    return Counter({rank: caused[rank] / waiting[rank] for rank in caused})
+
+
+def equalities(recordings: list[Recording], last: int) -> Iterator[Line]:
+    """Whether weights, inputs and gradients are equal on all ranks, and what that means."""
+    weights = [recording["weights"] for recording in recordings]
+    if not common_names(weights):
+        yield Line("weights", "the ranks have no tensor in common: a pipeline")
+        return
+    yield Line("weights", weights_in_words(recordings, weights, last))
+    yield from inputs_in_words(recordings)
+    yield from gradients_in_words(recordings)
+
+
+def common_names(tables: list[dict[str, str]]) -> list[str]:
+    names = []
+    for name in tables[0]:
+        if all(name in table for table in tables):
+            names.append(name)
+    return names
+
+
+def weights_in_words(recordings: list[Recording], weights: list[dict], last: int) -> str:
+    names = common_names(weights)
+    if all(weights[0][name] == "sharded" for name in names):
+        return f"{len(names)} tensors are sharded: each rank has its part (FSDP)"
+    different = [name for name in names if compare.is_different(weights, name)]
+    if not different:
+        text = f"{len(names)} tensors are equal on all ranks after step {last + 1}"
+        return f"{text}: right in data parallelism"
+    gap = compare.largest_difference(recordings, different[0])
+    by = f"by up to {gap:.3g}" if gap is not None else "by how much was not looked at"
+    return (
+        f"{len(different)} of {len(names)} tensors differ after step {last + 1} (the first, "
+        f"{different[0]}, {by}): a mistake in data parallelism, but not in tensor parallelism "
+        "or within local SGD"
+    )
+
+
+def inputs_in_words(recordings: list[Recording]) -> Iterator[Line]:
+    """Whether the ranks trained on the same."""
+    inputs = {recording["inputs"] for recording in recordings}
+    if inputs == {""}:
+        if not any(recording["gradients"] for recording in recordings):
+            text = (
+                "and gradients: not looked at, as the program ended before all steps were recorded"
+            )
+            yield Line("inputs", text)
+        return
+    if len(inputs) == 1:
+        text = "equal on all ranks: a mistake in data parallelism, but right in tensor parallelism"
+        yield Line("inputs", text)
+        return
+    text = "different on all ranks"
+    if len(inputs) < len(recordings):
+        text = "equal on some ranks, different on others"
+    if any(recording["sampler"] == "RandomSampler" for recording in recordings):
+        text += (
+            ", but drawn from the whole data set (DataLoader's shuffle=True, no sampler): a "
+            "mistake in data parallelism, unless each rank has a data set of its own"
+        )
+    else:
+        text += ": right in data parallelism, if a sampler has shared them out"
+    yield Line("inputs", text)
+
+
+def gradients_in_words(recordings: list[Recording]) -> Iterator[Line]:
+    gradients = [recording["gradients"] for recording in recordings]
+    names = common_names(gradients)
+    if not names or all(gradients[0][name] == "sharded" for name in names):
+        return
+    different = compare.first_difference(gradients)
+    if different:
+        text = f"different on the ranks, {different} first, so not averaged: a mistake in data "
+        text += "parallelism, but not in ZeRO, tensor parallelism or local SGD"
+    elif len({recording["inputs"] for recording in recordings}) == 1:
+        text = "equal on all ranks, as the inputs are"
+    else:
+        text = "equal on all ranks, though the inputs are not: they were averaged"
+    yield Line("gradients", text)

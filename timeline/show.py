@@ -1,0 +1,76 @@
+"""Records all ranks, says what was found, and writes timeline.svg and timeline.json."""
+
+import argparse
+import functools
+import json
+import sys
+from pathlib import Path
+
+from instruments.ranks import Job, Notes, UsageError, end_process_if_threads_live_on, look_at
+from timeline.data import Recording, counted, recorded_steps
+from timeline.draw import draw
+from timeline.events import recording_of  # noqa: F401  imported before the program changes sys.path
+from timeline.picture import picture_of
+from timeline.record import Recorder
+from timeline.say import Line, say
+from timeline.trace import read_picture, trace_of
+
+__all__ = ["UsageError", "draw_files", "record_and_show"]
+
+
+def record_and_show(args: argparse.Namespace) -> int:
+    """Record the program on all ranks, then show it; returns the exit code."""
+    job = Job("timeline", args.command, args.patience, Recorder, (args.steps,))
+    code = look_at(job, args.nproc, functools.partial(show, args))
+    end_process_if_threads_live_on(code)
+    return code
+
+
+def show(args: argparse.Namespace, notes: list[Notes]) -> int:
+    """What the ranks have left; returns the exit code."""
+    recordings = [one.value for one in notes]
+    usable = [one for one in recordings if one["last"] >= one["first"]]
+    endings = {f"rank {one.rank}": one.ending for one in notes}
+    broken = [rank for rank, ending in endings.items() if ending in ("failed", "stuck")]
+    if not usable:
+        if not broken or all(ending == "failed" for ending in endings.values()):
+            return too_few_steps(recordings, args.steps, is_error=not broken)
+        return 1
+    if broken:
+        names = ", ".join(f"{rank} {endings[rank]}" for rank in broken)
+        print(f"timeline: {names}; what was recorded before is drawn", flush=True)
+    picture = picture_of(usable, args)
+    say(picture["findings"])  # before it is written: the disk may be full
+    svg, trace = Path(f"{args.out}.svg"), Path(f"{args.out}.json")
+    trace.write_text(json.dumps(trace_of(picture), separators=(",", ":")), encoding="utf-8")
+    svg.write_text(draw([picture]), encoding="utf-8")
+    say([Line("written", f"{svg}, {trace}")])
+    return 1 if broken else 0
+
+
+def too_few_steps(recordings: list[Recording], steps: int, is_error: bool) -> int:
+    """Say why nothing is drawn, unless the program's own error says it."""
+    text = "no optimizer of torch.optim made a step, so there is no step to draw"
+    if any(recording["cuts"] for recording in recordings):
+        made = min(max(0, len(recording["cuts"]) - 1) for recording in recordings)
+        text = (
+            f"the program made {counted(made, 'step')}; --steps {steps} records from step "
+            f"{recorded_steps(steps)[0] + 1} on: let it make more, or give fewer --steps"
+        )
+    if is_error:
+        print(f"timeline: {text}", file=sys.stderr, flush=True)
+    return 1
+
+
+def draw_files(files: list[str], out: str) -> int:
+    """What `show` has saved, below each other."""
+    pictures = []
+    for file in files:
+        try:
+            pictures.append(read_picture(file))
+        except (OSError, ValueError, KeyError, TypeError) as problem:
+            print(f"timeline: {file} is no recording of timeline: {problem!r}", file=sys.stderr)
+            return 2
+    Path(f"{out}.svg").write_text(draw(pictures), encoding="utf-8")
+    say([Line("written", f"{out}.svg")])
+    return 0

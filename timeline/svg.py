@@ -1,0 +1,119 @@
+"""Lines of SVG: lanes below each other, on one scale of time."""
+
+import itertools
+from collections.abc import Iterable, Sequence
+from html import escape
+
+LEFT, PLOT, WIDTH = 84, 640, 860  # pixels: where the time begins, how long it is; the whole
+STYLE = """<style>
+svg{--page:#fff;--ink:#1c2128;--soft:#57606a;--forward:#9ccbf2;--backward:#1f63ac;
+--optimizer:#35b58a;--other:#cdd1d6;--hatch:#c0322b;--message:#f0a32a;--edge:#a86a00;
+--weights:#3a434d;--state:#6fd0ae}
+@media(prefers-color-scheme:dark){svg{--page:#0d1117;--ink:#e6edf3;--soft:#9aa4af;
+--forward:#7fb5e2;--backward:#2f74c0;--other:#565d66;--hatch:#ff8a80;--message:#e39a2b;
+--edge:#f2c572;--weights:#aeb8c2;--state:#4fb795}}
+text{font:13px system-ui,sans-serif;fill:var(--ink)}.title{font-weight:600;font-size:15px}
+.soft{fill:var(--soft)}.right{text-anchor:end}.middle{text-anchor:middle}.small{font-size:11px}
+.light{fill:#fff}.dark{fill:#1c2128}.page{fill:var(--page)}.f{fill:var(--forward)}
+.b{fill:var(--backward)}.o{fill:var(--optimizer)}.x{fill:var(--other)}.w{fill:url(#hatch)}
+.m{fill:var(--message)}.v{fill:var(--weights)}.s{fill:var(--state)}.queue{fill:var(--edge)}
+.stays{fill:var(--message);fill-opacity:.18;stroke:var(--edge);stroke-dasharray:2.5 1.5}
+.line{stroke:var(--soft);fill:none}.hatch{stroke:var(--hatch)}
+.arrow{stroke:var(--edge);stroke-width:1.4;marker-end:url(#head)}
+.layer{stroke:var(--page);stroke-width:.7}.limit{stroke:var(--hatch);stroke-dasharray:5 3}
+</style><defs><pattern id="hatch" width="6" height="6" patternUnits="userSpaceOnUse"
+patternTransform="rotate(45)"><path class="hatch" d="M0,0v6"/></pattern>
+<marker id="head" class="queue" viewBox="0 0 6 6" refX="5" refY="3" markerWidth="5"
+markerHeight="5" orient="auto"><path d="M0,0L6,3L0,6z"/></marker></defs>"""
+
+
+class Drawing:
+    """Lines of SVG, from top to bottom; y is where the next thing is drawn."""
+
+    def __init__(self, longest: int) -> None:
+        self.longest = longest
+        self.y = 8.0
+        self.lines: list[str] = []
+
+    def x(self, time: float) -> float:
+        return LEFT + PLOT * time / self.longest
+
+    def text(self, x: float, y: float, text: str, style: str = "") -> None:
+        self.lines.append(f'<text class="{style}" x="{x:.1f}" y="{y:.1f}">{escape(text)}</text>')
+
+    def row(self, name: str, value: str, y: float) -> None:
+        """The name of a lane, and at its other end a figure."""
+        self.text(12, y, name, "soft")
+        self.text(WIDTH - 12, y, value, "right soft")
+
+    def path(self, style: str, path: str) -> None:
+        self.lines.append(f'<path class="{style}" d="{path}"/>')
+
+    def boxes(
+        self, style: str, boxes: Iterable[tuple[float, float]], top: float, height: float
+    ) -> None:
+        """Rectangles of one style in a row, each from left to right."""
+        path = ""
+        for left, right in boxes:
+            width = max(right - left, 0.4)
+            path += f"M{left:.1f},{top:.1f}h{width:.1f}v{height}h-{width:.1f}z"
+        if path:
+            self.path(style, path)
+
+    def areas(
+        self,
+        times: Sequence[float],
+        layers: dict[str, Sequence[float]],
+        most: float,
+        height: float,
+    ) -> None:
+        """Areas on top of each other, from y upwards; `most` is drawn so high.
+
+        layers: for each style a value from each time on.
+        """
+        points = self.points(times, layers)
+        begin, end = points[0][0], self.x(times[-1])
+        for level, style in reversed([*enumerate(layers)]):
+            if not any(layers[style]):
+                continue
+            path = ""
+            for x, sums in points:
+                path += f"H{x:.1f}V{self.y - height * sums[level] / most:.1f}"
+            self.path(style, f"M{begin:.1f},{self.y:.1f}{path}H{end:.1f}V{self.y:.1f}z")
+        self.path("line", f"M{begin:.1f},{self.y:.1f}H{end:.1f}")
+
+    def points(
+        self, times: Sequence[float], layers: dict[str, Sequence[float]]
+    ) -> list[tuple[float, list[float]]]:
+        """x, and the height of each layer's upper edge.
+
+        Of the changes within two pixels the largest is drawn.
+        """
+        points: list[tuple[float, list[float]]] = []
+        for when, *values in zip(times, *layers.values(), strict=True):
+            x, sums = self.x(when), list(itertools.accumulate(values))
+            if points and x - points[-1][0] < 2:
+                old_x, old_sums = points[-1]
+                points[-1] = (old_x, max(old_sums, sums, key=lambda sums: sums[-1]))
+            elif not points or sums != points[-1][1]:
+                points.append((x, sums))
+        return points
+
+    def svg(self, title: str, description: str) -> str:
+        """The whole file."""
+        width, height = WIDTH, round(self.y + 10)
+        head = (
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
+            f'viewBox="0 0 {width} {height}"\nrole="img" aria-labelledby="title told">'
+            f'<title id="title">{escape(title)}</title>'
+        )
+        lines = [
+            head,
+            f'<desc id="told">{escape(description)}</desc>{STYLE}',
+            f'<path class="page" d="M0,0h{width}v{height}h-{width}z"/>',
+        ]
+        return "\n".join([*lines, *self.lines, "</svg>\n"])
+
+
+def text_width(text: str, size: int = 13) -> float:
+    return 0.6 * size * len(text)
