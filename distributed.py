@@ -457,7 +457,11 @@ def _all_gather(tensor: torch.Tensor, call: str) -> list[torch.Tensor]:
 def _warn(text: str) -> None:
     """A warning that names the program's line, not one of this file or of torch."""
     frame = sys._getframe(1)
-    while frame.f_back and (frame.f_code.co_filename == __file__ or frame.f_globals["__name__"].startswith("torch.")):
+    while frame.f_back and (
+        frame.f_code.co_filename == __file__
+        or str(frame.f_globals.get("__name__")).startswith("torch.")
+        or "__tracebackhide__" in frame.f_locals  # a tool's, such as timeline/
+    ):
         frame = frame.f_back
     warnings.warn_explicit(text, UserWarning, frame.f_code.co_filename, frame.f_lineno)
 

@@ -14,10 +14,15 @@ import torch
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 # Modules of this project that a program may have under the same name.
 OUR_MODULES = ("distributed", "launcher", "instruments", "timeline", "equivalence")
+LIBRARIES = [os.path.join(ROOT, name, "") for name in OUR_MODULES[2:]]
 
 
 class Finished(BaseException):
     """Enough was noted.  It is a BaseException, so that it leaves all `except Exception`."""
+
+
+class Refused(BaseException):
+    """The program can't be looked at; the message is one line, with what to type."""
 
 
 def run_program(command: list[str]) -> bool:

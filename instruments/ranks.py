@@ -26,6 +26,8 @@ from torch import distributed as torch_dist
 from instruments.hooks import Hooks
 from instruments.meeting import Folder, Meeting, Place, Store, read_place, wait_until
 from instruments.program import (
+    LIBRARIES,
+    Refused,
     other_threads,
     run_program,
     show_modules,
@@ -63,6 +65,7 @@ def look_at(job: Job, nproc: int | None, show: Callable[[list[Notes]], int]) -> 
 
     Returns the exit code.  If the program fails, its own error follows what is shown.
     """
+    translate_variables()
     place = read_place()
     if place is not None:
         if nproc is not None:
@@ -92,10 +95,22 @@ def look_at(job: Job, nproc: int | None, show: Callable[[list[Notes]], int]) -> 
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def translate_variables() -> None:
+    """srun's and mpirun's, if launcher.py is here."""
+    with contextlib.suppress(ModuleNotFoundError):
+        import launcher
+
+        if read_place() is None:
+            launcher.translate_variables()
+
+
 def import_launcher() -> tuple[Callable, Callable]:
     try:
+        import launcher
         from distributed import count_processes
         from launcher import run
+
+        launcher.NOT_THE_PROGRAM += LIBRARIES
     except ModuleNotFoundError as problem:
         raise UsageError(
             f"{problem.name}.py, which starts processes, is not beside this folder: "
@@ -137,6 +152,10 @@ def be_rank(job: Job, place: Place, meeting: Meeting, show: Callable | None) -> 
     try:
         with hooks.installed():
             is_finished = run_program(job.command)
+    except Refused as refusal:
+        rank.is_over.set()
+        rank.end("failed")
+        raise SystemExit(f"{job.tool}: {refusal}") from None
     except BaseException as error:
         rank.is_over.set()
         if isinstance(error, SystemExit) and not error.code:
