@@ -68,10 +68,8 @@ def trained(how):
 
     def closure():
         optimizer.zero_grad()
-        if how == "keyword":
-            output = net(batch=inputs)
-        else:
-            output = net() if how == "inside" else net(given)
+        calls = {"keyword": lambda: net(batch=inputs), "inside": net}
+        output = calls.get(how, lambda: net(given))()
         loss = mse_loss(output, torch.zeros(5, 2))
         if how == "zero":
             loss = 0 * loss
