@@ -26,8 +26,8 @@
     srun -n 2 python train.py                         # and so do srun, and mpirun -n 2
 
 This file is complete for one process, under torchrun, and under every launcher that sets torch's variables.  With
-launcher.py beside it `python train.py` starts several processes, srun and mpirun do, and ranks that don't come are
-named.  Both files need Python 3.10, torch 2.4 and numpy, which torch's all_gather_object uses.
+launcher.py beside it, `python train.py`, srun and mpirun start several processes, too, and missing ranks are named.
+Both files need Python 3.10, torch 2.4 and numpy, which torch's all_gather_object uses.
 
 A collective is a call in which all ranks exchange data: all_reduce, reduce, gather, sync_params, barrier, and also the
 backward pass of a DDP model.  A rank waits in it until all others have called it.  So every rank must make the same
@@ -42,7 +42,7 @@ A name that this file does not define is torch.distributed's: dist.broadcast, di
 import contextlib
 import functools
 import hashlib
-import importlib
+import importlib.util
 import inspect
 import os
 import sys
@@ -143,7 +143,7 @@ def _find_place() -> _Place:
 
 
 def _has_launcher() -> bool:
-    """Whether `launch` or a launcher has started this process; then torchrun's variables are set."""
+    """Whether `launch` or a launcher has started this process.  srun's and mpirun's variables become torchrun's."""
     if any(name in os.environ for name in VARIABLES):
         return True
     return _launcher() is not None and _launcher().translate_variables()
@@ -197,7 +197,8 @@ def init_process_group(
     With a GPU it also calls torch.cuda.set_device(get_device()).
     backend: the library that moves the data: "nccl" between GPUs, or "gloo".  None takes nccl with GPUs, else gloo.
     rank, world_size: leave them out if `launch` or a launcher starts your processes.  If you start them yourself, give
-        them, and set MASTER_ADDR and MASTER_PORT.  init_process_group(rank, world_size) works, too.
+        them, and set MASTER_ADDR and MASTER_PORT.  init_process_group(rank, world_size) works, too.  ValueError if
+        the launcher has started another number of processes.
     timeout: seconds, or a timedelta (None: DIST_TIMEOUT, or 600 s).  It limits two waits.  At the start: launcher.py
         names the missing ranks on stderr after 10 s, and in a TimeoutError when the time is up.  In each collective:
         when the time is up, gloo raises an error, and NCCL ends the process; neither names a rank.
@@ -212,7 +213,10 @@ def init_process_group(
             raise ValueError(f"init_process_group: rank {rank} of {world_size}: ranks go from 0 to {world_size - 1}")
         if world_size > 1:
             _place = _Place(rank, world_size, rank)  # on one machine, as far as is known
-    rank, world_size, _ = _find_place()
+    place = _find_place()
+    if world_size and world_size != place.world_size:
+        raise ValueError(f"init_process_group: world_size is {world_size}, but WORLD_SIZE is {place.world_size}")
+    rank, world_size, _ = place
     device = get_device()
     has_nccl = device.type == "cuda" and torch_dist.is_nccl_available()
     if backend == "nccl" and not has_nccl:
@@ -239,7 +243,7 @@ def _meet(rank: int, world_size: int, limit: timedelta) -> torch_dist.Store:
     if _store is None and launcher:
         _store = launcher.open_store(rank, world_size, limit)
     elif _store is None:
-        _store, _, _ = next(torch_dist.rendezvous("env://", rank, world_size, timeout=limit))
+        _store, *_ = next(torch_dist.rendezvous("env://", rank, world_size, timeout=limit))
     _group_count += 1
     store = torch_dist.PrefixStore(f"group {_group_count}", _store)  # it must not read what an earlier group has left
     if launcher:
@@ -276,8 +280,7 @@ def destroy_process_group(group: Any = None) -> None:
         return
     # Gloo's threads need Python's lock to free their last tensors: let them have it, or leaving may hang
     # (pytorch#179291; seen with torch 2.4.1).
-    for _ in range(20):
-        time.sleep(0.001)
+    time.sleep(0.02)
     torch_dist.destroy_process_group(group)
 
 
@@ -361,18 +364,18 @@ def sync_params(params: torch.Tensor | Iterable[torch.Tensor]) -> None:
         return
     for param in params:
         values = param.detach().to(device).contiguous()
-        torch_dist.broadcast(values.flatten().view(torch.uint8), 0)  # as bytes, so that every dtype works
+        torch_dist.broadcast(values.view(-1).view(torch.uint8), 0)  # as bytes, so that every dtype works
         param.detach().copy_(values)
 
 
 def barrier() -> None:
     """Wait until every rank has called it."""
-    _check_calls("barrier", [])  # is a message between all ranks
+    _check_calls("barrier", [])  # the check is itself a message between all ranks
 
 
 wait_for_everyone = barrier
 
-# Their checks.
+# The checks of these five.
 
 WARN_AFTER = 30  # seconds, if a rank waits so long for the others
 _OPS = ("sum", "mean", "min", "max", "product")
@@ -446,7 +449,7 @@ def _all_gather(tensor: torch.Tensor, call: str) -> list[torch.Tensor]:
     rows = [torch.empty_like(tensor) for _ in range(get_world_size())]
     work = torch_dist.all_gather(rows, tensor, async_op=True)
     started = time.monotonic()
-    with contextlib.suppress(RuntimeError):  # the time is up; or it has failed, which the next line but one says
+    with contextlib.suppress(RuntimeError):  # the time is up; or it has failed: then the second wait raises the error
         work.wait(timedelta(seconds=WARN_AFTER))
     if time.monotonic() - started >= WARN_AFTER:
         _warn(f"rank {get_rank()} has waited for {WARN_AFTER} s in {call}: Ctrl-C shows where each rank stands")
@@ -457,7 +460,11 @@ def _all_gather(tensor: torch.Tensor, call: str) -> list[torch.Tensor]:
 def _warn(text: str) -> None:
     """A warning that names the program's line, not one of this file or of torch."""
     frame = sys._getframe(1)
-    while frame.f_back and (frame.f_code.co_filename == __file__ or frame.f_globals["__name__"].startswith("torch.")):
+    while frame.f_back and (
+        frame.f_code.co_filename == __file__
+        or str(frame.f_globals.get("__name__")).startswith("torch.")
+        or "__tracebackhide__" in frame.f_locals  # a tool's, such as timeline/
+    ):
         frame = frame.f_back
     warnings.warn_explicit(text, UserWarning, frame.f_code.co_filename, frame.f_lineno)
 
@@ -571,7 +578,8 @@ def launch(worker_fn: Callable, *args: Any, nproc: int | None = None) -> Any:
     torchrun, srun or mpirun, or with one process, worker_fn is called here, and nproc is ignored.
     The first started process that fails ends the run: SystemExit with its error, in a notebook RuntimeError.
     The processes are forked where that is safe, else spawned: then each imports the program anew.  So what worker_fn
-    needs (a default dtype, globals) is set in it or passed to it.
+    needs (a default dtype, globals) is set in it or passed to it.  Files that it leaves open are written, and its
+    atexit functions run; archives (gzip, zip) it must close.
     Each process that it starts has random numbers of its own (torch, Python, numpy): its seed is a number drawn from
     this process's torch generator, plus the rank.  Call torch.manual_seed before `launch`, and every run draws the
     same.  (Under a launcher nothing is seeded: there torch.manual_seed(0) gives all ranks the same numbers.)

@@ -128,7 +128,7 @@ def _check_caller() -> None:
     if getattr(process, "_inheriting", False):  # a spawned rank, which imports the program
         sys.exit('launch: the program calls it when it is imported: write  if __name__ == "__main__":  above the call')
     if thread is not threading.main_thread():
-        raise RuntimeError(f"launch was called in {thread.name}: call it in the main thread, or start a program for it")
+        raise RuntimeError(f"launch was called in the thread {thread.name}: call it in the main thread")
     if process.daemon:
         raise RuntimeError(
             f"launch was called in {process.name}, a daemonic process (as multiprocessing.Pool's are), which may start "
@@ -518,7 +518,7 @@ def _be_rank(guard: int, environment: dict, folder: str, seed: int, threads: int
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (*STOP_SIGNALS, signal.SIGUSR1, STACK_SIGNAL))
     if threads:
         torch.set_num_threads(threads)
-    failure = None
+    failure, pid = None, os.getpid()
     try:
         function, args = job if is_forked else pickle.loads(job)
         torch.manual_seed(seed)
@@ -530,26 +530,34 @@ def _be_rank(guard: int, environment: dict, folder: str, seed: int, threads: int
         failure = error  # still here: what its frames hold may take long to end
         report = _report_of(error)
         _write_open_files()  # before the report: a rank that has reported a failure is killed
+    if os.getpid() != pid:  # a child that the function has forked, and that came back
+        os._exit(failure is not None)
     _write_report(report, f"{folder}/report{rank}")
     if failure and (report.failure or report.stop_signal):
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises if a data loader's worker dies
         failure = None  # and with it its frames: their files are closed, their data loaders end
         while True:  # if this rank ended now, the others would report a lost connection
             signal.pause()
-    # Now what Python does at the end of a program, and multiprocessing doesn't.
-    for thread in threading.enumerate():
-        if thread is not threading.current_thread() and not thread.daemon:
-            thread.join()
+    # Now what Python does at the end of a program, in its order: multiprocessing leaves out a part.
+    threading._shutdown()  # waits for threads; pools of threads are told to end
     atexit._run_exitfuncs()
     _write_open_files()
 
 
 def _write_open_files() -> None:
     """Write what the files that this process has open have buffered."""
-    for item in gc.get_objects():
-        if issubclass(type(item), (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)):  # isinstance asks the item
-            with contextlib.suppress(Exception):  # it is closed, or nobody reads the pipe
-                item.flush()
+    kinds = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
+    files = [item for item in gc.get_objects() if issubclass(type(item), kinds)]  # isinstance would ask the item
+    while files:  # one that is a pipe which nobody reads is left behind
+        thread = threading.Thread(target=_flush, args=[files], daemon=True)
+        thread.start()
+        thread.join(2)
+
+
+def _flush(files: list) -> None:
+    while files:
+        with contextlib.suppress(Exception):  # it is closed, or the disk is full
+            files.pop().flush()
 
 
 def _write_report(report: _Report, path: str) -> None:
@@ -599,7 +607,8 @@ _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _OPEN_MPI = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
 _MPICH = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 _SRUN = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
-LAUNCHER_VARIABLES = (*_TORCHRUN, "MASTER_ADDR", "MASTER_PORT", *_OPEN_MPI, *_MPICH, *_SRUN)
+PLACES = (*_TORCHRUN, *_OPEN_MPI, *_MPICH, *_SRUN)
+LAUNCHER_VARIABLES = (*PLACES, "MASTER_ADDR", "MASTER_PORT")
 
 
 def translate_variables() -> bool:
@@ -681,6 +690,8 @@ def open_store(rank: int, world_size: int, limit: timedelta) -> torch_dist.Store
     if not is_server:
         _wait_for(missing, rank, limit)  # a TCPStore that connects too early prints torch's warnings
     advice = f"set MASTER_PORT to a free port, the same on all ranks of a run, and not {port}"
+    inherited = " ".join(f"-u {name}" for name in PLACES if name in os.environ)
+    advice += f". If a rank has started this program, it has that rank's variables: type env {inherited} python ..."
     try:
         store = torch_dist.TCPStore(
             address, port, world_size, is_server, limit, wait_for_workers=False, multi_tenant=True
@@ -688,17 +699,14 @@ def open_store(rank: int, world_size: int, limit: timedelta) -> torch_dist.Store
     except RuntimeError as error:
         if "EADDRINUSE" not in str(error):
             raise
-        raise RuntimeError(f"rank 0: port {port} is in use, perhaps by another run: {advice}") from None
+        raise RuntimeError(f"rank 0: port {port} is in use. If by another run, {advice}") from None
     with socket.create_connection((address, port), timeout=60) as connection:
         _own_address, _address_of_rank_0 = connection.getsockname()[0], connection.getpeername()[0]
     # Two runs that meet on one port have different names; torch 2.4's torchrun has one store for all attempts.
     names = [os.environ.get(name, "") for name in ("DIST_RUN", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")]
     store = torch_dist.PrefixStore(f"run {' '.join(names)} of {world_size}", store)
     if store.add(f"processes with rank {rank}", 1) > 1:
-        raise RuntimeError(
-            f"rank {rank} of {world_size} is here already. If this is another run, {advice}. If a rank has started "
-            f"this program, it has that rank's variables: start it with env -u {' -u '.join(_TORCHRUN)} python ..."
-        )
+        raise RuntimeError(f"rank {rank} of {world_size} is here already. If this is another run, {advice}")
     return store
 
 

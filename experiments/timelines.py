@@ -12,9 +12,7 @@ tells of.  `adam` is the same training with a larger network, Adam and four proc
 """
 
 import argparse
-import contextlib
 import functools
-import importlib
 import multiprocessing
 import os
 import subprocess
@@ -24,15 +22,21 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-from torch import nn
-
-import distributed as dist
-import timeline
 from experiments import measured, slow_link
+from experiments.with_adam import Wide  # noqa: F401  for the tests
+from instruments.hooks import Hooks
+from instruments.meeting import Place
+from instruments.ranks import Job, look_at
+from timeline.data import KINDS, size_of
+from timeline.draw import draw
+from timeline.picture import picture_of
+from timeline.record import Recorder
+from timeline.say import say
+from timeline.svg import Drawing
 from tools.steps import code_digest
 
 STEPS = 24  # that are recorded
+LINK = 24  # pixels: the height of a link's lane
 
 
 class Run(NamedTuple):
@@ -73,7 +77,6 @@ TABLES = {
         for module in ("mnist_ddp", "variants.mnist_by_hand", "variants.mnist_zero", "variants.mnist_fsdp")
     ],
 }
-KINDS = (*timeline.KEPT, *timeline.BORN)
 HEAD = ["program", "messages", "kB", "waits"]
 HEAD += ["weights", "state", "gradients", "buffers", "activations", "temporary", "sum"]  # KINDS
 
@@ -81,37 +84,15 @@ HEAD += ["weights", "state", "gradients", "buffers", "activations", "temporary",
 # --------------------------------------------------------------------------------------------------------- recording
 
 
-class Wide(nn.Sequential):
-    """Images [N, channels, side, side] -> logits [N, 10]: with more weights than activations."""
-
-    def __init__(self, channels: int, side: int) -> None:
-        layers = [nn.Linear(channels * side**2, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU()]
-        super().__init__(nn.Flatten(), *layers, nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10))
-
-
-def run_with_adam(recorder: timeline.Recorder, module: str, *flags: str) -> None:
-    """The script's main, with the larger network, and with Adam in place of SGD."""
-    script = importlib.import_module(module)
-    script.ConvNet = Wide
-    torch.optim.SGD = lambda parameters, lr, momentum: torch.optim.Adam(parameters, lr)
-    sys.argv = [module, *flags]
-    with recorder.installed(), contextlib.suppress(timeline.Finished):
-        script.main(dist.get_rank(), dist.get_world_size(), script.parse_args())
-
-
-def worker(local_rank: int, world_size: int, bridge: int, folder: str, run: Run, args: Any) -> list[dict] | None:
-    """One rank.  On rank 0 it returns the recordings of all ranks."""
+def make_recorder(place: Place, bridge: int, folder: str, run: Run) -> Hooks:
+    """In each rank, before its program begins."""
     sys.path.append(str(measured.ROOT))
     os.chdir(Path(folder, "home"))  # what a script saves is not kept
     if run.rate:
-        Path(folder, str(local_rank)).write_text(str(os.getpid()))
-        slow_link.link_to_bridge(local_rank, bridge)
+        Path(folder, str(place.rank)).write_text(str(os.getpid()))
+        slow_link.link_to_bridge(place.rank, bridge)
         slow_link.set_rate(run.rate)
-    if run.has_adam:
-        recorder = timeline.Recorder(args)
-        run_with_adam(recorder, *args.command[1:])
-        return timeline.together(recorder, world_size)
-    return timeline.record(local_rank, world_size, args)
+    return Recorder(place, STEPS)
 
 
 def count_bytes(folder: str, until: Any, found: Any) -> None:
@@ -141,11 +122,26 @@ def links_of(picture: dict, samples: list[list[tuple[int, int]]], rate: float) -
     return links
 
 
+def draw_link(link: dict, drawing: Drawing) -> None:
+    """What left a network link; the dashed line is what it can carry."""
+    drawing.y += LINK + 4
+    times, rates = zip(*link["rates"], strict=True)
+    most = max(link["limit"], *rates, 1)
+    drawing.areas(times, {"m": rates}, most, LINK)
+    if link["limit"]:
+        level = drawing.y - LINK * link["limit"] / most
+        drawing.path("limit", f"M{drawing.x(times[0]):.1f},{level:.1f}H{drawing.x(times[-1]):.1f}")
+    drawing.row(link["name"], f"sent {size_of(link['sent'])}", drawing.y - 6)
+
+
 @functools.cache
 def record(run: Run) -> dict:
     """The picture of a program."""
     command = ["-m", *run.program.split(), "--dataset", "synthetic"]
-    args = argparse.Namespace(command=command, steps=STEPS, steps_shown=run.shown, patience=120.0, out="failed")
+    args = argparse.Namespace(command=command, steps_shown=run.shown)
+    if run.has_adam:
+        command = ["-m", "experiments.with_adam", *command[1:]]
+    recordings: list[dict] = []
     fork = multiprocessing.get_context("fork")
     until, (mine, theirs) = fork.Event(), fork.Pipe()
     with tempfile.TemporaryDirectory() as folder:
@@ -153,19 +149,20 @@ def record(run: Run) -> dict:
         counter = fork.Process(target=count_bytes, args=(folder, until, theirs), daemon=True)
         if run.rate:
             counter.start()
-        recordings = dist.launch(worker, os.getpid(), folder, run, args, nproc=run.nproc)
+        job = Job("timelines", command, 120.0, make_recorder, (os.getpid(), folder, run))
+        look_at(job, run.nproc, lambda notes: recordings.extend(one.value for one in notes))
         os.chdir(measured.ROOT)  # one process is this one
         until.set()
         samples = mine.recv() if run.rate else []
     ports = [line.split(":")[0].strip() for line in Path("/proc/net/dev").read_text().splitlines() if "port" in line]
     for port in ports if run.rate else ():  # the kernel keeps a link while bytes wait there; the next has its address
         subprocess.run(["ip", "link", "delete", port], check=False, stderr=subprocess.DEVNULL)
-    picture = timeline.picture_of(recordings, args)
+    picture = picture_of(recordings, args)
     name = run.program.split()[0].rpartition(".")[2]
     picture["title"] = ", ".join(filter(None, [name, run.note, f"{run.rate:g} Mbit/s" if run.rate else ""]))
-    picture["links"] = links_of(picture, samples, run.rate)
+    picture["lanes"] = [functools.partial(draw_link, link) for link in links_of(picture, samples, run.rate)]
     picture["setting"] += f", {measured.cores()} cores for all"
-    timeline.say(picture["findings"])
+    say(picture["findings"])
     return picture
 
 
@@ -174,7 +171,7 @@ def record(run: Run) -> dict:
 
 def drawn(runs: list[Run]) -> str:
     """The SVG, and from which state of the scripts it is: tools/build.py --check compares."""
-    text = timeline.draw([record(run) for run in runs])
+    text = draw([record(run) for run in runs])
     files = dict.fromkeys(f"{run.program.split()[0].replace('.', '/')}.py" for run in runs)
     return text + f"<!-- recorded from {', '.join(f'{file} {code_digest(file)}' for file in files)} -->\n"
 
@@ -186,9 +183,9 @@ def row(run: Run) -> list[str]:
     for one in picture["ranks"]:
         own = [message["bytes"] for message in one["messages"] if message["kind"] != "recv"]
         count, sent = max(count, len(own) / run.shown), max(sent, sum(own) / run.shown)
-        waits = sum(end - begin for what, begin, end in one["parts"] if what == "waiting")
+        waits = sum(part.end - part.begin for part in one["parts"] if part.what == "waiting")
         share += waits / (one["cuts"][-1] - one["cuts"][0]) / len(picture["ranks"])
-        held = max([held, *(kinds for _, *kinds in one["memory"])], key=sum)
+        held = max([held, *zip(*(one["memory"][kind] for kind in KINDS), strict=True)], key=sum)
     name = run.program.removeprefix("variants.").split(" --batch-size")[0].split(" --lr")[0]
     kilobytes = [f"{size / 1000:,.0f}" for size in (sent, *held, sum(held))]
     return [f"`{name}`", f"{count:g}", kilobytes[0], f"{share:.0%}", *kilobytes[1:]]

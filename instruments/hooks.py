@@ -28,6 +28,8 @@ from torch.nn.modules import module as nn_module
 from torch.optim import optimizer as torch_optimizer
 from torch.utils.data import dataloader
 
+from instruments.program import Refused
+
 
 class Open(NamedTuple):
     """Something that has begun and not ended."""
@@ -52,6 +54,7 @@ class Hooks:
         self.steps = 0  # that it has begun
         self.last_step = time.monotonic()
         self._waits_for_batch = False
+        self.steps_elsewhere = 0  # of optimizers, in other threads
 
     # -------------------------------------------------------------- what an instrument overrides
 
@@ -93,6 +96,8 @@ class Hooks:
             (torch.autograd, "backward", self._backward),
             (torch.autograd, "grad", self._backward),
             (dataloader._BaseDataLoaderIter, "__next__", self._load),
+            (torch.multiprocessing, "spawn", self._processes),
+            (torch.multiprocessing, "start_processes", self._processes),
         ]
 
     @contextlib.contextmanager
@@ -128,6 +133,12 @@ class Hooks:
             yield
         finally:
             self.inside.pop()
+
+    def _processes(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
+        raise Refused(
+            "the program starts processes of its own, which are not seen: call its worker function "
+            "under torchrun --nproc_per_node=2, in place of torch.multiprocessing.spawn"
+        )
 
     def _load(self, original: Callable, iterator: Any) -> Any:
         if self.is_elsewhere():
@@ -167,6 +178,7 @@ class Hooks:
 
     def _before_optimizer(self, optimizer: Any, args: tuple, kwargs: dict) -> tuple | None:
         if self.is_elsewhere():
+            self.steps_elsewhere += 1
             return None
         self.optimizer = self.optimizer or optimizer
         if optimizer is self.optimizer:
@@ -213,6 +225,7 @@ def replacement(function: Callable, original: Callable) -> Callable:
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True  # a warning names the program's line, not this one
         return function(original, *args, **kwargs)
 
     return call

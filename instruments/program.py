@@ -14,10 +14,15 @@ import torch
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 # Modules of this project that a program may have under the same name.
 OUR_MODULES = ("distributed", "launcher", "instruments", "timeline", "equivalence")
+LIBRARIES = [os.path.join(ROOT, name, "") for name in OUR_MODULES[2:]]
 
 
 class Finished(BaseException):
     """Enough was noted.  It is a BaseException, so that it leaves all `except Exception`."""
+
+
+class Refused(BaseException):
+    """The program can't be looked at; the message is one line, with what to type."""
 
 
 def run_program(command: list[str]) -> bool:
@@ -31,7 +36,7 @@ def run_program(command: list[str]) -> bool:
     old_path = list(sys.path)
     old_argv = sys.argv
     sys.argv = arguments
-    sys.path[:] = [folder, *(place for place in sys.path[1:] if not is_root(place))]
+    sys.path[0] = folder  # before, it was where this project lies, or the current folder
     try:
         with modules_hidden():
             if is_module:
@@ -44,10 +49,6 @@ def run_program(command: list[str]) -> bool:
         sys.path[:] = old_path
         sys.argv = old_argv
     return False
-
-
-def is_root(place: str) -> bool:
-    return os.path.realpath(place or ".") == os.path.realpath(ROOT)
 
 
 _hidden: dict = {}  # the modules that were taken out of the program's way
@@ -69,6 +70,17 @@ def show_modules() -> None:
     """Undo what `modules_hidden` did.  pickle needs it: it looks for classes in sys.modules."""
     sys.modules.update(_hidden)
     _hidden.clear()
+
+
+def without_our_frames(error: BaseException) -> BaseException:
+    """The program's error, from its own first line on."""
+    trace = error.__traceback__
+    while trace is not None:
+        path = trace.tb_frame.f_code.co_filename
+        if not path.startswith((os.path.dirname(__file__), "<frozen runpy")):
+            return error.with_traceback(trace)
+        trace = trace.tb_next
+    return error
 
 
 def other_threads() -> list[threading.Thread]:

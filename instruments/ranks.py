@@ -25,7 +25,15 @@ from torch import distributed as torch_dist
 
 from instruments.hooks import Hooks
 from instruments.meeting import Folder, Meeting, Place, Store, read_place, wait_until
-from instruments.program import other_threads, run_program, show_modules, where
+from instruments.program import (
+    LIBRARIES,
+    Refused,
+    other_threads,
+    run_program,
+    show_modules,
+    where,
+    without_our_frames,
+)
 
 MOMENT = 5  # seconds that a rank which has failed waits for the others' notes
 
@@ -44,7 +52,7 @@ class Notes(NamedTuple):
     """What one rank has left."""
 
     rank: int
-    ending: str  # "finished", "ended", "failed" or "stuck"
+    ending: str  # "finished", "ended", "failed", "stuck", or "stopped" after another one failed
     value: Any  # what Hooks.notes returned
 
 
@@ -57,6 +65,7 @@ def look_at(job: Job, nproc: int | None, show: Callable[[list[Notes]], int]) -> 
 
     Returns the exit code.  If the program fails, its own error follows what is shown.
     """
+    translate_variables()
     place = read_place()
     if place is not None:
         if nproc is not None:
@@ -78,18 +87,30 @@ def look_at(job: Job, nproc: int | None, show: Callable[[list[Notes]], int]) -> 
         except (SystemExit, RuntimeError):
             notes = collect(meeting, count)
             code = show(notes) if notes else 1
-            if len(notes) == count and all(one.ending in ("finished", "ended") for one in notes):
-                return code
+            if len(notes) == count and all(one.ending != "failed" for one in notes):
+                return code  # all is said
             raise
         return show(collect(meeting, count))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def translate_variables() -> None:
+    """srun's and mpirun's, if launcher.py is here."""
+    with contextlib.suppress(ModuleNotFoundError):
+        import launcher
+
+        if read_place() is None:
+            launcher.translate_variables()
+
+
 def import_launcher() -> tuple[Callable, Callable]:
     try:
+        import launcher
         from distributed import count_processes
         from launcher import run
+
+        launcher.NOT_THE_PROGRAM += LIBRARIES
     except ModuleNotFoundError as problem:
         raise UsageError(
             f"{problem.name}.py, which starts processes, is not beside this folder: "
@@ -131,12 +152,16 @@ def be_rank(job: Job, place: Place, meeting: Meeting, show: Callable | None) -> 
     try:
         with hooks.installed():
             is_finished = run_program(job.command)
+    except Refused as refusal:
+        rank.is_over.set()
+        rank.end("failed")
+        raise SystemExit(f"{job.tool}: {refusal}") from None
     except BaseException as error:
         rank.is_over.set()
         if isinstance(error, SystemExit) and not error.code:
             return rank.end("ended")
         rank.end("failed")
-        raise
+        raise without_our_frames(error) from error.__cause__
     rank.is_over.set()
     return rank.end("finished" if is_finished else "ended")
 
@@ -149,6 +174,7 @@ class Rank:
     ) -> None:
         self.job, self.place, self.meeting, self.show, self.hooks = job, place, meeting, show, hooks
         self.is_over = threading.Event()  # the program has ended
+        self.lock = threading.Lock()
 
     def leave(self, ending: str, is_own_thread: bool = True) -> None:
         notes = Notes(self.place.rank, ending, self.hooks.notes(is_own_thread))
@@ -172,9 +198,11 @@ class Rank:
         return code
 
     def show_all(self) -> int:
-        if not self.show:
+        with self.lock:  # once: the watching thread may have done it
+            show, self.show = self.show, None
+        if not show:
             return 0
-        code = self.show(collect(self.meeting, self.place.world_size))
+        code = show(collect(self.meeting, self.place.world_size))
         self.meeting.put("shown", b"1")
         return code
 
@@ -211,7 +239,7 @@ class Rank:
         standing = where(self.hooks.thread)
         show_modules()
         if self.meeting.has("failed"):
-            self.leave("stuck", is_own_thread=False)
+            self.leave("stopped", is_own_thread=False)
             wait_until(self.all_are_here, MOMENT, lambda left: None)
             self.show_all()
             return  # whoever has started this process ends it, or its own error does

@@ -93,11 +93,15 @@ def test_nobody_goes_on_before_all_have_joined():
         ({"backend": "nccl"}, "ValueError: backend nccl needs a visible CUDA GPU and a torch"),
         ({"timeout": float("inf")}, r"ValueError: the timeout \(or DIST_TIMEOUT\) is inf"),
         ({"rank": 2, "world_size": 2}, "ValueError: init_process_group: rank 2 of 2: ranks go from 0 to 1"),
+        ({"world_size": 2, "variables": True}, "ValueError: init_process_group: world_size is 2, but WORLD_SIZE is 3"),
         ({"rank": 0, "world_size": 2}, "ValueError: MASTER_ADDR= and MASTER_PORT= must say where rank 0 is"),
     ],
 )
 def test_bad_arguments_are_one_line(arguments, error, monkeypatch):
     monkeypatch.delenv("MASTER_ADDR", raising=False)
+    if arguments.pop("variables", False):
+        for name, value in zip(VARIABLES, "0303", strict=True):
+            monkeypatch.setenv(name, value)
     assert re.match(error, error_of(dist.init_process_group, **arguments))
     assert not torch_dist.is_initialized()
 
@@ -175,7 +179,7 @@ def test_two_runs_that_meet_on_one_port_do_not_mix():
     first, port = by_hand([0], 2, 60, name="first")
     wait_for(lambda: is_served(port))
     other, _ = by_hand([0, 1], 2, 2, port, name="other")
-    in_use = f"RuntimeError: rank 0: port {port} is in use, perhaps by another run: set MASTER_PORT to a free port"
+    in_use = f"RuntimeError: rank 0: port {port} is in use. If by another run, set MASTER_PORT to a free port"
     answers = answers_of(other)
     assert answers[0].startswith(in_use)
     assert answers[1] == "TimeoutError: init_process_group: rank 0 of 2 did not come within 2 s"
@@ -184,7 +188,7 @@ def test_two_runs_that_meet_on_one_port_do_not_mix():
     third, _ = by_hand([1], 2, 60, port, name="first")
     taken = (
         "RuntimeError: rank 1 of 2 is here already. If this is another run, set MASTER_PORT to a free port, .* not "
-        f"{port}. If a rank has started this program, .*: start it with env -u RANK -u WORLD_SIZE .* python ...$"
+        f"{port}. If a rank has started this program, it has that rank's variables: type env .*python ...$"
     )
     assert re.match(taken, answers_of(third)[1])
 

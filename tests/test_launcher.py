@@ -471,7 +471,8 @@ def test_one_process_per_visible_gpu_or_two_without_or_as_many_as_told(monkeypat
 
 
 LEAVES = """
-import atexit, gzip, threading
+import atexit, concurrent.futures, gzip, threading
+pool = concurrent.futures.ThreadPoolExecutor(1)  # nobody shuts it down
 log = open("log", "a")
 log.write("parent ")
 atexit.register(lambda: open("ended", "a").write("module "))
@@ -481,6 +482,8 @@ def late(rank):
     log.write(f"late{rank} ")
 
 def worker(rank, n, what):
+    if os.fork() == 0: return  # a child of its own, that comes back
+    os.wait()
     log.write(f"rank{rank} ")
     atexit.register(lambda: open("ended", "a").write(f"rank{rank} "))
     local = gzip.open(f"local{rank}", "wt")  # its end is written when it is closed
@@ -491,6 +494,10 @@ def worker(rank, n, what):
         while not os.path.exists("ready0"): time.sleep(0.01)
         raise ValueError("mine")
     threading.Thread(target=late, args=[rank]).start()
+    pool.submit(int).result()
+    read, write = os.pipe()
+    stuck = globals()["stuck"] = open(write, "w")  # a pipe that nobody reads
+    threading.Thread(target=lambda: print("x" * 10**6, file=stuck), daemon=True).start()
 
 if __name__ == "__main__":
     what, method = sys.argv[1:]
@@ -570,7 +577,7 @@ if __name__ == "__main__":
 
 def test_outside_of_the_main_thread_and_in_a_pool_it_is_refused(program):
     done = run(program(ELSEWHERE))
-    first = "launch was called in web server: call it in the main thread, or start a program for it"
+    first = "launch was called in the thread web server: call it in the main thread"
     second = r"launch was called in ForkPoolWorker-\d+, a daemonic process .*: call it in the main process, or use .*"
     assert (done.code, done.err) == (0, "") and re.fullmatch(f"{first}\n{second}\n", done.out), done
 

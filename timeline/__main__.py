@@ -49,6 +49,8 @@ def check(args: argparse.Namespace) -> None:
         args.error("--steps must be at least 1, and --steps-shown between 1 and --steps")
     if not args.patience > 0 or (args.nproc is not None and args.nproc < 1):
         args.error("--nproc must be at least 1, and --patience greater than 0")
+    if "--nproc" in args.command and "RANK" not in os.environ:
+        args.error("put --nproc before the program")
     if args.command and args.command[0] != "-m" and not os.path.isfile(args.command[0]):
         args.error(f"there is no file {args.command[0]}")
     folder = os.path.dirname(os.path.abspath(args.out))

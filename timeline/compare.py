@@ -37,12 +37,20 @@ def lengths(recordings: list[Recording], first: int, last: int) -> list[int]:
 # ----------------------------------------------------------------------------- the ranks together
 
 
+def common_names(tables: list[dict]) -> list[str]:
+    return [name for name in tables[0] if all(name in table for table in tables)]
+
+
 def first_difference(tables: list[dict[str, str]]) -> str | None:
     """The first name that is in all tables, and not with the same digest."""
     for name in tables[0]:
-        if all(name in table for table in tables) and len({table[name] for table in tables}) > 1:
+        if all(name in table for table in tables) and is_different(tables, name):
             return name
     return None
+
+
+def is_different(tables: list[dict[str, str]], name: str) -> bool:
+    return len({table[name] for table in tables}) > 1
 
 
 def largest_difference(recordings: list[Recording], name: str) -> float | None:
@@ -159,7 +167,7 @@ def parts_of(spans: list[Span], begin: int, end: int) -> list[Span]:
         for span in spans:
             if span.begin <= left and right <= span.end:
                 what = span.what
-        what = {"wait": "waiting", "data": "other"}.get(what, what)
+        what = {"wait": "waiting", "data": "loading"}.get(what, what)
         if parts and parts[-1].what == what:
             left = parts.pop().begin
         parts.append(Span(what, left, right))

@@ -5,11 +5,13 @@ All times are nanoseconds: in a Recording since 1970, in a Picture from its left
 
 from typing import Any, NamedTuple, TypedDict
 
+from timeline.tensors import Gradients
+
 WARM_UP = 3  # steps
 KEPT = ("weights", "optimizer state", "gradients", "message buffers")  # kinds of memory
 BORN = ("activations", "temporary")
 KINDS = (*KEPT, *BORN)
-PARTS = ("forward", "backward", "optimizer", "waiting", "other")  # of a step
+PARTS = ("loading", "forward", "backward", "optimizer", "waiting", "other")  # of a step
 COLLECTIVES = {
     "allreduce": "all-reduce",
     "allgather": "all-gather",
@@ -67,8 +69,10 @@ class Recording(TypedDict):
     operations: list[Span]  # torch's
     weights: dict[str, str]  # after the last step: a digest of each tensor
     values: dict[str, Any]  # small tensors themselves, to say how far they are apart
-    gradients: dict[str, str]
-    inputs: str  # a digest
+    not_finite: list[str]  # the weights in which there is a NaN or an infinity
+    gradients: Gradients  # of the step after the last
+    inputs: str  # its digests; "": not seen
+    core_waits: list[int]  # at each cut: how long the program's thread has waited for a core
     sampler: str  # the class
     has_group: bool
 

@@ -11,7 +11,8 @@ from timeline.svg import LEFT, PLOT, WIDTH, Drawing, text_width
 
 LANE, ROW, AREA = 26, 13, 34  # pixels: heights of a rank, of a row of messages, of memory
 MOST_ROWS = 8  # of messages
-CLASSES = {"forward": "f", "backward": "b", "optimizer": "o", "other": "x", "waiting": "w"}
+CLASSES = {"loading": "l", "forward": "f", "backward": "b", "optimizer": "o", "other": "x"}
+CLASSES |= {"waiting": "w"}
 CLASSES |= {"weights": "v", "optimizer state": "s", "gradients": "b", "message buffers": "m"}
 CLASSES |= {"activations": "f", "temporary": "x"}
 TEXT_STYLES = {"backward": "light", "waiting": "", "other": ""}  # else dark

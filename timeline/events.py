@@ -17,7 +17,8 @@ from timeline import record
 from timeline.data import Allocation, Message, Recording, Span, counted
 from timeline.gpu import GPU_WORK, as_on_gpu, gpu_work, is_nccl
 from timeline.memory import blocks_of, name_blocks
-from timeline.record import Recorder, digest, local
+from timeline.record import Recorder
+from timeline.tensors import digest, local
 
 MOST_BYTES = 32_000_000  # of weights that go with a recording, to say how far they are apart
 
@@ -33,6 +34,7 @@ def recording_of(recorder: Recorder, has_trace: bool = True) -> Recording:
         if event["name"].endswith("::wait_tensor"):
             spans.append(Span("wait", event["begin"], event["end"]))
     spans += ddp_waits(main, spans, messages)
+    end_with_their_waits(messages, spans)
     cut_late_ends(messages, spans, recorder.cuts)
     spans += losses(spans, messages)
     cuts = list(recorder.cuts)
@@ -65,8 +67,10 @@ def recording_of(recorder: Recorder, has_trace: bool = True) -> Recording:
         "operations": [Span(event["name"], event["begin"], event["end"]) for event in main],
         "weights": {name: digest(parameter) for name, parameter in parameters.items()},
         "values": small_values(parameters),
+        "not_finite": [n for n, p in parameters.items() if not bool(local(p).isfinite().all())],
         "gradients": recorder.gradients,
-        "inputs": recorder.inputs,
+        "inputs": " ".join(recorder.inputs),
+        "core_waits": recorder.core_waits,
         "sampler": recorder.sampler,
         "has_group": bool(recorder.groups),
     }
@@ -218,6 +222,23 @@ def cut_late_ends(messages: list[Message], spans: list[Span], cuts: list[int]) -
         latest = last.get(bisect_right(cuts, message["issued"]), 0)
         if message["begin"] < latest:
             message["end"] = min(message["end"], latest)
+
+
+def end_with_their_waits(messages: list[Message], spans: list[Span]) -> None:
+    """A collective that blocks has ended when the wait for it ends, whatever gloo's thread notes.
+
+    That is so for a wait before which one message was issued since the wait before.
+    """
+    waits = sorted((span for span in spans if span.what == "wait"), key=lambda span: span.begin)
+    by_issue = sorted(messages, key=lambda message: message["issued"])
+    issued = [message["issued"] for message in by_issue]
+    before = 0
+    for wait in waits:
+        count = bisect_right(issued, wait.begin)
+        if count - before == 1:
+            message = by_issue[before]
+            message["end"] = min(message["end"], max(wait.end, message["begin"]))
+        before = max(before, count)
 
 
 def losses(spans: list[Span], messages: list[Message]) -> list[Span]:

@@ -52,7 +52,7 @@ def computing_spans(work: list[dict], spans: list[Span]) -> list[Span]:
         if is_nccl(event):
             continue
         covering = [span.what for span in spans if span.begin <= event["launched"] < span.end]
-        new = Span(covering[-1] if covering else "data", event["begin"], event["end"])
+        new = Span(covering[-1] if covering else "other", event["begin"], event["end"])
         old = computing[-1] if computing else None
         if old and old.what == new.what and new.begin < old.end + GPU_GAP:
             computing[-1] = Span(new.what, old.begin, max(new.end, old.end))

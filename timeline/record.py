@@ -4,7 +4,6 @@ torch's profiler notes the rest; events.py reads it.
 """
 
 import contextlib
-import hashlib
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,9 +15,13 @@ from torch import nn
 
 from instruments.hooks import Hooks
 from instruments.meeting import Place
-from instruments.program import Finished
+from instruments.program import Finished, Refused
 from timeline.data import Message, Span, recorded_steps
+from timeline.tensors import Gradients, digest, local, size_in_bytes, tensors_in
 
+OTHER_PROFILER = (
+    "the program starts torch.profiler itself, and two can't run at once: switch it off there"
+)
 HAS_MESSAGE_HOOKS = hasattr(torch_dist.ProcessGroup, "register_pre_hook")  # since torch 2.14
 
 
@@ -46,12 +49,17 @@ class Recorder(Hooks):
         self.open: list[OpenSpan] = []  # those that have not ended, the innermost last
         self.cuts: list[int] = []  # where the steps begin
         self.next_cut = 0
+        self.is_first_batch = False  # of a step
+        self.is_after_step = False  # after the last recorded step of the first optimizer
         self.groups: dict[Any, list[int]] = {}  # process groups: the ranks of each
         self.calls: list[Message] = []
         self.tensors: list[tuple[int, dict]] = []  # time, {address: (kind, bytes)}
-        self.inputs = self.sampler = ""
-        self.gradients: dict[str, str] = {}
+        self.sampler = ""
+        self.inputs: list[str] = []  # a digest of each tensor
+        self.gradients = Gradients()
+        self.core_waits: list[int] = []  # at each cut: how long this thread has waited for a core
         self.profiler: Any = None
+        self.is_starting_profiler = False
 
     @property
     def step(self) -> int:
@@ -62,6 +70,7 @@ class Recorder(Hooks):
         """Waits, beside what all instruments are told."""
         return [
             *super().patches(),
+            (torch.autograd.profiler.profile, "_prepare_trace", self.other_profiler),
             (torch_dist.Work, "wait", self.wait),
             (torch_dist, "_broadcast_coalesced", self.wait),  # DDP's, of buffers: it waits in C++
         ]
@@ -109,14 +118,16 @@ class Recorder(Hooks):
         batches = iterator._index_sampler
         self.sampler = type(getattr(batches, "sampler", batches)).__name__
         with self.noted("data"):
+            if self.is_first_batch:
+                self.open[-1].begin = self.next_cut
+                self.is_first_batch = False
             return original()
 
     def forward_begins(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         if torch.is_grad_enabled():
             self.maybe_start_profiler()
-        if self.step == self.last and not self.open and not self.inputs and self.is_after_step:
-            tensors = [value for value in leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
-            self.inputs = " ".join(map(digest, tensors))
+            if self.is_after_step:
+                self.inputs += [digest(tensor) for tensor in tensors_in((args, kwargs))]
         self.begin("forward")
 
     def forward_ends(self, module: nn.Module, args: tuple, output: Any) -> None:
@@ -129,25 +140,25 @@ class Recorder(Hooks):
 
     # -------------------------------------------------------------------------------------- steps
 
-    is_after_step = False  # after the last recorded step of the first optimizer
-
     def step_begins(self, is_sure: bool) -> None:
         self.next_cut = time.time_ns()
+        self.is_first_batch = is_sure
 
     def optimizer_begins(self, optimizer: Any) -> None:
         if optimizer is self.optimizer:
             self.cuts.append(self.next_cut or time.time_ns())
-            if self.step > self.last:
-                # All ranks leave here, where the weights are those after the last step.
-                for name, parameter in self.named_parameters():
-                    if parameter.grad is not None:
-                        self.gradients[name] = digest(parameter.grad)
-                raise Finished
-        if self.step >= self.first:
+            self.core_waits.append(core_wait())
+        self.begin("optimizer")
+
+    def gradients_are_there(self, optimizer: Any) -> None:
+        if optimizer is self.optimizer and self.step > self.last:
+            # All ranks leave here, where the weights are those after the last step.
+            self.gradients.note(self.named_parameters())
+            raise Finished
+        if self.step >= self.first - 1:
             known = [parameter for _, parameter in self.named_parameters()]
             known += parameters_of(optimizer)
             self.note_memory("gradients", [parameter.grad for parameter in known])
-        self.begin("optimizer")
 
     def optimizer_ends(self, optimizer: Any) -> None:
         self.end()
@@ -159,6 +170,7 @@ class Recorder(Hooks):
             self.note_memory("optimizer state", states)
         if self.step == self.last and optimizer is self.optimizer:
             self.is_after_step = True
+            self.gradients.watch(self.named_parameters())
 
     def model_tensors(self) -> Iterator[torch.Tensor]:
         for model in self.models.values():
@@ -175,12 +187,22 @@ class Recorder(Hooks):
         if torch_dist.is_initialized():
             for group in torch_dist.distributed_c10d._world.pg_map:
                 self.watch_group(group)
+        if torch.autograd._profiler_enabled():
+            raise Refused(OTHER_PROFILER)
         self.profiler = torch.profiler.profile(
             activities=torch.profiler.supported_activities(),  # of the CPU and, if any, of the GPU
             profile_memory=True,
             record_shapes=not HAS_MESSAGE_HOOKS,  # costs time: only where no hook tells sizes
         )
+        self.is_starting_profiler = True
         self.profiler.start()
+        self.is_starting_profiler = False
+
+    def other_profiler(self, original: Callable, profiler: Any) -> Any:
+        """A profiler starts.  Two at once end in a segmentation fault."""
+        if not self.is_starting_profiler:
+            raise Refused(OTHER_PROFILER)
+        return original(profiler)
 
     # ------------------------------------------------------------------------ messages and tensors
 
@@ -196,7 +218,7 @@ class Recorder(Hooks):
             "kind": name.removesuffix("base"),  # torch 2.15 has ALLGATHER_BASE and others
             "issued": time.time_ns(),
             "group": group.group_name,
-            "bytes": sum(t.nbytes for t in args.input_tensors or args.output_tensors),
+            "bytes": sum(map(size_in_bytes, args.input_tensors or args.output_tensors)),
             "runs": 1,
             "peer": None,
         }
@@ -211,7 +233,7 @@ class Recorder(Hooks):
         """Where in memory the tensors among these values are."""
         found = {}
         for value in values:
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, torch.Tensor) and value.layout == torch.strided:
                 storage = local(value).untyped_storage()
                 found[storage.data_ptr()] = (kind, storage.nbytes())
         self.tensors.append((time.time_ns(), found))
@@ -224,27 +246,10 @@ def parameters_of(optimizer: Any) -> list[torch.Tensor]:
     return found
 
 
-def leaves(value: Any) -> Iterator[Any]:
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, (list, tuple)):
-        for part in value:
-            yield from leaves(part)
-    else:
-        yield value
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's share of a DTensor; another tensor as it is."""
-    with torch.no_grad():
-        return tensor.to_local() if hasattr(tensor, "to_local") else tensor.detach()
-
-
-def digest(tensor: torch.Tensor) -> str:
-    """Equal for equal tensors; of a sharded DTensor only that it is sharded."""
-    if any(placement.is_shard() for placement in getattr(tensor, "placements", ())):
-        return "sharded"
-    data = local(tensor).cpu().contiguous()
-    content = data.flatten().view(torch.uint8).numpy().tobytes()
-    content += str((data.dtype, *data.shape)).encode()
-    return hashlib.blake2b(content, digest_size=8).hexdigest()
+def core_wait() -> int:
+    """How long this thread was ready to run, but had no core; 0 where Linux doesn't tell."""
+    try:
+        with open("/proc/thread-self/schedstat") as file:
+            return int(file.read().split()[1])
+    except OSError:
+        return 0

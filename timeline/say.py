@@ -19,6 +19,8 @@ from timeline.data import (
     ms,
     size_of,
 )
+from timeline.equal import equalities
+from timeline.why import kinds, why
 
 
 class Line(NamedTuple):
@@ -30,7 +32,9 @@ def say(lines: Iterable[Line]) -> None:
     width = max(40, shutil.get_terminal_size().columns - 1)
     for line in lines:
         text = f"{line.subject:9} {line.sentence}"
-        print(textwrap.fill(text, width, subsequent_indent=" " * 10), flush=True)
+        # Paths stay whole, so that they can be copied.
+        options = {"break_long_words": False, "break_on_hyphens": False}
+        print(textwrap.fill(text, width, subsequent_indent=" " * 10, **options), flush=True)
 
 
 def findings(
@@ -43,12 +47,15 @@ def findings(
     for one in ranks:
         lines.append(Line(f"rank {one['rank']}", part_sums(one, len(ranks) > 1)))
         drawn |= {part.what for part in one["parts"]}
-    missing = [part for part in PARTS[:2] if part not in drawn]
+    missing = [part for part in ("forward", "backward") if part not in drawn]
     if missing:
         text = f"{' and '.join(missing)} can't be told apart, and are drawn as other"
         lines.append(Line("other", text))
     if len(ranks) > 1:
         lines.append(Line("waiting", who_came_last(recordings, first, last)))
+    reason = why(recordings, first, last)
+    if reason:
+        lines.append(Line("why", reason))
     text = of_ranks(ranks, message_sums)
     if len(ranks) > 1 and not any(one["messages"] for one in ranks):
         text += ", so each rank is drawn from the beginning of its own step"
@@ -58,7 +65,7 @@ def findings(
         lines.append(Line("clocks", clocks))
     lines += of_the_run(recordings)
     if len(ranks) > 1 and any(recording["has_group"] for recording in recordings):
-        lines += equalities(recordings, last)
+        lines += [Line(*pair) for pair in equalities(recordings, last)]
     return lines
 
 
@@ -87,11 +94,21 @@ def length_of_step(picture: Picture, recordings: list[Recording], first: int, la
         which = f"steps {number + 1} to {number + shown}"
     steps = compare.lengths(recordings, first, last)
     bare = compare.lengths(recordings, WARM_UP, first - 2)
-    return (
+    text = (
         f"{ms(picture['length'])} ms: {which}, the shortest of {len(steps)} recorded "
         f"(median of a step: {ms(statistics.median(steps))} ms; "
         f"of {len(bare)} without the recorder: {ms(statistics.median(bare))} ms)"
     )
+    if shown > 1:
+        return text
+    others = []
+    for numbers in kinds(recordings, first, last).values():
+        if number not in numbers:
+            others += [steps[other - first] for other in numbers]
+    if others:
+        text += f"; {len(others)} of the {len(steps)} have other passes or messages (median "
+        text += f"{ms(statistics.median(others))} ms)"
+    return text
 
 
 def part_sums(one: dict, has_others: bool) -> str:
@@ -164,9 +181,7 @@ def who_came_last(recordings: list[Recording], first: int, last: int) -> str:
     texts = []
     for rank, count in steps.most_common():
         average = ms(waited[rank] / count)
-        texts.append(
-            f"for rank {rank} in {count} of {last - first + 1} steps, {average} ms on average"
-        )
+        texts.append(f"for rank {rank} in {count} of {last - first + 1} steps, {average} ms each")
     if not texts:
         return "no rank waited for another"
     return f"the others waited longest {'; '.join(texts)}"
@@ -185,78 +200,3 @@ def waits_in_step(recordings: list[Recording], number: int) -> Counter:
                 caused[rank] += duration
                 waiting[rank] += 1
     return Counter({rank: caused[rank] / waiting[rank] for rank in caused})
-
-
-def equalities(recordings: list[Recording], last: int) -> Iterator[Line]:
-    """Whether weights, inputs and gradients are equal on all ranks, and what that means."""
-    weights = [recording["weights"] for recording in recordings]
-    if not common_names(weights):
-        yield Line("weights", "the ranks have no tensor in common: a pipeline")
-        return
-    yield Line("weights", weights_in_words(recordings, weights, last))
-    yield from inputs_in_words(recordings)
-    yield from gradients_in_words(recordings)
-
-
-def common_names(tables: list[dict[str, str]]) -> list[str]:
-    return [name for name in tables[0] if all(name in table for table in tables)]
-
-
-def weights_in_words(recordings: list[Recording], weights: list[dict], last: int) -> str:
-    names = common_names(weights)
-    if all(weights[0][name] == "sharded" for name in names):
-        return f"{len(names)} tensors are sharded: each rank has its part (FSDP)"
-    different = [name for name in names if len({table[name] for table in weights}) > 1]
-    if not different:
-        text = f"{len(names)} tensors are equal on all ranks after step {last + 1}"
-        return f"{text}: right in data parallelism"
-    gap = compare.largest_difference(recordings, different[0])
-    by = f"by up to {gap:.3g}" if gap is not None else "by how much was not looked at"
-    return (
-        f"{len(different)} of {len(names)} tensors differ after step {last + 1} (the first, "
-        f"{different[0]}, {by}): a mistake in data parallelism, but not in tensor parallelism "
-        "or within local SGD"
-    )
-
-
-def inputs_in_words(recordings: list[Recording]) -> Iterator[Line]:
-    """Whether the ranks trained on the same."""
-    inputs = {recording["inputs"] for recording in recordings}
-    if inputs == {""}:
-        if not any(recording["gradients"] for recording in recordings):
-            text = (
-                "and gradients: not looked at, as the program ended before all steps were recorded"
-            )
-            yield Line("inputs", text)
-        return
-    if len(inputs) == 1:
-        text = "equal on all ranks: a mistake in data parallelism, but right in tensor parallelism"
-        yield Line("inputs", text)
-        return
-    text = "different on all ranks"
-    if len(inputs) < len(recordings):
-        text = "equal on some ranks, different on others"
-    if any(recording["sampler"] == "RandomSampler" for recording in recordings):
-        text += (
-            ", but drawn from the whole data set (DataLoader's shuffle=True, no sampler): a "
-            "mistake in data parallelism, unless each rank has a data set of its own"
-        )
-    else:
-        text += ": right in data parallelism, if a sampler has shared them out"
-    yield Line("inputs", text)
-
-
-def gradients_in_words(recordings: list[Recording]) -> Iterator[Line]:
-    gradients = [recording["gradients"] for recording in recordings]
-    names = common_names(gradients)
-    if not names or all(gradients[0][name] == "sharded" for name in names):
-        return
-    different = compare.first_difference(gradients)
-    if different:
-        text = f"different on the ranks, {different} first, so not averaged: a mistake in data "
-        text += "parallelism, but not in ZeRO, tensor parallelism or local SGD"
-    elif len({recording["inputs"] for recording in recordings}) == 1:
-        text = "equal on all ranks, as the inputs are"
-    else:
-        text = "equal on all ranks, though the inputs are not: they were averaged"
-    yield Line("gradients", text)

@@ -50,7 +50,11 @@ def show(args: argparse.Namespace, notes: list[Notes]) -> int:
 
 def too_few_steps(recordings: list[Recording], steps: int, is_error: bool) -> int:
     """Say why nothing is drawn, unless the program's own error says it."""
-    text = "no optimizer of torch.optim made a step, so there is no step to draw"
+    text = (
+        "no optimizer of torch.optim made a step that was seen. Steps inside torch.compile, in "
+        "another thread, or in processes of the program's own are not: start its worker function "
+        "under torchrun"
+    )
     if any(recording["cuts"] for recording in recordings):
         made = min(max(0, len(recording["cuts"]) - 1) for recording in recordings)
         text = (

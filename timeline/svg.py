@@ -8,15 +8,15 @@ LEFT, PLOT, WIDTH = 84, 640, 860  # pixels: where the time begins, how long it i
 STYLE = """<style>
 svg{--page:#fff;--ink:#1c2128;--soft:#57606a;--forward:#9ccbf2;--backward:#1f63ac;
 --optimizer:#35b58a;--other:#cdd1d6;--hatch:#c0322b;--message:#f0a32a;--edge:#a86a00;
---weights:#3a434d;--state:#6fd0ae}
+--weights:#3a434d;--state:#6fd0ae;--loading:#c9a0dc}
 @media(prefers-color-scheme:dark){svg{--page:#0d1117;--ink:#e6edf3;--soft:#9aa4af;
 --forward:#7fb5e2;--backward:#2f74c0;--other:#565d66;--hatch:#ff8a80;--message:#e39a2b;
---edge:#f2c572;--weights:#aeb8c2;--state:#4fb795}}
+--edge:#f2c572;--weights:#aeb8c2;--state:#4fb795;--loading:#a97fc0}}
 text{font:13px system-ui,sans-serif;fill:var(--ink)}.title{font-weight:600;font-size:15px}
 .soft{fill:var(--soft)}.right{text-anchor:end}.middle{text-anchor:middle}.small{font-size:11px}
 .light{fill:#fff}.dark{fill:#1c2128}.page{fill:var(--page)}.f{fill:var(--forward)}
 .b{fill:var(--backward)}.o{fill:var(--optimizer)}.x{fill:var(--other)}.w{fill:url(#hatch)}
-.m{fill:var(--message)}.v{fill:var(--weights)}.s{fill:var(--state)}.queue{fill:var(--edge)}
+.l{fill:var(--loading)}.m{fill:var(--message)}.v{fill:var(--weights)}.s{fill:var(--state)}.queue{fill:var(--edge)}
 .stays{fill:var(--message);fill-opacity:.18;stroke:var(--edge);stroke-dasharray:2.5 1.5}
 .line{stroke:var(--soft);fill:none}.hatch{stroke:var(--hatch)}
 .arrow{stroke:var(--edge);stroke-width:1.4;marker-end:url(#head)}

@@ -1,0 +1,167 @@
+"""instruments/: programs that end early, fail, hang, change folders, have files named as ours: nothing is lost."""
+
+import json
+import os
+import shutil
+
+import pytest
+import torch
+from world import ROOT, forker, shell
+
+from instruments.hooks import Hooks
+from instruments.program import Finished, run_program
+
+PROGRAM = """
+import os, sys, threading, time, torch
+import torch.distributed as dist
+dist.init_process_group("gloo")
+rank, mode = dist.get_rank(), sys.argv[1]
+del os.environ["RANK"], os.environ["WORLD_SIZE"]  # as Lightning does
+if mode == "thread":
+    threading.Thread(target=time.sleep, args=(1000,)).start()
+if mode == "chdir":
+    os.mkdir(f"of rank {rank}")
+    os.chdir(f"of rank {rank}")
+net = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 2))
+optimizer = torch.optim.SGD(net.parameters(), 0.1)
+for step in range(100):
+    net(torch.randn(3, 4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if step == 8 and rank == 1:
+        if mode == "exit":
+            sys.exit()
+        if mode == "fail":
+            raise ValueError("as planned")
+        if mode == "hang":
+            time.sleep(1000)
+"""
+OPTIONS = ("--steps", 4, "--patience", 8)
+SAYS = {
+    "thread": (0, "2 tensors are equal on all ranks after step 10"),
+    "chdir": (0, "2 tensors are equal on all ranks after step 10"),
+    "exit": (1, "rank 1 of"),
+    "fail": (1, "ValueError: as planned"),
+    "hang": (1, "timeline: rank 1 made no step for 8 s, after 9; it stands in train.py:24, <module>"),
+}
+
+
+def drawn_ranks(folder):
+    found = json.loads((folder / "timeline.json").read_text())["timeline"]
+    return [one["rank"] for one in found["ranks"]]
+
+
+@pytest.mark.parametrize("nproc", [2, 3])
+@pytest.mark.parametrize("mode", ["thread", "chdir", "fail", "hang"])
+def test_what_was_recorded_is_drawn(mode, nproc, tmp_path):
+    (tmp_path / "train.py").write_text(PROGRAM)
+    command = [ROOT / "timeline", "--nproc", nproc, *OPTIONS, "train.py", mode]
+    done = forker().run(*command, cwd=tmp_path)
+    code, text = SAYS[mode]
+    assert done.code == code and text in " ".join((done.out + done.err).split()), done
+    assert drawn_ranks(tmp_path) == list(range(nproc))
+    assert f"written {tmp_path}/timeline.svg" in " ".join(done.out.split())
+
+
+def test_a_rank_that_ends_early(tmp_path):
+    (tmp_path / "train.py").write_text(PROGRAM)
+    done = forker().run(ROOT / "timeline", *OPTIONS, "train.py", "exit", cwd=tmp_path)
+    assert done.code == 1 and drawn_ranks(tmp_path) == [0, 1], done
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", SAYS)
+def test_under_torchrun_without_the_helpers_from_another_folder(mode, tmp_path):
+    """The clone has no distributed.py and no launcher.py; the program has files with our names."""
+    for folder in "timeline", "instruments":
+        shutil.copytree(ROOT / folder, tmp_path / "clone" / folder)
+    home = tmp_path / "home"
+    home.mkdir()
+    names = ["distributed", "launcher", "timeline", "instruments", "data"]
+    for name in names:
+        (home / f"{name}.py").write_text(f"print('own {name}')")
+    (home / "train.py").write_text(f"import {', '.join(names)}{PROGRAM}")
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=3")
+    done = shell(*torchrun, tmp_path / "clone" / "timeline", *OPTIONS, "train.py", mode, cwd=home)
+    assert done.code == SAYS[mode][0] and drawn_ranks(home) == [0, 1, 2], done
+    assert all(done.out.count(f"own {name}\n") == 3 for name in names)
+
+
+def test_files_with_our_names(tmp_path):
+    names = ["distributed", "launcher", "timeline", "instruments", "data"]
+    for name in names:
+        (tmp_path / f"{name}.py").write_text(f"print('own {name}')")
+    (tmp_path / "train.py").write_text(f"import {', '.join(names)}{PROGRAM}")
+    for program in ["train.py"], ["-m", "train"]:
+        done = forker().run(ROOT / "timeline", *OPTIONS, *program, "", cwd=tmp_path)
+        assert done.code == 0 and all(done.out.count(f"own {name}\n") == 2 for name in names), done
+
+
+class Log(Hooks):
+    """Notes all that it is told, and changes batches and inputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.told = []
+
+    def step_begins(self, is_sure):
+        self.told.append("sure" if is_sure else "perhaps")
+
+    def load(self, iterator, original):
+        self.told.append("load")
+        return 2 * original()
+
+    def forward_begins(self, module, args, kwargs):
+        self.told.append("forward")
+        kwargs["scale"] = 10
+        return (args[0] + 1,)
+
+    def backward(self, original):
+        self.told.append("backward")
+        return original()
+
+    def gradients_are_there(self, optimizer):
+        self.told.append(f"gradient {optimizer.param_groups[0]['params'][0].grad.item():g}")
+
+    def optimizer_begins(self, optimizer):
+        if self.steps > 2:
+            raise Finished
+
+
+SCRIPT = """
+import torch
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1, bias=False)
+    def forward(self, x, scale=1):
+        return scale * self.layer(x)
+net = Net()
+optimizer = torch.optim.SGD(net.parameters(), 0.0)
+loader = iter(torch.utils.data.DataLoader(torch.full((100, 1), 3.0)))
+while True:
+    try:
+        batch = next(loader)
+        def closure():
+            optimizer.zero_grad()
+            loss = net(batch, scale=1).sum()
+            loss.backward()
+            return loss
+        optimizer.step(closure)
+    except Exception:
+        pass
+"""
+
+
+def test_hooks_see_and_replace(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(SCRIPT)
+    log = Log()
+    with log.installed():
+        assert run_program(["train.py"])
+    step = ["load", "forward", "backward", "gradient 70", "perhaps"]  # 10 * (2 * 3 + 1)
+    assert log.told == [*step, "sure", *step, "sure", "load"]
+    before = torch.autograd.backward, os.getcwd()
+    with log.installed():
+        pass
+    assert before == (torch.autograd.backward, os.getcwd())

@@ -1,0 +1,237 @@
+"""timeline/: its sentences.  Each says yes, no, or not seen, of programs whose truth is known."""
+
+import collections
+import dataclasses
+import re
+
+import pytest
+import torch
+from test_timeline import N, picture, program, recordings, said, variant
+from torch import nn
+from torch.nn.functional import mse_loss
+
+import distributed as dist
+from timeline import equal, why
+from timeline.data import Span
+
+MS = 1_000_000
+
+
+@dataclasses.dataclass
+class Item:
+    values: torch.Tensor
+
+
+class Net(nn.Module):
+    """Takes its inputs in what `how` says."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.layers, self.how = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), how
+
+    def forward(self, item=None, *, batch=None):
+        if self.how == "inside":
+            return self.layers(torch.full((5, 4), 1.0 + dist.get_rank()))
+        if self.how == "dataclass":
+            item = item.values
+        elif self.how == "mapping":
+            item = item["values"]
+        return self.layers(batch if self.how == "keyword" else item)
+
+
+def average(how, parameters):
+    """By hand, as the program does it."""
+    for parameter in parameters:
+        gradient = parameter.grad
+        if how == "rank 0":
+            dist.broadcast(gradient, 0)
+        elif how == "sends":
+            other = dist.get_rank() ^ 1
+            if other < N:
+                works = [dist.isend(torch.ones(1), other), dist.irecv(torch.ones(1), other)]
+                for work in works:
+                    work.wait()
+        elif how != "nobody":
+            torch.distributed.all_reduce(gradient)
+            if how != "sum":
+                gradient /= N
+
+
+def trained(how):
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    net = Net(how)
+    make = torch.optim.LBFGS if how == "closure" else torch.optim.SGD
+    optimizer = make(net.parameters(), 0.01)
+    inputs = torch.full((5, 4), 1.0 + (0 if how == "same" else rank))
+    given = {"dataclass": Item(inputs), "mapping": collections.UserDict(values=inputs)}.get(how, inputs)
+
+    def closure():
+        optimizer.zero_grad()
+        calls = {"keyword": lambda: net(batch=inputs), "inside": net}
+        output = calls.get(how, lambda: net(given))()
+        loss = mse_loss(output, torch.zeros(5, 2))
+        if how == "zero":
+            loss = 0 * loss
+        if how == "NaN" and rank == 1:
+            loss = loss / 0 * 0
+        loss.backward()
+        average(how, net.parameters())
+        if how == "clipped":
+            nn.utils.clip_grad_norm_(net.parameters(), 1e-3)
+        return loss
+
+    for _ in range(12):
+        if how == "closure":
+            optimizer.step(closure)
+        else:
+            closure()
+            optimizer.step()
+        if how == "evaluates":
+            with torch.no_grad():
+                net(torch.ones(5, 4))  # the same test batch on all ranks
+
+
+RIGHT = "equal on all ranks: the mean of the ranks' own, right in data parallelism"
+OTHER = "different on all ranks: right in data parallelism, if a sampler has shared them out"
+SAYS = {  # inputs, gradients
+    "": (OTHER, RIGHT),
+    "closure": (OTHER, RIGHT),
+    "evaluates": (OTHER, RIGHT),
+    "dataclass": (OTHER, RIGHT),
+    "mapping": (OTHER, RIGHT),
+    "keyword": (OTHER, RIGHT),
+    "inside": ("not seen: no forward pass of the training got a tensor from outside of its model", RIGHT),
+    "same": (
+        "equal on all ranks: a mistake in data parallelism.*",
+        "equal on all ranks, as each rank computes the same",
+    ),
+    "sum": (OTHER, "equal on all ranks: the sum of the ranks' own, not the mean"),
+    "rank 0": (OTHER, "equal on all ranks: those of rank 0 alone, not the mean of all"),
+    "clipped": (OTHER, r"equal on all ranks: [\d.e-]+ times the mean of the ranks' own \(clipped, or unscaled\?\)"),
+    "zero": (OTHER, "all zero on all ranks: nothing is trained"),
+    "NaN": (OTHER, r"not finite \(NaN or infinite\) on rank 0, 1, 2"),
+    "nobody": (OTHER, "different on the ranks, .*, and no message was sent, so not averaged: a mistake in data.*"),
+    "sends": (OTHER, "different on the ranks, .*: they send to each other, as the stages of a pipeline do"),
+}
+
+
+@pytest.mark.parametrize("how", SAYS)
+def test_inputs_and_gradients_are_said_as_far_as_they_were_seen(how):
+    text = said(picture(trained, how))
+    for subject, sentence in zip(("inputs", "gradients"), SAYS[how], strict=True):
+        assert re.fullmatch(sentence, text[subject]), text
+    if how == "NaN":
+        assert text["weights"].startswith("not finite on 3 of 3 ranks after step 10 (rank 0: layers.0.weight")
+    assert ("mistake" in text["weights"]) == (how == "nobody")
+
+
+def test_what_was_not_seen_is_no_accusation():
+    """Sharded gradients are not projected; experts exchange by all-to-all."""
+    found = recordings(trained, "nobody")
+    found[0]["messages"] = [{"kind": "alltoallbase", "issued": 0, "peer": None, "bytes": 4}]
+    text = dict(equal.equalities(found, 9))
+    assert "mistake" not in text["weights"] + text["gradients"] and "as experts do" in text["weights"]
+    found = recordings(trained, "")
+    for one in found:
+        one["gradients"].own = {}
+    seen = dict(equal.equalities(found, 9))["gradients"]
+    assert seen == "equal on all ranks; whether they are the mean of the ranks' own was not seen"
+
+
+def test_steps_of_two_kinds_are_said():
+    text = said(picture(variant, "variants.mnist_local_sgd", "--every 2"))["step"]
+    assert re.search(r"; 2 of the 4 have other passes or messages \(median [\d.]+ ms\)$", text)
+    assert "other passes" not in said(picture(trained, ""))["step"]
+
+
+# ---------------------------------------------------------------------------------------------- why
+
+
+def made(extra, part="", core=0, moving=0, loading=2, ranks=3, steps=8):
+    """Recordings of steps in closed form: each rank loads, computes 10 + 20 ms, and waits for the last.
+
+    extra: ms that rank 1 spends more in a part, in each step; core: ms that each has no core; moving: of messages.
+    """
+    found = []
+    for rank in range(ranks):
+        spans, messages, cuts, waits, now = [], [], [], [0], 0
+        for more in extra:
+            cuts.append(now)
+            late = now
+            for what, length in ("data", loading), ("forward", 10), ("backward", 20), ("optimizer", 3):
+                if what == "optimizer":
+                    last = late + (loading + 30 + (more if part != "optimizer" else 0)) * MS
+                    message = {"kind": "allreduce", "bytes": 4, "peer": None, "issued": now, "begin": now}
+                    messages.append(message | {"until": max(now, last), "last": 1, "end": max(now, last) + moving * MS})
+                    spans.append(Span("wait", now, messages[-1]["end"]))
+                    now = messages[-1]["end"]
+                own = more if rank == 1 and part == what else 0
+                spans.append(Span(what, now, now + (length + own) * MS))
+                now = spans[-1].end
+            if part == "optimizer":
+                now = late + (loading + 33 + moving + more) * MS if rank == 1 else now
+            waits.append(waits[-1] + core * MS)
+        recording = {"rank": rank, "spans": spans, "messages": messages, "cuts": [*cuts, now], "core_waits": waits}
+        found.append(recording)
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("part", ["data", "forward", "backward"])
+def test_why_names_the_rank_and_its_part(part, ranks):
+    name = "loading" if part == "data" else part
+    text = f"rank 1 spends 60.0 ms more in {name} than the others, who wait 60.0 ms a step for it"
+    assert why.why(made([60] * 8, part, ranks=ranks), 0, 7) == text
+
+
+def test_why_is_silent_where_it_is_chance_or_nothing():
+    assert why.why(made([0] * 8), 0, 7) == ""
+    assert why.why(made([60, 0, 0, 0, 60, 0, 0, 0], "forward"), 0, 7) == ""  # in two of eight steps
+    assert why.why(made([1] * 8, "forward"), 0, 7) == ""  # of 36 ms
+
+
+def test_why_says_what_all_ranks_spend():
+    assert why.why(made([0] * 8, loading=40), 0, 7) == "each rank waits 40.0 of 73.0 ms for its next batch"
+    found = why.why(made([0] * 8, moving=30), 0, 7)
+    assert found == "messages take 30.0 of 65.0 ms in which each rank does nothing else"
+    found = why.why(made([0] * 8, core=12), 0, 7)
+    assert found == "each rank is ready, but has no core for 12.0 of 35.0 ms"
+    alone = why.why(made([0] * 8, loading=40, ranks=1), 0, 7)
+    assert alone == "the process waits 40.0 of 73.0 ms for its next batch"
+
+
+# ------------------------------------------------------------------------------------- what it can't
+
+REFUSED = {
+    "profiler": """
+import torch
+net = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(net.parameters(), 0.1)
+with torch.profiler.profile() as prof:
+    for step in range(99):
+        net(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+""",
+    "processes": """
+import torch
+def worker(rank): pass
+if __name__ == "__main__":
+    torch.multiprocessing.spawn(worker, nprocs=2)
+""",
+}
+WORDS = {"profiler": "the program starts torch.profiler itself, and two can't run at once: switch it off there"}
+WORDS["processes"] = (
+    "the program starts processes of its own, which are not seen: call its worker function under torchrun"
+)
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_a_program_that_cannot_be_recorded_is_told_why(what, tmp_path):
+    done = program(tmp_path, text=REFUSED[what], nproc=2)
+    assert done.code == 1 and f"timeline: {WORDS[what]}" in done.err and "Traceback" not in done.err, done
+
+
+def test_a_flag_after_the_program_is_told_its_place(tmp_path):
+    done = program(tmp_path, "--nproc", 3)
+    assert (done.code, done.err) == (2, "timeline: error: put --nproc before the program\n")

@@ -1,0 +1,145 @@
+"""Why a step takes so long: what one rank spends more than the others, or what all spend."""
+
+import statistics
+from collections import Counter
+from typing import NamedTuple
+
+from timeline import compare
+from timeline.data import PARTS, Recording, ms
+
+LEAST = 0.05  # of a step: less is not worth a word
+MUCH = 0.3  # of a step, for what all ranks spend
+CHECK = ("allgather", 16)  # distributed.py compares the calls
+
+
+class Step(NamedTuple):
+    """What a rank spends in a step, in nanoseconds."""
+
+    parts: Counter
+    waits_for: Counter  # other ranks; None: while bytes move
+    without_core: int
+    length: int
+
+
+def step_of(recording: Recording, number: int) -> Step:
+    begin, end = recording["cuts"][number : number + 2]
+    spans = compare.parts_of(recording["spans"], begin, end)
+    parts: Counter = Counter()
+    for span in spans:
+        parts[span.what] += span.end - span.begin
+    core = recording["core_waits"][number : number + 2]
+    without_core = core[1] - core[0] if len(core) == 2 else 0
+    waits = compare.waits_for(spans, compare.issued_in(recording, begin, end))
+    return Step(parts, waits, without_core, end - begin)
+
+
+def why(recordings: list[Recording], first: int, last: int) -> str:
+    """A sentence; "" if nothing was seen, or only chance."""
+    ranks = {}
+    for recording in recordings:
+        steps = [step_of(recording, number) for number in range(first, last + 1)]
+        ranks[recording["rank"]] = steps
+    found = slow_rank(ranks) if len(ranks) > 1 else ""
+    return found or "; ".join(what_all_spend(ranks))
+
+
+def slow_rank(ranks: dict[int, list[Step]]) -> str:
+    """The rank for which the others wait longest, if it is always the same part that it spends."""
+    waits = {rank: waits_for(ranks, rank) for rank in ranks}
+    slow = max(waits, key=lambda rank: statistics.median(waits[rank]))
+    wait = statistics.median(waits[slow])
+    length = typical_length(ranks)
+    if wait < LEAST * length:
+        return ""
+    extras = {}
+    for part in PARTS:
+        if part != "waiting":
+            extras[part] = more_than_others(ranks, slow, part)
+    part = max(extras, key=lambda part: statistics.median(extras[part]))
+    more = statistics.median(extras[part])
+    usual = sorted(extras[part])[len(extras[part]) // 4]  # three of four steps have more
+    if more < max(LEAST * length, wait / 2) or usual < more / 2:
+        return ""
+    text = f"rank {slow} spends {ms(more)} ms more in {part} than the others"
+    core = statistics.median(more_without_core(ranks, slow))
+    if core > more / 2:
+        text += f" ({ms(core)} ms of it without a core)"
+    return f"{text}, who wait {ms(wait)} ms a step for it"
+
+
+def waits_for(ranks: dict[int, list[Step]], slow: int) -> list[float]:
+    """In each step: how long the other ranks waited for this one, on average."""
+    others = [steps for rank, steps in ranks.items() if rank != slow]
+    found = []
+    for same in zip(*others, strict=True):
+        found.append(statistics.mean(step.waits_for[slow] for step in same))
+    return found
+
+
+def more_than_others(ranks: dict[int, list[Step]], slow: int, part: str) -> list[float]:
+    """In each step: what this rank spends more in a part than the others, on average."""
+    others = [steps for rank, steps in ranks.items() if rank != slow]
+    found = []
+    for own, *same in zip(ranks[slow], *others, strict=True):
+        found.append(own.parts[part] - statistics.mean(step.parts[part] for step in same))
+    return found
+
+
+def more_without_core(ranks: dict[int, list[Step]], slow: int) -> list[float]:
+    others = [steps for rank, steps in ranks.items() if rank != slow]
+    found = []
+    for own, *same in zip(ranks[slow], *others, strict=True):
+        found.append(own.without_core - statistics.mean(step.without_core for step in same))
+    return found
+
+
+def typical_length(ranks: dict[int, list[Step]]) -> float:
+    """The median of a step, on the rank where it takes longest."""
+    return max(statistics.median(step.length for step in steps) for steps in ranks.values())
+
+
+def what_all_spend(ranks: dict[int, list[Step]]) -> list[str]:
+    """Loading, messages that nothing hides, and cores that others have."""
+    length = typical_length(ranks)
+    loading, messages, core = [], [], []
+    for steps in ranks.values():
+        loading.append(statistics.median(step.parts["loading"] for step in steps))
+        messages.append(statistics.median(step.waits_for[None] for step in steps))
+        core.append(statistics.median(step.without_core for step in steps))
+    texts = []
+    who = "each rank" if len(ranks) > 1 else "the process"
+    if min(loading) > MUCH * length:
+        texts.append(f"{who} waits {ms(min(loading))} of {ms(length)} ms for its next batch")
+    if min(messages) > MUCH * length:
+        text = f"messages take {ms(min(messages))} of {ms(length)} ms in which {who} does nothing"
+        texts.append(f"{text} else")
+    if min(core) > MUCH / 2 * length:
+        text = f"{who} is ready, but has no core for {ms(min(core))} of {ms(length)} ms"
+        texts.append(text)
+    return texts
+
+
+# -------------------------------------------------------------------------------- kinds of steps
+
+
+def kinds(recordings: list[Recording], first: int, last: int) -> dict[tuple, list[int]]:
+    """The steps by what is done in them: how many passes, and which messages."""
+    found: dict[tuple, list[int]] = {}
+    for number in range(first, last + 1):
+        signature = tuple(signature_of(recording, number) for recording in recordings)
+        found.setdefault(signature, []).append(number)
+    return found
+
+
+def signature_of(recording: Recording, number: int) -> tuple:
+    begin, end = recording["cuts"][number : number + 2]
+    backwards = {span.begin for span in recording["spans"] if span.what == "backward"}
+    counts: Counter = Counter()
+    for span in recording["spans"]:
+        is_loss = span.end in backwards  # it is a part of a forward pass
+        if begin <= span.begin < end and span.what not in ("wait", "data") and not is_loss:
+            counts[span.what] += 1
+    for message in compare.issued_in(recording, begin, end):
+        if (message["kind"], message["bytes"]) != CHECK:
+            counts[message["kind"]] += 1
+    return tuple(sorted(counts.items()))
