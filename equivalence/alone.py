@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 from instruments import ranks as instrument
+from instruments.meeting import Folder, Place
 from instruments.ranks import Job
 
 from equivalence.notes import Notes
@@ -104,10 +105,10 @@ def replay(args: argparse.Namespace) -> int:
         torch.save(one.value._replace(problem=one.ending), folder / "result.pt")
         return 0
 
-    return instrument.look_at(job, None, save)
+    return instrument.be_rank(job, Place(0, 1), Folder(str(folder)), save)
 
 
-def replayer(place: instrument.Place, folder: Path) -> Replayer:
+def replayer(place: Place, folder: Path) -> Replayer:
     request: Request = torch.load(folder / "request.pt", weights_only=False)
     plan = Plan(request.ranks, request.steps, request.rates)
     plan.tests, plan.known = request.tests, request.known

@@ -190,7 +190,7 @@ class Recorder(Hooks):
         self.note_state()
         if self.samplers:
             return None
-        name = f"inputs of {type(module).__name__}"
+        name = f"inputs of {type(unwrapped(module)).__name__}"
         args, new_kwargs = self.event(name, (args, dict(kwargs)))
         kwargs.update(new_kwargs)
         return args
@@ -307,6 +307,14 @@ class Recorder(Hooks):
             examples=self.examples,
             size=sum(tensor.nbytes for tensor in tensors),
         )
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The model inside DDP, DataParallel and torch.compile."""
+    wrappers = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+    while isinstance(module, wrappers) or hasattr(module, "_orig_mod"):
+        module = module._orig_mod if hasattr(module, "_orig_mod") else module.module
+    return module
 
 
 def recorder(place: Any, length: int, folder: str, threads: int) -> "QuietRecorder":

@@ -9,6 +9,7 @@ from equivalence.gradients import Line, averaging, one_batch, some_of
 from equivalence.plan import FACTOR, Test
 
 SAME, DIFFERENT, UNKNOWN = 0, 1, 2  # exit codes
+UNSTEADY = 0.01  # so far apart a step's gradients may not be from its own, computed again
 SAMPLER = "give each its share (a DistributedSampler)"
 
 
@@ -19,6 +20,13 @@ def judge(evidence: Evidence) -> tuple[int, list[Line]]:
         text = "all are 0 in one process, too: look at the loss"
         lines.append(Line("gradients", text))
         return UNKNOWN, [Line("verdict", "NOT FOUND OUT: nothing is trained"), *lines]
+    again = evidence.changed_by("again")
+    if again > UNSTEADY:
+        text = (
+            f"the same step, computed again, has other gradients (apart by {again:.0e}), so they "
+        )
+        text += "can't be compared. Does the program compute with data that no DataLoader returns?"
+        return UNKNOWN, [Line("verdict", f"NOT FOUND OUT: {text}"), *lines]
     found = averaging(evidence)
     lines += [*found.lines, *spare_tensors(evidence)]
     cause = ""
