@@ -34,12 +34,15 @@ numpy's are not in it), and what `save` was given by name.
 """
 
 import contextlib
+import copy
 import math
 import os
 import re
 import signal
 import sys
+import time
 import zipfile
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -47,6 +50,7 @@ from typing import Any
 import torch
 from filelock import FileLock, Timeout
 from torch import distributed as torch_dist
+from torch import nn
 
 if __package__:
     from . import distributed as dist
@@ -54,6 +58,11 @@ else:
     import distributed as dist
 
 LOCK_TIMEOUT = 10  # seconds: the processes of a killed run may still be ending
+HEAD_START = 0.1  # seconds: so much earlier the rank whose error it is raises it, and is the one that is named
+SHARES = (
+    "Shares (of FSDP, ZeRO, tensor parallelism) must be put together on all ranks first, as get_model_state_dict does "
+    "with full_state_dict=True, or saved by torch.distributed.checkpoint"
+)
 
 
 class CheckpointError(Exception):
@@ -151,6 +160,8 @@ def _checksums(path: Path) -> str:
 class Keeper:
     """Saves the state of `parts` (whatever has state_dict and load_state_dict), and brings it back, on every rank.
 
+    For data parallelism: all ranks have equal parts, and rank 0's are kept.  `save` refuses others (of FSDP, ZeRO or
+    tensor parallelism).  A module's buffers, such as BatchNorm's averages, may differ: all ranks get rank 0's back.
     Every rank must make one.  `folder` then belongs to this run: CheckpointError, on all ranks, if another one has it.
     In it are step-STEP.pt or step-STEP-score-SCORE.pt: the last two, and the best `keep`.
     config: what must be known to go on: numbers, strings, lists and dictionaries.
@@ -209,7 +220,7 @@ class Keeper:
         state = read(path)
         for name, part in self.parts.items():
             try:
-                part.load_state_dict(state["parts"][name])
+                part.load_state_dict(_as_named_in(part, state["parts"][name]))
             except Exception as problem:  # a part may raise anything
                 reason = " ".join(f"{type(problem).__name__}: {problem}".split())
                 raise CheckpointError(f"{path} doesn't fit this {name} ({reason})") from None
@@ -221,8 +232,8 @@ class Keeper:
         Every rank must call it, after `step` steps (an integer); it returns when rank 0 has written.
         score: the higher the better; among equal ones the earlier is the better.
         extra: more that `restore` returns: rank 0's tensors, numbers, strings, lists and dictionaries.
-        CheckpointError, on all ranks, if it can't be written, or if the folder has one of a later step, which `restore`
-        would take: what was saved before is untouched.
+        CheckpointError, on all ranks, if it can't be written, if a part differs between ranks (they exchange checksums)
+        or if the folder has one of a later step, which `restore` would take: what was saved before is untouched.
         """
         if not isinstance(step, int) or step < 0 or (score is not None and not math.isfinite(score)):
             raise ValueError(f"save: step {step!r}, score {score}: give an integer of at least 0 and a finite score")
@@ -232,7 +243,42 @@ class Keeper:
         if dist.get_device().type == "cuda":
             random["cuda"] = torch.cuda.get_rng_state()
         state = {**extra, "step": step, "config": self.config, "random": from_all(random)}
+        state["parts"] = _on_all(self._states)
+        self._check_equal(state["parts"])
         _on_primary(self._write, state, "" if score is None else f"-score-{float(score)}")
+
+    def _states(self) -> dict:
+        states = {}
+        for name, part in self.parts.items():
+            try:
+                states[name] = part.state_dict()
+            except Exception as problem:  # a part may raise anything
+                reason = " ".join(f"{type(problem).__name__}: {problem}".split())
+                raise CheckpointError(
+                    f"can't save {name}: rank {dist.get_rank()}'s state_dict raises an error ({reason}). {SHARES}"
+                ) from None
+            if isinstance(part, nn.Module):
+                for key in list(states[name]):
+                    states[name][_without_compile(key)] = states[name].pop(key)
+        return states
+
+    def _check_equal(self, states: dict) -> None:
+        """CheckpointError on all ranks if a state differs between them, a module's buffers apart."""
+        if dist.get_world_size() == 1:
+            return
+        mine = _checksums_of(states, "")
+        for name, part in self.parts.items():
+            if isinstance(part, nn.Module):
+                for buffer, _ in part.named_buffers(remove_duplicate=False):
+                    mine.pop(f".{name}.{_without_compile(buffer)}", None)
+        first, *others = from_all(mine)
+        for rank, other in enumerate(others, 1):
+            for name in first | other:
+                if first.get(name) != other.get(name):
+                    raise CheckpointError(
+                        f"can't save {name[1:]}: rank {rank}'s differs from rank 0's, which alone would be kept. "
+                        f"Data parallelism keeps them equal. {SHARES}"
+                    )
 
     def _write(self, state: dict, score: str) -> None:
         before = _saved(self.folder)
@@ -240,8 +286,7 @@ class Keeper:
             raise CheckpointError(
                 f"{before[-1][2]} is later than step {state['step']}: restore it, or take another folder"
             )
-        parts = {name: part.state_dict() for name, part in self.parts.items()}
-        write(self.folder / f"step-{state['step']}{score}.pt", {**state, "parts": parts})
+        write(self.folder / f"step-{state['step']}{score}.pt", state)
         saved = _saved(self.folder)
         scored = [(score, -step, path) for step, score, path in saved if score > -math.inf]
         best = [path for _, _, path in sorted(scored, reverse=True)[: self.keep]]
@@ -249,6 +294,36 @@ class Keeper:
             if path not in best:
                 with contextlib.suppress(OSError):
                     path.unlink()
+
+
+def _without_compile(name: str) -> str:
+    """torch.compile(layer) puts this into the names of a module's state."""
+    return name.replace("_orig_mod.", "")
+
+
+def _as_named_in(part: Any, state: Any) -> Any:
+    """The saved state with the names that this part has: it may be compiled, or not."""
+    if isinstance(part, nn.Module):
+        names = {_without_compile(name): name for name in part.state_dict()}
+        state = copy.copy(state)  # with its metadata, of which torch knows the versions of modules
+        for name in list(state):
+            state[names.get(_without_compile(name), name)] = state.pop(name)
+    return state
+
+
+def _checksums_of(state: Any, name: str) -> dict[str, str]:
+    """A checksum of each tensor in a state dict, and the text of whatever else is in it, by name."""
+    if isinstance(state, (dict, list, tuple)):
+        found = {}
+        for key, value in state.items() if isinstance(state, dict) else enumerate(state):
+            found |= _checksums_of(value, f"{name}.{key}")
+        return found
+    if hasattr(state, "to_local"):  # a DTensor: a share, even if the shares happen to be equal
+        return {name: f"the share of rank {dist.get_rank()}"}
+    if torch.is_tensor(state):
+        content = state.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()  # so NaN is equal to NaN
+        return {name: f"{state.dtype} {list(state.shape)} {zlib.crc32(content)}"}
+    return {name: repr(state)}
 
 
 def from_all(value: Any) -> list:
@@ -268,6 +343,7 @@ def _on_all(function: Callable, *args: Any) -> Any:
         mine = error
     for problem in from_all(mine):
         if problem:
+            time.sleep(0 if mine else HEAD_START)
             raise problem
     return result
 

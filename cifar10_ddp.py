@@ -196,7 +196,11 @@ def open_events(args, history):
     if args.clearml:
         from clearml import Task
 
-        Task.init("cifar10_ddp", args.run_dir, reuse_last_task_id=False).connect(vars(args).copy())
+        try:
+            Task.init("cifar10_ddp", args.run_dir, reuse_last_task_id=False).connect(vars(args).copy())
+        except ValueError as problem:  # it is not configured
+            reason = " ".join(str(problem).split())
+            sys.exit(f"cifar10_ddp.py: error: --clearml: {reason} (clearml-init configures it)")
     from torch.utils.tensorboard import SummaryWriter  # takes a second to import, and only rank 0 needs it
 
     return SummaryWriter(args.run_dir, purge_step=len(history) + 1)  # hides an epoch that was not saved any more
@@ -256,6 +260,8 @@ def run(world_size, args):
 
     shares = f"global batch {args.batch_size} = {world_size} x {args.batch_size // world_size}"
     log(args, f"{args.model} on {args.dataset}, {device}, {args.dtype}, {shares}")
+    if args.dtype == "float16" and device.type == "cpu":
+        log(args, "float16 is many times slower than bfloat16 on a CPU")
     if not args.dry_run:
         log(args, f"{args.run_dir}: {progress}")
     started = time.perf_counter()

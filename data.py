@@ -25,10 +25,18 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from torchvision import datasets
 from tqdm import tqdm
 
-DATASETS = {"mnist": 60_000, "cifar10": 50_000, "synthetic": 12_000}  # and how many examples there are to train on
+# And how many examples there are to train on.  mnist-like: your own files of MNIST's names, format and sizes.
+DATASETS = {"mnist": 60_000, "mnist-like": 60_000, "cifar10": 50_000, "synthetic": 12_000}
 COLOUR_DATASETS = ("cifar10", "synthetic")
 LOCK_TIMEOUT = 600  # seconds to wait for another process that downloads
 DOWNLOAD_TIMEOUT = 30  # seconds without a byte from the server
+MNIST = {  # what md5sum prints of the unpacked files; torchvision knows those of the packed ones
+    "train-images-idx3-ubyte": "6bbc9ace898e44ae57da46a324031adb",
+    "train-labels-idx1-ubyte": "a25bea736e30d166cdddb491f175f624",
+    "t10k-images-idx3-ubyte": "2646ac647ad5339dbf082846283269ea",
+    "t10k-labels-idx1-ubyte": "27ae3e4e09519cfbb04c329615203637",
+}
+CIFAR10 = [f"data_batch_{number}" for number in range(1, 6)] + ["test_batch", "batches.meta"]
 
 
 class Images(Dataset):
@@ -55,7 +63,8 @@ def load(name: str, data_dir: str, limit: int | None = None, colour: bool = Fals
     """The train and the test set, as `Images`; at most `limit` examples of each.
 
     `name` is one of DATASETS.  MNIST is read from data_dir/MNIST/raw, CIFAR-10 from data_dir/cifar-10-batches-py
-    (`prepare` puts them there).  `colour` gives the synthetic digits CIFAR-10's shape, [N, 3, 32, 32].
+    (`prepare` puts them there), "mnist-like" from MNIST's folder, as it is: Fashion-MNIST, say.  `colour` gives the
+    synthetic digits CIFAR-10's shape, [N, 3, 32, 32].
     """
     if name == "synthetic":
         train, test = _digits(DATASETS[name], seed=1), _digits(2_000, seed=2)
@@ -72,11 +81,18 @@ def load(name: str, data_dir: str, limit: int | None = None, colour: bool = Fals
 
 
 def _read(name: str, data_dir: str, is_train: bool, download: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    if name == "mnist":
+    if name != "cifar10":
         source = datasets.MNIST(data_dir, is_train, download=download)
         count = DATASETS[name] if is_train else 10_000
-        if not count == len(source.data) == len(source.targets):
-            raise ValueError(f"{len(source.data)} images and {len(source.targets)} labels in place of {count}")
+        if source.data.shape != (count, 28, 28) or len(source.targets) != count:
+            found = f"images {list(source.data.shape)} and {len(source.targets)} labels"
+            raise DataError(f"{found} in place of {[count, 28, 28]} and {count}")
+        files = [file for file in MNIST if file.startswith("train") == is_train]
+        for file in files if name == "mnist" else ():
+            if not datasets.utils.check_md5(Path(source.raw_folder, file), MNIST[file]):
+                raise DataError(f"{file} is damaged, or of another data set; for that type --dataset mnist-like")
+        if source.targets.max() > 9:
+            raise DataError(f"label {source.targets.max()} in place of 0 to 9")
         return source.data.unsqueeze(1), source.targets
     source = datasets.CIFAR10(data_dir, is_train, download=download)
     images = torch.from_numpy(source.data).permute(0, 3, 1, 2)
@@ -107,11 +123,13 @@ def batches(loader: DataLoader, device: torch.device) -> Iterator[tuple[torch.Te
     On a terminal a progress bar is shown, of rank 0's share.  The process group says who that is, or else the sampler.
     """
     mean, std = (255 * torch.tensor(x, device=device).view(-1, 1, 1) for x in (loader.dataset.mean, loader.dataset.std))
+    if isinstance(loader.dataset, Augmented):
+        draws = loader.dataset.draws.to(device)  # this epoch's: persistent workers have those of their first epoch
     for batch in _with_progress_bar(loader):
         # To the device, as uint8: a quarter of float32's bytes.  A copy from pinned memory doesn't wait for its end.
-        images, labels, *draws = [part.to(device, non_blocking=True) for part in batch]
-        if draws:
-            images = augment(images, *draws)
+        images, labels, *index = [part.to(device, non_blocking=True) for part in batch]
+        if index:
+            images = augment(images, draws[index[0]])
         # To float, with the channels last: the faster layout for convolutions; without it DDP warns on GPUs.
         images = images.float(memory_format=torch.channels_last)
         # Normalise, in place: (pixel / 255 - mean) / std, as torchvision's ToTensor and Normalize would.
@@ -151,7 +169,7 @@ class Augmented(Images):
         self.draws = torch.stack(draws, dim=1)
 
     def __getitems__(self, indices: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return *super().__getitems__(indices), self.draws[indices]
+        return *super().__getitems__(indices), torch.tensor(indices)
 
 
 def augment(images: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
@@ -190,24 +208,30 @@ def prepare(name: str, data_dir: str, error: Callable[[str], None] | None = None
 
 def _fetch(name: str, data_dir: str) -> None:
     """Read the data set; if that fails, download it first."""
-    folder = Path(data_dir, "MNIST/raw" if name == "mnist" else "cifar-10-batches-py")
+    data_dir = os.path.expanduser(data_dir)  # as torchvision does; no shell does it in --data-dir=~/data
+    folder, files = ("cifar-10-batches-py", CIFAR10) if name == "cifar10" else ("MNIST/raw", MNIST)
+    folder = Path(data_dir, folder)
     time_out, threads = socket.getdefaulttimeout(), torch.get_num_threads()
     socket.setdefaulttimeout(DOWNLOAD_TIMEOUT)  # urllib would wait for ever for a server that says nothing
     torch.set_num_threads(1)  # after torch's thread pool has started, no process can be forked
     tqdm.monitor_interval = 0  # nor beside the thread that watches torchvision's progress bar
     try:
-        with contextlib.suppress(Exception):
+        try:
             load(name, data_dir)
             return
+        except Exception as problem:
+            if isinstance(problem, DataError) or name == "mnist-like":  # torchvision replaces no file of MNIST
+                raise
         Path(data_dir).mkdir(parents=True, exist_ok=True)
         with FileLock(Path(data_dir, ".lock"), timeout=LOCK_TIMEOUT), contextlib.redirect_stdout(io.StringIO()):
             _read(name, data_dir, is_train=True, download=True)  # downloads nothing if another process has done it
         load(name, data_dir)
     except Exception as problem:  # of the network, of the disk, of torchvision's readers: they have many
-        reason = " ".join(f"{type(problem).__name__}: {problem}".split())
+        kind = "" if isinstance(problem, DataError) else f"{type(problem).__name__}: "
+        reason = " ".join(f"{kind}{problem}".split())
         raise DataError(
-            f"{name} can't be read from {folder} or downloaded ({reason}): delete this folder if it is damaged, "
-            "copy the unpacked files into it, or use --dataset synthetic"
+            f"{name} can't be read from {folder} or downloaded ({reason}): delete this folder if it is damaged, copy "
+            f"the unpacked files into it ({', '.join(files)}), or use --dataset synthetic"
         ) from None
     finally:
         socket.setdefaulttimeout(time_out)

@@ -1,7 +1,7 @@
 """MNIST with DDP and mixed precision, step 4 of 4.  python mnist_amp.py  or  torchrun --nproc_per_node=2 mnist_amp.py
 
 --dataset synthetic needs no download, --help lists the flags, docs/progression.md walks through the steps.
-On a CPU without bfloat16 instructions (grep bf16 /proc/cpuinfo finds none) it is far slower than mnist_ddp.py.
+On a CPU float16, or bfloat16 without instructions for it (grep bf16 /proc/cpuinfo), is far slower than mnist_ddp.py.
 """
 
 import argparse

@@ -1,11 +1,13 @@
 """checkpoint.py: what was saved comes back on every rank, whatever was killed, full or damaged in between."""
 
 import contextlib
+import math
 import os
 import resource
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -147,6 +149,137 @@ def test_what_could_not_be_restored_is_not_saved(tmp_path):
         error = error_of(keeper.save, 2, value=value)
         assert error.startswith(f"CheckpointError: can't write {tmp_path}/step-2.pt ({kind}")
     assert names(tmp_path) == ["step-1.pt"]
+
+
+def part(state):
+    """A part that has this state; an error is raised."""
+
+    def state_dict():
+        if isinstance(state, Exception):
+            raise state
+        return state
+
+    return SimpleNamespace(state_dict=state_dict, load_state_dict=lambda saved: None)
+
+
+def momenta(*values):
+    """The state of an optimizer with a momentum for each value."""
+    weights = [nn.Parameter(torch.zeros(2)) for _ in values]
+    for weight, value in zip(weights, values, strict=True):
+        weight.grad = torch.full((2,), float(value))
+    optimizer = torch.optim.SGD(weights, 0.1, momentum=0.9)
+    optimizer.step()
+    return optimizer
+
+
+def zero_1():
+    """torch's own; before its state is put together."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    return ZeroRedundancyOptimizer(linear().parameters(), torch.optim.SGD, lr=0.1)
+
+
+def refusal(folder, **parts):
+    """The error of `save`, the same on all ranks, in one line; nothing is written."""
+    keeper = checkpoint.Keeper(folder, **parts)
+    before = names(folder)
+    error = error_of(keeper.save, 2)
+    assert names(folder) == before and "\n" not in error and "torch.distributed.checkpoint" in error, error
+    assert checkpoint.from_all(error) == [error] * dist.get_world_size()
+    return error
+
+
+@on_ranks(3)
+def test_parts_that_differ_between_ranks_are_refused(tmp_path):
+    rank = dist.get_rank()
+    is_last = rank == 2
+    save(tmp_path, 1)
+    weight = torch.ones(3, 2, dtype=torch.bfloat16)
+    weight[2, 1] += is_last / 128  # bfloat16's next number
+    # What the ranks have, the name that is given, and the first rank that differs from rank 0.
+    for state, name, who in [
+        ({"a": torch.zeros(2), "b": [weight]}, ".b.0", 2),
+        ({"a": torch.zeros(2 + (rank == 1))}, ".a", 1),  # tensor parallelism's: 2, 3 and 2 channels
+        ({"a": torch.zeros(2, 3) if is_last else torch.zeros(3, 2)}, ".a", 2),
+        ({"a": torch.zeros(1, dtype=torch.int32 if is_last else torch.float32)}, ".a", 2),
+        ({"best": float("inf") if is_last else float("nan")}, ".best", 2),  # of a schedule by the rank's own loss
+        ({"lr": [0.5 + is_last]}, ".lr.0", 2),
+        ({"a": 0, "more": 0} if is_last else {"a": 0}, ".more", 2),
+        ({"a": 0} if is_last else {"a": 0, "more": 0}, ".more", 2),
+    ]:
+        error = refusal(tmp_path, model=linear(), net=part(state))
+        assert error.startswith(f"CheckpointError: can't save net{name}: rank {who}'s differs from rank 0's"), error
+    error = refusal(tmp_path, model=linear(rank == 1))  # not data parallel, or no longer equal
+    assert "can't save model.weight: rank 1's differs" in error
+    error = refusal(tmp_path, optimizer=momenta(1, rank))  # ZeRO-1 by hand
+    assert "can't save optimizer.state.1.momentum_buffer: rank 1's differs" in error
+    error = refusal(tmp_path, optimizer=zero_1())
+    assert "can't save optimizer: rank 0's state_dict raises an error (RuntimeError: Optimizer state has not" in error
+    error = refusal(tmp_path, net=part(ValueError("of\nmine") if rank == 1 else {}))
+    assert "can't save net: rank 1's state_dict raises an error (ValueError: of mine)" in error
+
+
+@on_ranks(1, 3)
+def test_parts_that_are_equal_on_all_ranks_are_saved(tmp_path):
+    rank = dist.get_rank()
+    net = nn.Sequential(linear(float("nan")), nn.BatchNorm1d(2))
+    nn.init.constant_(net[1].running_mean, rank)  # each rank's own
+    state = {"empty": torch.zeros(0, 2), "scalar": torch.tensor(True), "nan": [float("nan"), torch.tensor(math.nan)]}
+    state |= {"half": torch.ones(2, dtype=torch.bfloat16), "strides": torch.arange(6).view(2, 3)}
+    if rank == 1:
+        state = dict(reversed(state.items())) | {"strides": torch.arange(6).view(2, 3).T.contiguous().T}
+    parts = {"net": net, "average": torch.optim.swa_utils.AveragedModel(net), "other": part(state)}
+    checkpoint.Keeper(tmp_path, **parts, optimizer=momenta(1, math.nan)).save(2, of_rank_0=rank)
+    keeper = checkpoint.Keeper(tmp_path, **parts, optimizer=momenta(0, 0))
+    assert (keeper.restore()["of_rank_0"], net[1].running_mean.tolist()) == (0, [0, 0])
+    assert torch.equal(keeper.parts["optimizer"].state_dict()["state"][0]["momentum_buffer"], torch.ones(2))
+
+
+@pytest.mark.skipif(torch.__version__ < (2, 9), reason="FSDP on the CPU: see variants/sharded.py")
+@on_ranks(3)
+def test_a_sharded_model_is_refused_and_saved_when_it_is_put_together(tmp_path):
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+    from torch.distributed.fsdp import fully_shard
+
+    model = nn.Linear(3, 3)
+    for param in model.parameters():
+        nn.init.constant_(param, 1.5)  # so the shares are equal
+    fully_shard(model, mesh=torch.distributed.init_device_mesh("cpu", (3,)))
+    assert "can't save model.weight: rank 1's differs from rank 0's" in refusal(tmp_path, model=model)
+
+    options = StateDictOptions(full_state_dict=True)
+    whole = SimpleNamespace(
+        state_dict=lambda: get_model_state_dict(model, options=options),
+        load_state_dict=lambda saved: set_model_state_dict(model, saved, options=options),
+    )
+    keeper = checkpoint.Keeper(tmp_path, model=whole)
+    keeper.save(1)
+    nn.init.zeros_(model.weight)
+    keeper.restore()
+    saved = torch.load(tmp_path / "step-1.pt", weights_only=True)["parts"]["model"]
+    assert model.weight.full_tensor().tolist() == saved["weight"].tolist() == [[1.5] * 3] * 3
+
+
+def test_names_are_those_without_torch_compile(tmp_path):
+    """Of one layer, too.  And whether it is compiled now may be another answer than when it was saved."""
+
+    def net(value, compiled):
+        layers = linear(value), nn.BatchNorm1d(2)
+        return nn.Sequential(*(torch.compile(layer) if compiled else layer for layer in layers))
+
+    for was_compiled, is_compiled in (True, True), (True, False), (False, True):
+        folder = tmp_path / f"{was_compiled} {is_compiled}"
+        checkpoint.Keeper(folder, net=net(2.0, was_compiled)).save(1)
+        model = net(0.0, is_compiled)
+        saved = checkpoint.Keeper(folder, net=model).restore()["parts"]["net"]
+        assert [*saved] == [*net(0.0, False).state_dict()] and next(model.parameters()).tolist() == [[2.0] * 2] * 2
+    old = {"step": 2, "config": {}, "parts": {"net": net(3.0, True).state_dict()}, "random": []}
+    checkpoint.write(tmp_path / "True True" / "step-2.pt", old)  # as this file wrote it before
+    for model in net(0.0, True), net(0.0, False):
+        checkpoint.Keeper(tmp_path / "True True", net=model).restore()
+        assert next(model.parameters()).tolist() == [[3.0] * 2] * 2
+    error = error_of(checkpoint.Keeper(folder, net=nn.Sequential(linear())).restore)
+    assert "doesn't fit this net (RuntimeError: " in error and "Unexpected key(s)" in error
 
 
 @on_ranks(3)

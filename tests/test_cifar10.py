@@ -270,6 +270,7 @@ def test_mixed_precision_goes_on_in_the_precision_of_the_checkpoint(run, referen
     end_at(run, *flags, "--dtype", "float16", at=7)
     result = run(*flags)  # not bfloat16
     assert result.code == 0 and "cpu, float16, " in result.out and "epoch 2, batch 2 of 5" in result.out, result
+    assert "\nfloat16 is many times slower than bfloat16 on a CPU\n" in result.out
     assert last(folder)["parts"]["scaler"]["scale"] > 1
     ours, expected = ([row["training_loss"] for row in rows(path)] for path in (folder, reference[1]))
     assert ours == pytest.approx(expected, rel=0.02) and ours != expected
@@ -321,6 +322,31 @@ def test_a_loss_that_is_not_finite_ends_the_run(run, folder):
     assert result.code == 1 and "the loss is nan: try a lower --lr" in result.err and "Traceback" not in result.err
     for path in folder.glob("*.pt"):
         assert math.isfinite(checkpoint.read(path)["sums"][0])
+
+
+FULL = """
+import checkpoint, errno
+checkpoint.HEAD_START = 60  # so that no other process can be the first
+def fsync(file):
+    raise OSError(errno.ENOSPC, "No space left on device")
+os.fsync = fsync
+"""
+
+
+def test_a_full_disk_is_the_error_of_the_process_that_writes(run):
+    result = run(*FLAGS, "--nproc", 2, before=FULL, DIST_GRACE=0.1)
+    line = r"rank 0 of 2 failed first: cifar10_ddp\.py: error: can't write \S+ \(\[Errno 28\] No space left on device\)"
+    assert result.code == 1 and re.match(line, result.err), result.err
+    assert "Traceback" not in result.err
+
+
+def test_clearml_that_is_not_configured_is_one_line(run, tmp_path):
+    (tmp_path / "clearml.py").write_text(
+        "class Task:\n    def init(*args, **options):\n        raise ValueError('not configured\\non this machine')"
+    )
+    result = run(*FLAGS, "--nproc", 2, "--clearml", path=[tmp_path])
+    assert result.code == 1 and "Traceback" not in result.err
+    assert "rank 0 of 2 failed first: cifar10_ddp.py: error: --clearml: not configured on this machine (" in result.err
 
 
 def test_a_second_run_in_the_folder(run, folder):

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler
 from torchvision import datasets
 from world import ROOT, forker
 
@@ -144,6 +144,27 @@ def test_crops_and_flips_depend_on_seed_epoch_and_example_alone():
     assert (expected[:, 0] == of_the_sampler).double().mean() < 0.2  # by chance one in 9
 
 
+def draws_of_epochs(dataset, **workers):
+    """The crops and flips that three epochs have, over the whole data set, read from the pixels alone."""
+    loader = DataLoader(dataset, 50, sampler=range(len(dataset)), collate_fn=tuple, **workers)
+    found = []
+    for epoch in range(3):
+        dataset.set_epoch(epoch)
+        found.append(torch.cat([images[:, 0] for images, _ in data.batches(loader, CPU)]))
+    return torch.stack(found)
+
+
+def test_persistent_workers_have_each_epochs_own_crops_and_flips():
+    """They hold a copy of the data set, made in the first epoch."""
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randint(256, (100, 1, 8, 8), generator=generator, dtype=torch.uint8)
+    images = data.Images(noise, torch.zeros(100), (0.0,), (1 / 255,))
+    expected = draws_of_epochs(data.Augmented(images))
+    assert not torch.equal(expected[0], expected[1]) and not torch.equal(expected[1], expected[2])
+    workers = {"num_workers": 1, "persistent_workers": True, "multiprocessing_context": "fork"}
+    assert torch.equal(draws_of_epochs(data.Augmented(images), **workers), expected)
+
+
 FILES = {"train-images-idx3-ubyte": (60_000, 28, 28), "train-labels-idx1-ubyte": (60_000,)}
 FILES |= {"t10k-images-idx3-ubyte": (10_000, 28, 28), "t10k-labels-idx1-ubyte": (10_000,)}
 
@@ -177,9 +198,9 @@ def message(*args):
 def test_black_and_white_pixels_of_mnist(tmp_path):
     """MNIST's mean is 0.1307, its standard deviation 0.3081: torchvision's and everybody's numbers."""
     write_mnist(tmp_path)
-    data.prepare("mnist", str(tmp_path))
+    data.prepare("mnist-like", str(tmp_path))
     assert sorted(path.name for path in tmp_path.rglob("*") if path.is_file()) == sorted(FILES)  # a folder to read only
-    for one, count in zip(data.load("mnist", str(tmp_path)), (60_000, 10_000), strict=True):
+    for one, count in zip(data.load("mnist-like", str(tmp_path)), (60_000, 10_000), strict=True):
         assert one.images.shape == (count, 1, 28, 28) and one.labels.shape == (count,)
         ((images, _),) = data.batches(data.loader(one, 2, [0, 1]), CPU)
         expected = torch.tensor([(0 - 0.1307) / 0.3081, (1 - 0.1307) / 0.3081]).view(2, 1, 1, 1)
@@ -195,10 +216,64 @@ def test_a_damaged_file_is_one_line(tmp_path):
         (raw / name).rename(tmp_path / "whole")
         for content in contents:
             (raw / name).write_bytes(content)
-            text = message("mnist", str(tmp_path))
+            text = message("mnist-like", str(tmp_path))
             assert f"can't be read from {raw}" in text and "--dataset synthetic" in text
             assert sorted(path.name for path in raw.iterdir()) == sorted(FILES)  # nothing is deleted
         (tmp_path / "whole").rename(raw / name)
+
+
+@pytest.fixture
+def known_sums(monkeypatch):
+    """known_sums(raw): the files there pass for MNIST's."""
+
+    def take(raw):
+        monkeypatch.setattr(data, "MNIST", {name: hashlib.md5((raw / name).read_bytes()).hexdigest() for name in FILES})
+
+    return take
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_what_is_not_mnists_to_the_last_bit_is_refused_unless_it_is_ones_own(tmp_path, known_sums, name):
+    """One pixel or label is another one; torchvision doesn't look."""
+    raw = write_mnist(tmp_path)
+    known_sums(raw)
+    data.prepare("mnist", str(tmp_path))
+    with (raw / name).open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\x09")
+    text = message("mnist", str(tmp_path))
+    assert f"mnist can't be read from {raw}" in text and f"({name} is damaged, or of another data set" in text
+    assert "--dataset mnist-like" in text and not (tmp_path / ".lock").exists()  # nothing is downloaded
+    data.prepare("mnist-like", str(tmp_path))
+    train, test = data.load("mnist-like", str(tmp_path))
+    last = {int(x) for one in (train, test) for x in (one.images[-1, 0, -1, -1], one.labels[-1])}
+    assert last == {0, 9}
+
+
+def test_a_label_that_no_model_has_is_refused_before_the_start(tmp_path):
+    raw = write_mnist(tmp_path)
+    with (raw / "t10k-labels-idx1-ubyte").open("r+b") as file:
+        file.seek(30)
+        file.write(bytes([200]))
+    assert "(label 200 in place of 0 to 9)" in message("mnist-like", str(tmp_path))
+
+
+def test_files_in_another_place_are_named_and_a_tilde_is_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(datasets.MNIST, "mirrors", [])
+    monkeypatch.setattr(datasets.CIFAR10, "url", "http://127.0.0.1:0/")
+    monkeypatch.chdir(tmp_path)
+    for name, folder, files in [
+        ("mnist", "MNIST/raw", FILES),
+        ("mnist-like", "MNIST/raw", FILES),
+        ("cifar10", "cifar-10-batches-py", [*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"]),
+    ]:
+        text = message(name, "~/here")
+        assert f"{tmp_path}/here/{folder}" in text and all(file in text for file in files)
+    write_mnist(tmp_path / "there")
+    data.prepare("mnist-like", "~/there")
+    assert len(data.load("mnist-like", "~/there")[0]) == 60_000
+    assert not (tmp_path / "~").exists()
 
 
 def test_bad_names_and_a_data_set_without_files(tmp_path):
@@ -247,10 +322,11 @@ class Handler(http.server.SimpleHTTPRequestHandler):
 
 
 @pytest.fixture
-def server(tmp_path, monkeypatch):
+def server(tmp_path, monkeypatch, known_sums):
     """A mirror of packed files of MNIST's format; `gets` is what was fetched."""
-    resources = []
-    for path in write_mnist(tmp_path / "mirror").iterdir():
+    resources, raw = [], write_mnist(tmp_path / "mirror")
+    known_sums(raw)
+    for path in raw.iterdir():
         packed = gzip.compress(path.read_bytes(), 1)
         (tmp_path / "mirror" / f"{path.name}.gz").write_bytes(packed)
         resources.append((f"{path.name}.gz", hashlib.md5(packed).hexdigest()))
@@ -274,7 +350,7 @@ from torchvision import datasets
 torch.set_num_threads(1)  # the first call sets the size of a second pool, of threads that start at once
 torch.set_num_threads(2)
 before = launcher.fork_is_safe(), torch.get_num_threads()
-datasets.MNIST.mirrors, datasets.MNIST.resources = json.loads(sys.argv[1])
+datasets.MNIST.mirrors, datasets.MNIST.resources, data.MNIST = json.loads(sys.argv[1])
 other = os.fork()
 data.prepare("mnist", sys.argv[2])
 assert (launcher.fork_is_safe(), torch.get_num_threads()) == before
@@ -293,7 +369,7 @@ def test_a_server_that_never_answers_is_one_line(tmp_path, monkeypatch):
 
 def test_two_processes_download_once_and_can_be_forked_afterwards_as_before(tmp_path, server):
     (tmp_path / "twice.py").write_text(TWICE)
-    settings = json.dumps([datasets.MNIST.mirrors, datasets.MNIST.resources])
+    settings = json.dumps([datasets.MNIST.mirrors, datasets.MNIST.resources, data.MNIST])
     end = forker().run(tmp_path / "twice.py", settings, tmp_path / "data", path=[ROOT])
     assert end[:2] == (0, "60000 10000\n" * 2), end
     assert sorted(server.gets) == sorted(f"/{name}.gz" for name in FILES)
@@ -304,7 +380,7 @@ def test_real_mnist():
     if not (folder / "MNIST" / "raw").exists():
         pytest.skip("no real MNIST here: set MNIST_DIR to a folder that holds MNIST/raw")
     data.prepare("mnist", str(folder))
-    train, test = data.load("mnist", str(folder))
+    train, test = data.load("mnist", str(folder))  # compares the sums
     # Counts as published, e.g. in the data set's card at huggingface.co/datasets/ylecun/mnist
     assert train.labels.bincount().tolist() == [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949]
     assert test.labels.bincount().tolist() == [980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009]
