@@ -22,7 +22,7 @@ process the first; that was tried on simulated GPUs only, not on real ones.
 # The files, as the data flow:
 #
 #   __main__.py   the command line
-#   notes.py      run A: what each process notes
+#   record.py     run A: what each process notes while the program runs; notes.py
 #   plan.py       which tests follow from the notes
 #   alone.py      run B, in a process of its own; replay.py: what happens in it
 #   evidence.py   both runs side by side, and the yardsticks

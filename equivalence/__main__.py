@@ -68,7 +68,7 @@ def compare(args: argparse.Namespace) -> int:
     import torch
     from instruments import ranks as instrument
 
-    from equivalence.notes import recorder
+    from equivalence.record import recorder
 
     args.threads = args.threads or 1
     started = time.perf_counter()
@@ -117,7 +117,6 @@ def answer(args: argparse.Namespace, notes: list, folder: Path, started: float) 
         )
     if len(ranks) < 2:
         return unknown("there is only one process: give --nproc 2")
-    first = time.perf_counter()
     alone = run_all(args, ranks, folder)
     if alone.result is None:
         sys.stderr.write(alone.problem)
@@ -136,11 +135,11 @@ def answer(args: argparse.Namespace, notes: list, folder: Path, started: float) 
             f'{names}. If the program splits its model, try --alone="FLAGS" that leave it whole'
         )
     code, lines = judge(Evidence(alone.plan, alone.result))
-    size = max(rank.size for rank in ranks) / 1e6
-    seconds = f"{first - started:.0f} + {time.perf_counter() - first:.0f} s"
+    size = max(rank.size for rank in ranks) / 1000
+    seconds = f"{time.perf_counter() - started:.0f} s"
     program = f"{shlex.join(args.command)}: {len(ranks)} processes and one, {args.steps} steps"
     texts = [(line.label, line.text) for line in lines]
-    texts.insert(1, ("program", f"{program} ({seconds}; notes of {size:.1f} MB on each rank)"))
+    texts.insert(1, ("program", f"{program} ({seconds}; notes of {size:,.0f} kB on each rank)"))
     texts.append(("note", f"{args.steps} steps; {LEFT_OUT}"))
     say(texts)
     return code

@@ -1,27 +1,19 @@
 """Batches as a program sees them: tensors in nested lists, tuples, mappings and objects."""
 
+import contextlib
 import copy
 import dataclasses
 import hashlib
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy
 import torch
 import torch.nn.functional as F
+from instruments.tensors import bytes_of, tensors_in
 
 PADDING = {"labels": -100}  # what Hugging Face's losses leave out; everything else is padded with 0
-
-
-def leaves(value: Any) -> Iterator[Any]:
-    """The parts of a nested value that have no parts."""
-    parts = parts_of(value)
-    if parts is None:
-        yield value
-        return
-    for part in parts.values():
-        yield from leaves(part)
 
 
 def parts_of(value: Any) -> dict | None:
@@ -113,13 +105,9 @@ def split(batch: Any, count: int) -> list:
     return [part(number) for number in range(count)]
 
 
-def tensors_of(batch: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in leaves(batch) if isinstance(leaf, torch.Tensor)]
-
-
 def count_examples(batch: Any) -> int:
     """The size of the first tensor that has one; 1 if there is none."""
-    for tensor in tensors_of(batch):
+    for tensor in tensors_in(batch):
         if tensor.dim():
             return len(tensor)
     return 1
@@ -128,28 +116,23 @@ def count_examples(batch: Any) -> int:
 def digest(batch: Any) -> str:
     """Equal for equal batches, or tensors."""
     found = hashlib.blake2b(digest_size=16)
-    for tensor in tensors_of(batch):
+    for tensor in tensors_in(batch):
         found.update(f"{tensor.dtype} {list(tensor.shape)}".encode())
-        found.update(_bytes(tensor))
+        found.update(bytes_of(tensor))
     return found.hexdigest()
 
 
 def digests_of_examples(batch: Any) -> list[bytes]:
     """A name for each example, equal for equal ones."""
     count = count_examples(batch)
-    tensors = [some for some in tensors_of(batch) if some.dim() and len(some) == count]
+    tensors = [some for some in tensors_in(batch) if some.dim() and len(some) == count]
     names = []
     for row in range(count):
         found = hashlib.blake2b(digest_size=16)
         for tensor in tensors:
-            found.update(_bytes(tensor[row]))
+            found.update(bytes_of(tensor[row]))
         names.append(found.digest())
     return names
-
-
-def _bytes(tensor: torch.Tensor) -> bytes:
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().tobytes()
 
 
 class RandomState(NamedTuple):
@@ -177,14 +160,27 @@ def set_random_state(state: RandomState, reseeded: bool = False) -> None:
         torch.manual_seed(torch.randint(2**31, ()).item())
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy on the CPU; of a DTensor all of it, which is a collective."""
-    with torch.no_grad():
-        found = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-        return found.detach().to_dense().cpu().clone()
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's share of a DTensor; another tensor as it is."""
-    with torch.no_grad():
-        return tensor.to_local() if hasattr(tensor, "to_local") else tensor.detach()
+def indices_of(sampler: Any) -> list:
+    """Those of an epoch, if a sampler of torch's can be asked without a trace; else none."""
+    state, generators = random_state(), []
+    copied = copy.copy(sampler)
+    inner = copied
+    while inner is not None:
+        generator = getattr(inner, "generator", None)
+        if generator is not None:
+            generators.append((generator, generator.get_state()))
+        below = None
+        for name in "batch_sampler", "sampler":
+            if hasattr(inner, name):
+                below = copy.copy(getattr(inner, name))
+                setattr(inner, name, below)
+                break
+        inner = below
+    found = []
+    with contextlib.suppress(Exception):
+        for batch in copied:
+            found += batch if isinstance(batch, (list, tuple)) else [batch]
+    set_random_state(state)
+    for generator, old in generators:
+        generator.set_state(old)
+    return found

@@ -70,7 +70,9 @@ def averaging(evidence: Evidence) -> Averaging:
     weights = [evidence.plan.weights_of_shares(step, evidence.raw) for step in evidence.steps]
     even = [1 / len(evidence.shares)] * len(evidence.shares)
     uneven = [step for step in evidence.steps if vectors.spread(weights[step], even) > 1e-3]
-    if uneven:
+    if all(near(one, [1.0] * len(one)) for one in weights):  # the program has weighted them
+        text = "the sum of what the ranks' examples contribute"
+    elif uneven:
         text = "the ranks' gradients, each as heavy as in one process: "
         text += f"{percent(weights[uneven[0]])} in step {uneven[0] + 1}"
     apart = "to the last bit" if worst == 0 else f"apart by {worst:.0e}"

@@ -5,8 +5,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from instruments.tensors import local
+
 from equivalence import vectors
-from equivalence.batches import RandomState, count_examples, digest, join, local, split
+from equivalence.batches import RandomState, count_examples, digest, join, split
 from equivalence.notes import Notes
 from equivalence.vectors import Vector
 

@@ -5,11 +5,13 @@ from typing import Any, NamedTuple
 
 import torch
 from instruments.program import Finished
+from instruments.tensors import local, parameters_of, whole
 from torch import nn
 
-from equivalence.batches import clone, local, set_random_state, whole
-from equivalence.notes import BATCH_NORM, DROPOUT, Notes, Recorder, Step
+from equivalence.batches import clone, set_random_state
+from equivalence.notes import Notes, Step
 from equivalence.plan import Plan, Test
+from equivalence.record import BATCH_NORM, DROPOUT, Recorder
 from equivalence.vectors import Vector
 
 
@@ -137,21 +139,20 @@ class Replayer(Recorder):
         optimizer.state.clear()
         for parameter, state in kept.state:
             optimizer.state[parameter] = clone(state)
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if id(parameter) in kept.values:
-                    parameter.detach().copy_(kept.values[id(parameter)])
+        for parameter in parameters_of(optimizer):
+            if id(parameter) in kept.values:
+                parameter.detach().copy_(kept.values[id(parameter)])
 
     def kept_of(self, optimizer: Any) -> Kept:
         of_modules = set()
         for model in self.models.values():
             of_modules |= {id(tensor) for _, tensor in self.named_tensors(model)}
         values, options = {}, []
+        for parameter in parameters_of(optimizer):
+            if id(parameter) not in of_modules:
+                values[id(parameter)] = parameter.detach().clone()
         for group in optimizer.param_groups:
             options.append({name: value for name, value in group.items() if name != "params"})
-            for parameter in group["params"]:
-                if id(parameter) not in of_modules:
-                    values[id(parameter)] = parameter.detach().clone()
         state = [(parameter, clone(one)) for parameter, one in optimizer.state.items()]
         return Kept(state, values, options)
 

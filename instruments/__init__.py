@@ -2,6 +2,7 @@
 
     program.py    runs a program unchanged, as `python train.py` would; says where it stands
     hooks.py      tells an instrument what the program does: loads, computes, makes a step
+    tensors.py    tensors in whatever holds them, and their digests
     ranks.py      starts one process per rank, and collects what each has noted
 
 torch and the standard library are enough under torchrun.  Without torchrun the processes are

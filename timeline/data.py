@@ -5,7 +5,7 @@ All times are nanoseconds: in a Recording since 1970, in a Picture from its left
 
 from typing import Any, NamedTuple, TypedDict
 
-from timeline.tensors import Gradients
+from timeline.gradients import Gradients
 
 WARM_UP = 3  # steps
 KEPT = ("weights", "optimizer state", "gradients", "message buffers")  # kinds of memory

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from timeline import compare
 from timeline.data import Recording
-from timeline.tensors import Gradients
+from timeline.gradients import Gradients
 
 SENDS = {"send", "recv"}
 NOT_IN_DATA = "a mistake in data parallelism, but not in tensor parallelism or within local SGD"

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
+from instruments.tensors import digest, local
 from timeline import record
 from timeline.data import Allocation, Message, Recording, Span, counted
 from timeline.gpu import GPU_WORK, as_on_gpu, gpu_work, is_nccl
 from timeline.memory import blocks_of, name_blocks
 from timeline.record import Recorder
-from timeline.tensors import digest, local
 
 MOST_BYTES = 32_000_000  # of weights that go with a recording, to say how far they are apart
 

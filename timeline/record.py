@@ -16,8 +16,9 @@ from torch import nn
 from instruments.hooks import Hooks
 from instruments.meeting import Place
 from instruments.program import Finished, Refused
+from instruments.tensors import digest, local, parameters_of, size_in_bytes, tensors_in
 from timeline.data import Message, Span, recorded_steps
-from timeline.tensors import Gradients, digest, local, size_in_bytes, tensors_in
+from timeline.gradients import Gradients
 
 OTHER_PROFILER = (
     "the program starts torch.profiler itself, and two can't run at once: switch it off there"
@@ -237,13 +238,6 @@ class Recorder(Hooks):
                 storage = local(value).untyped_storage()
                 found[storage.data_ptr()] = (kind, storage.nbytes())
         self.tensors.append((time.time_ns(), found))
-
-
-def parameters_of(optimizer: Any) -> list[torch.Tensor]:
-    found = []
-    for group in optimizer.param_groups:
-        found += group["params"]
-    return found
 
 
 def core_wait() -> int:

@@ -175,7 +175,7 @@ def told(stderr: str) -> str:
 def masked(text: str) -> str:
     """Without what depends on the machine: folders, speeds, times, sizes, and counts of right answers."""
     text = re.sub(r"/tmp/\w+", "#", text)
-    return re.sub(r"[\d.]+(?= (?:images/s|s|MiB)\b)|(?<=\()\d+(?=/\d+\))|(?<=right )\d+", "#", text)
+    return re.sub(r"[\d.]+(?= (?:images/s|s|MiB)\b)|(?<=\()\d+(?=/\d+\))|(?<=right )\d+|\de-\d\d", "#", text)
 
 
 def same_output(shown: str, now: str) -> bool:

@@ -1,0 +1,300 @@
+"""What a process notes while the program runs.  It changes nothing."""
+
+import contextlib
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from instruments.hooks import Hooks, plain_name
+from instruments.program import Finished
+from instruments.tensors import parameters_of, tensors_in, whole
+from torch import nn
+from torch.nn.utils import clip_grad
+from torch.utils.data import dataloader
+
+from equivalence.batches import (
+    clone,
+    count_examples,
+    indices_of,
+    random_state,
+)
+from equivalence.notes import Event, Notes, Step
+
+BATCH_NORM = nn.modules.batchnorm._BatchNorm
+DROPOUT = nn.modules.dropout._DropoutNd
+ATTENTION = "scaled_dot_product_attention"
+LOSSES = [name for name in dir(F) if name.endswith("_loss") or name in ("cross_entropy", "kl_div")]
+LOSSES += ["binary_cross_entropy", "binary_cross_entropy_with_logits"]
+DROPOUTS = [name for name in dir(F) if name.rstrip("123d").endswith("dropout") and name[0] != "_"]
+
+
+class Recorder(Hooks):
+    """Notes `length` steps, and how the next one begins."""
+
+    def __init__(self, rank: int, length: int) -> None:
+        super().__init__()
+        self.rank, self.length = rank, length
+        self.noted: list[Step] = [Step()]  # the current one is the last
+        self.events: dict[str, list[Event]] = {}
+        self.seen: Counter = Counter()
+        self.counts: list[Counter] = []
+        self.indices: dict[str, list] = {}
+        self.examples: dict[str, int] = {}
+        self.samplers: list[Any] = []  # one for each loader
+        self.looks: dict[str, tuple[Any, int, int]] = {}  # iterator, steps at its begin, batches
+        self.own_optimizers: set[int] = set()
+        self.stepping = 0  # optimizers inside optimizers
+        self.has_stepped = False  # the first optimizer has, since this step began
+        self.fetched = 0  # batches, since this step began
+        self.precision = 0.0
+        self.has_dropout = False
+
+    @property
+    def step(self) -> Step:
+        return self.noted[-1]
+
+    def new_step(self) -> None:
+        """At the first batch after the optimizer's step.
+
+        If there is none, or it came before that step: at the first forward pass.
+        """
+        self.noted.append(Step())
+        self.has_stepped, self.fetched = False, 0
+
+    def patches(self) -> list[tuple[Any, str, Callable]]:
+        found = super().patches()
+        found += [
+            (nn.utils, "clip_grad_norm_", self.clip),
+            (clip_grad, "clip_grad_norm_", self.clip),
+        ]
+        for name in LOSSES:
+            found.append((F, name, functools.partial(self.loss_function, name)))
+        for name in [*DROPOUTS, ATTENTION]:
+            found.append((F, name, functools.partial(self.dropout, name)))
+        return found
+
+    # -------------------------------------------------------------------------------- the data
+
+    def event(self, key: str, value: Any) -> Any:
+        """Data come into the program.  Returns them."""
+        self.seen[key] += 1
+        self.events.setdefault(key, []).append(Event(clone(value), random_state()))
+        return value
+
+    def load(self, iterator: Any, original: Callable) -> Any:
+        if not torch.is_grad_enabled():
+            return original()
+        key = self.key_of(iterator)
+        if self.has_stepped:
+            self.new_step()
+        self.fetched += 1
+        self.forget_a_look(key, iterator)
+        batch = original()
+        self.examples.setdefault(key, count_examples(batch))
+        return self.event(key, batch)
+
+    def key_of(self, iterator: Any) -> str:
+        """A loader has one sampler, and an iterator for each epoch."""
+        sampler = iterator._index_sampler
+        for number, known in enumerate(self.samplers):
+            if known is sampler:
+                return f"loader {number}"
+        key = f"loader {len(self.samplers)}"
+        self.samplers.append(sampler)
+        is_stream = iterator._dataset_kind == dataloader._DatasetKind.Iterable  # it never ends
+        self.indices[key] = [] if is_stream else indices_of(sampler)
+        return key
+
+    def forget_a_look(self, key: str, iterator: Any) -> None:
+        """If no step was made with the batches of the iterator before: `next(iter(loader))`."""
+        last, begun, count = self.looks.get(key, (iterator, len(self.counts), 0))
+        if last is iterator:
+            self.looks[key] = (iterator, begun, count + 1)
+            return
+        if begun == len(self.counts):
+            self.forget(key, count)
+        self.looks[key] = (iterator, len(self.counts), 1)
+
+    def forget(self, key: str, count: int) -> None:
+        self.seen[key] -= count
+        del self.events[key][len(self.events[key]) - count :]
+
+    def loss_function(self, name: str, original: Callable, *args: Any, **kwargs: Any) -> Any:
+        """Without a DataLoader the targets come in here."""
+        is_inside = self.inside and self.inside[-1].what != "optimizer"
+        if self.samplers or is_inside or self.is_elsewhere() or not torch.is_grad_enabled():
+            return original(*args, **kwargs)
+        if len(args) > 1:
+            args = (args[0], self.event(f"target of {name}", args[1]), *args[2:])
+        elif "target" in kwargs:
+            kwargs["target"] = self.event(f"target of {name}", kwargs["target"])
+        return original(*args, **kwargs)
+
+    # ------------------------------------------------------------------------ forward, backward
+
+    def forward_begins(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple | None:
+        is_again = any(one.what == "backward" for one in self.inside)  # to save memory
+        if is_again or not torch.is_grad_enabled():
+            return None
+        if self.has_stepped and self.fetched > 1:  # more than the batch that began this step
+            self.new_step()
+        for kind in "cpu", "cuda":
+            if torch.is_autocast_enabled(kind):
+                self.note_precision(torch.get_autocast_dtype(kind))
+        if id(module) not in self.step.begun:
+            self.step.begun.add(id(module))
+            self.model_begins(module)
+        self.note_state()
+        if self.samplers:
+            return None
+        name = f"inputs of {type(unwrapped(module)).__name__}"
+        args, new_kwargs = self.event(name, (args, dict(kwargs)))
+        kwargs.update(new_kwargs)
+        return args
+
+    def note_state(self) -> None:
+        self.step.states.append(random_state())
+
+    def model_begins(self, model: nn.Module) -> None:
+        """It is called for the first time in this step."""
+        for name, tensor in self.named_tensors(model):
+            self.step.weights[name] = whole(tensor)
+
+    def forward_ends(self, module: nn.Module, args: tuple, output: Any) -> None:
+        for tensor in tensors_in(output):
+            if tensor.is_floating_point():
+                self.note_precision(tensor.dtype)
+
+    def note_precision(self, dtype: torch.dtype) -> None:
+        self.precision = max(self.precision, torch.finfo(dtype).eps)
+
+    def clip(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
+        norm = original(*args, **kwargs)
+        self.step.norms.append(float(whole(norm)))
+        return norm
+
+    def dropout(self, name: str, original: Callable, *args: Any, **kwargs: Any) -> Any:
+        """What is called by nn.Dropout, and by programs themselves."""
+        if torch.compiler.is_compiling():
+            return original(*args, **kwargs)
+        place, flag = (4, "dropout_p") if name == ATTENTION else (1, "p")
+        rate = kwargs.get(flag, args[place] if len(args) > place else 0.5 * (name != ATTENTION))
+        is_training = True
+        if name != ATTENTION:
+            is_training = kwargs.get("training", args[2] if len(args) > 2 else True)
+        if rate and is_training and torch.is_grad_enabled():
+            self.has_dropout = True
+            if self.leaves_out_dropout():
+                if name == ATTENTION:
+                    args, kwargs["dropout_p"] = args[:4], 0.0
+                else:
+                    args, kwargs["training"] = args[:2], False
+        return original(*args, **kwargs)
+
+    def leaves_out_dropout(self) -> bool:
+        return False
+
+    # ---------------------------------------------------------------------------- the optimizer
+
+    def optimizer_begins(self, optimizer: Any) -> None:
+        if not self.stepping:
+            self.own_optimizers.add(id(optimizer))
+        self.stepping += 1
+        if optimizer is self.optimizer and self.has_stepped:
+            self.new_step()
+
+    def gradients_are_there(self, optimizer: Any) -> None:
+        if optimizer is self.optimizer and len(self.counts) < self.steps:
+            self.counts.append(self.seen.copy())
+            self.step_is_complete()
+            self.step.rates = [float(group["lr"]) for group in optimizer.param_groups]
+        known = {id(parameter) for parameter in parameters_of(optimizer)}
+        for model in self.models.values():
+            for name, tensor in self.named_tensors(model):
+                if id(tensor) in known:
+                    gradient = tensor.grad
+                    self.step.gradients[name] = None if gradient is None else whole(gradient)
+
+    def step_is_complete(self) -> None:
+        if len(self.noted) > self.length:
+            raise Finished
+
+    def optimizer_ends(self, optimizer: Any) -> None:
+        self.stepping -= 1  # torch's ZeroRedundancyOptimizer calls another one
+        if optimizer is self.optimizer:
+            self.has_stepped = True
+            if not self.samplers:
+                self.new_step()
+
+    # -------------------------------------------------------------------------------- the notes
+
+    def named_tensors(self, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+        """Parameters and buffers, each once; a second model's names begin with its class."""
+        number = list(self.models).index(id(model))
+        prefix = f"{type(model).__name__} {number + 1}: " if number else ""
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            yield prefix + plain_name(name), tensor
+
+    def find_kinds(self) -> set[str]:
+        found = {"dropout"} if self.has_dropout else set()
+        for model in self.models.values():
+            for part in model.modules():
+                if isinstance(part, BATCH_NORM):
+                    found.add("BatchNorm")
+                elif isinstance(part, DROPOUT) and part.p:
+                    found.add("dropout")
+        return found
+
+    def notes(self, is_own_thread: bool = True) -> Notes:
+        parameters = {id(p) for model in self.models.values() for p in model.parameters()}
+        names = []
+        for model in self.models.values():
+            names += [name for name, t in self.named_tensors(model) if id(t) in parameters]
+        tensors = list(tensors_in([list(self.events.values()), [vars(s) for s in self.noted]]))
+        return Notes(
+            rank=self.rank,
+            steps=self.noted,
+            events=self.events,
+            counts=self.counts,
+            parameters=names,
+            kinds=self.find_kinds(),
+            precision=self.precision,
+            optimizers=len(self.own_optimizers),
+            indices=self.indices,
+            examples=self.examples,
+            size=sum(tensor.nbytes for tensor in tensors),
+        )
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The model inside DDP, DataParallel and torch.compile."""
+    wrappers = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+    while isinstance(module, wrappers) or hasattr(module, "_orig_mod"):
+        module = module._orig_mod if hasattr(module, "_orig_mod") else module.module
+    return module
+
+
+def recorder(place: Any, length: int, folder: str, threads: int) -> "QuietRecorder":
+    torch.set_num_threads(threads)
+    return QuietRecorder(place.rank, length, f"{folder}/log{place.rank}")
+
+
+class QuietRecorder(Recorder):
+    """What the program prints goes into a file."""
+
+    def __init__(self, rank: int, length: int, log: str) -> None:
+        super().__init__(rank, length)
+        self.log = log
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        with (
+            open(self.log, "w", encoding="utf-8") as file,
+            contextlib.redirect_stdout(file),
+            contextlib.redirect_stderr(file),
+            super().installed(),
+        ):
+            yield

@@ -1,0 +1,69 @@
+"""Tensors in whatever holds them; their digests."""
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def tensors_in(value: Any, depth: int = 6) -> Iterator[torch.Tensor]:
+    """The tensors in lists, tuples, mappings and objects, in order."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        parts = value.values()
+    elif isinstance(value, list | tuple):
+        parts = value
+    elif isinstance(value, str | bytes | type | nn.Module):
+        parts = []
+    else:
+        parts = getattr(value, "__dict__", {}).values()  # such as torch_geometric's Data
+    if not isinstance(value, torch.Tensor) and depth:
+        for part in parts:
+            yield from tensors_in(part, depth - 1)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's share of a DTensor; another tensor as it is."""
+    with torch.no_grad():
+        return tensor.to_local() if hasattr(tensor, "to_local") else tensor.detach()
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy on the CPU; of a DTensor all of it, which is a collective."""
+    with torch.no_grad():
+        found = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+        return found.detach().to_dense().cpu().clone()
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    data = local(tensor).to_dense().cpu().contiguous()
+    return data.reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def parameters_of(optimizer: Any) -> list[torch.Tensor]:
+    found = []
+    for group in optimizer.param_groups:
+        found += group["params"]
+    return found
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    return any(placement.is_shard() for placement in getattr(tensor, "placements", ()))
+
+
+def digest(tensor: torch.Tensor) -> str:
+    """Equal for equal tensors; of a sharded DTensor only that it is sharded."""
+    if is_sharded(tensor):
+        return "sharded"
+    content = bytes_of(tensor) + str((tensor.dtype, *tensor.shape)).encode()
+    return hashlib.blake2b(content, digest_size=8).hexdigest()
+
+
+def size_in_bytes(tensor: torch.Tensor) -> int:
+    """Of a sparse tensor its indices and values."""
+    if tensor.layout == torch.sparse_coo:
+        return tensor._indices().nbytes + tensor._values().nbytes
+    return tensor.nbytes

@@ -1,0 +1,236 @@
+"""equivalence/: what it says of programs whose truth is known, with two processes and three."""
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from world import ROOT, forker, gone, shell
+
+from demos.ways import WAYS
+from equivalence import batches, vectors
+
+pytestmark = pytest.mark.timeout(180)
+
+
+def answer(*command, nproc=2, cwd=None, options=(), code=None):
+    """Its exit code, and its lines by label; a longer line is one."""
+    done = forker().run(ROOT / "equivalence", "--nproc", nproc, *options, *command, cwd=cwd, COLUMNS=10000)
+    lines = {}
+    for line in done.out.splitlines():
+        lines.setdefault(line[:13].strip(), line[14:])
+    assert code in (None, done.code), done
+    assert "Traceback" not in done.err or done.code == 2, done.err
+    return done.code, lines, done.err
+
+
+HALF = 12
+SAYS = {  # of the wrong ways: the verdict, and a line that names the cause; {n}: the number of processes
+    "sum": ("averaging, weights", "averaging", "WRONG: {n} times one process's gradients: summed, not averaged"),
+    "divided_twice": (
+        "averaging, weights",
+        "averaging",
+        "WRONG: 1/{n} of one process's .* divided .* twice",
+    ),
+    "lr_times_processes": (
+        "learning rate, weights",
+        "learning rate",
+        r"0.[23] with {n} processes, 0.1 with one .{n}.*",
+    ),
+    "uneven": ("averaging, weights", "averaging", "WRONG: the shares count .*: the mean of means is not the mean .*"),
+    "tokens": ("averaging, weights", "averaging", "WRONG: the shares count .*: the mean of means is not the mean .*"),
+    "no_sync": ("copies, averaging, weights", "averaging", "WRONG: each rank's .* own share: nobody averages them"),
+    "dropout_seed": (None, "note", "all ranks draw the same random numbers, .*: seed them differently"),
+    "clip": ("averaging, weights", "averaging", r"WRONG: clip_grad_norm_ got other gradients on each rank \(of .*"),
+    "forgotten_layer": (
+        "copies, averaging, weights",
+        "averaging",
+        r"WRONG: .* own share of 2.weight, 2.bias \(the other 2 of 4 tensors are right\): nobody averages them",
+    ),
+}
+
+
+def check_wrong(way, n):
+    code, lines, _ = answer("-m", "demos.ways", way, nproc=n, cwd=ROOT)
+    reasons, label, text = SAYS[way]
+    assert (code, lines["verdict"]) == (
+        (1, f"DIFFERENT from one process in: {reasons}") if reasons else (0, DROPOUT)
+    ), lines
+    assert re.fullmatch(text.replace("{n}", str(n)), lines[label]), lines
+
+
+DROPOUT = "THE SAME, but for dropout, which draws other numbers in each process"
+
+
+def check_right(way, n):
+    code, lines, _ = answer("-m", "demos.ways", way, "--right", nproc=n, cwd=ROOT)
+    expected = DROPOUT if way == "dropout_seed" else "THE SAME as one process, up to rounding"
+    assert (code, lines["verdict"]) == (0, expected), lines
+    assert lines["averaging"].startswith("right: ") and lines["weights"].startswith("right: ")
+    assert "seed them differently" not in str(lines)
+    if way != "dropout_seed":
+        assert re.match(r"right: that is the gradient of all 24 examples", lines["one batch"])
+
+
+QUICK = [("sum", 3), ("tokens", 2), ("forgotten_layer", 2)]
+
+
+@pytest.mark.parametrize(("way", "n"), QUICK)
+def test_a_wrong_way_is_named(way, n):
+    check_wrong(way, n)
+
+
+def test_a_right_way_is_the_same():
+    check_right("tokens", 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("way", WAYS)
+def test_all_ways(way, n):
+    check_wrong(way, n)
+    check_right(way, n)
+
+
+PROGRAM = """
+import sys, torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset, DistributedSampler
+import torch.distributed as dist
+
+what, value = sys.argv[1], float(sys.argv[2])
+dist.init_process_group("gloo")
+n = dist.get_world_size()
+if what == "fails alone" and n == 1: raise ValueError("not alone")
+if what == "fails" and dist.get_rank() == 1: raise ValueError("as planned")
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 4))
+    def forward(self, x):  # a layer that sees how large the batch is
+        return self.inner(x) * (1 + value * (len(x) == 24))
+
+torch.manual_seed(0)
+data = TensorDataset(torch.randn(480, 8), torch.randint(4, (480,)))
+net = Net()
+if what == "copies" and dist.get_rank() == 1: net.inner[0].bias.data += value
+model = nn.parallel.DistributedDataParallel(net) if n > 1 else net
+if what == "copies" and dist.get_rank() == 1: net.inner[0].bias.data += value
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+noise = 0.0
+for epoch in range(int(value) if what == "steps" else 3):
+    sampler = DistributedSampler(data, shuffle=what != "same", num_replicas=1 if what == "same" else n)
+    for x, y in DataLoader(data, 24 // n, sampler=sampler):
+        noise += 1.0  # changes from step to step, whatever the data are
+        with torch.autocast("cpu", torch.bfloat16, enabled=what == "bfloat16"):
+            loss = nn.functional.cross_entropy(model(x), y)
+        if what == "zero": loss = loss * 0
+        if what == "unsteady": loss = loss * noise
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if what == "steps": break
+torch.save(net.state_dict(), f"weights{dist.get_rank()}.pt")
+"""
+
+
+@pytest.fixture
+def train(tmp_path):
+    (tmp_path / "train.py").write_text(PROGRAM)
+
+    def run(what, value=0, **options):
+        return answer("train.py", what, value, cwd=tmp_path, **options)
+
+    return run
+
+
+@pytest.mark.parametrize(("what", "small", "large"), [("float32", 1e-7, 1e-5), ("bfloat16", 1e-3, 1e-1)])
+@pytest.mark.slow
+def test_the_yardstick_is_rounding(train, what, small, large):
+    """A layer that makes this relative difference between a whole batch and its shares."""
+    assert train(what, small, code=0)[1]["verdict"] == "THE SAME as one process, up to rounding"
+    _, lines, _ = train(what, large, code=1)
+    assert lines["verdict"].endswith("the loss, or a layer, depends on which examples are in a batch together")
+    assert re.search(r"apart by \d", lines["one batch"])
+
+
+def test_examples_and_copies(train):
+    _, lines, _ = train("same", nproc=3, code=1)
+    assert "all 3 ranks have the same, and do the same work 3 times: give each its share" in lines["examples"]
+    _, lines, _ = train("copies", 0.5, nproc=3, code=1)
+    assert lines["copies"] == "the ranks' weights differ from the start: inner.0.bias"
+
+
+NOT_FOUND = {
+    "zero": (0, "NOT FOUND OUT: nothing is trained", ""),
+    "unsteady": (0, "NOT FOUND OUT: the same step, computed again, has other gradients .*", ""),
+    "steps": (2, "NOT FOUND OUT: the program made 2 steps, and 4 are needed: .* fewer --steps", ""),
+    "fails alone": (0, r'NOT FOUND OUT: the program failed in one process.*--alone="FLAGS"', "ValueError: not alone"),
+    "fails": (0, "", "rank 1 of 2 failed first: (?s:.*)ValueError: as planned"),
+}
+
+
+@pytest.mark.parametrize("what", NOT_FOUND)
+def test_what_could_not_be_found_out_is_said(train, what):
+    value, verdict, error = NOT_FOUND[what]
+    _, lines, err = train(what, value, code=2)
+    assert re.fullmatch(verdict, lines.get("verdict", "")), lines
+    assert re.search(error, err), err
+
+
+def test_nothing_is_left(train, tmp_path):
+    (tmp_path / "tmp").mkdir()
+    (tmp_path / "train.py").write_text(PROGRAM)
+    for what in "float32", "fails":
+        forker().run(ROOT / "equivalence", "train.py", what, 0, cwd=tmp_path, TMPDIR=tmp_path / "tmp")
+        assert [path.name for path in (tmp_path / "tmp").iterdir()] == []
+    if Path("/proc").exists():
+        for path in Path("/proc").glob("[0-9]*"):
+            try:
+                assert os.readlink(path / "cwd") != str(tmp_path) or gone(path.name)
+            except OSError:
+                continue
+
+
+def test_bad_flags_are_one_line(tmp_path):
+    (tmp_path / "train.py").write_text("")
+    for given in "", "nothing.py", "--steps 1 train.py", "--nproc 1 train.py", "train.py --nproc 3":
+        done = forker().run(ROOT / "equivalence", *given.split(), cwd=tmp_path)
+        assert done.code == 2 and len(done.err.splitlines()) == 1, done
+
+
+@pytest.mark.slow
+def test_under_torchrun_from_any_folder(tmp_path):
+    (tmp_path / "train.py").write_text(PROGRAM)
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=3", ROOT / "equivalence")
+    done = shell(*torchrun, "train.py", "float32", 0, cwd=tmp_path, OMP_NUM_THREADS=1)
+    assert done.code == 0 and done.out.startswith("verdict       THE SAME as one process"), done
+
+
+# ------------------------------------------------------------------------------ its arithmetic
+
+
+def test_vectors_and_their_fits():
+    one, other = {"a": torch.tensor([1.0, 0.0])}, {"a": torch.tensor([0.0, 2.0])}
+    target = vectors.combine([one, other], [3.0, 0.5])
+    assert target["a"].tolist() == [3.0, 1.0]
+    found = vectors.fit(target, [one, other])
+    assert found.weights == pytest.approx([3.0, 0.5]) and found.left < 1e-12
+    assert vectors.fit(target, [one]).left == pytest.approx(1 / 10**0.5)
+    assert vectors.fit(one, [other, other]).left == pytest.approx(1)  # two that are equal
+    assert vectors.distance(one, other) == pytest.approx(5**0.5 / 2)
+
+
+def test_batches_are_joined_split_and_told_apart():
+    short = {"ids": torch.tensor([[1, 2]]), "labels": torch.tensor([[1, 2]]), "names": ["a"]}
+    long = {"ids": torch.tensor([[3, 4, 5]]), "labels": torch.tensor([[3, 4, 5]]), "names": ["b"]}
+    whole = batches.join([short, long])
+    assert whole["ids"].tolist() == [[1, 2, 0], [3, 4, 5]] and whole["labels"].tolist()[0] == [1, 2, -100]
+    assert batches.count_examples(whole) == 2 and [part["ids"].tolist() for part in batches.split(whole, 2)] == [
+        [[1, 2, 0]],
+        [[3, 4, 5]],
+    ]
+    assert len(set(batches.digests_of_examples(whole))) == 2
+    assert batches.digest(batches.clone(short)) == batches.digest(short) != batches.digest(long)
