@@ -3,6 +3,7 @@
 import functools
 
 import torch
+
 from equivalence import vectors
 from equivalence.notes import Step
 from equivalence.plan import FACTOR, Plan, Test

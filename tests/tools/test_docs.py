@@ -157,12 +157,12 @@ def wrong_with(command):
     if words[program] == "torchrun":
         parsed = get_args_parser().parse_args(args)
         args = [*(["-m"] if parsed.module else []), parsed.training_script, *parsed.training_script_args]
-    if args[0] == "PATH/timeline":  # from any folder
-        args = ["-m", "timeline", *args[1:]]
-    if args[:2] == ["-m", "timeline"]:  # its own flags, then a program and the program's
+    if args[0].startswith("PATH/"):  # from any folder
+        args = ["-m", args[0].removeprefix("PATH/"), *args[1:]]
+    if args[0] == "-m" and args[1] in ("timeline", "equivalence"):  # its own flags, then a program and the program's
         place = next((i for i, word in enumerate(args[2:], 2) if word == "-m" or word.endswith(".py")), len(args))
         program = args[place:] and wrong_with(shlex.join(["python", *args[place:]]))
-        return refused("timeline", args[2:place]) or program
+        return refused(args[1], args[2:place]) or program
     if args[0] == "-m":
         args = [f"{args[1].replace('.', '/')}.py", *args[2:]]
     if re.match(r"train\.py|pytest|pip|venv|torch/|folder/", args[0]):  # the reader's own, or another package's
