@@ -124,7 +124,8 @@ def answer(args: argparse.Namespace, notes: list, folder: Path, started: float) 
             "the program failed in one process, on the batches of all (its error is above). If it "
             'can\'t run so, give it other flags: --alone="FLAGS"'
         )
-    needed = [Test(kind, step) for kind in ("whole", "rounded") for step in range(args.steps)]
+    needed = [Test("whole", step) for step in range(args.steps)]
+    needed += [Test("rounded", step) for step in range(args.steps)]
     if not all(test in alone.result.steps for test in needed):
         count = len(alone.result.steps)
         return unknown(f"in one process the program made only {count} of the steps that are needed")

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import dataclasses
 import hashlib
+import itertools
 import random
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -72,10 +73,11 @@ def join(batches: list) -> Any:
 
     def joined(same: list, key: Any) -> Any:
         if isinstance(same[0], (list, tuple)):
-            return type(same[0])(item for some in same for item in some)
+            return type(same[0])(itertools.chain(*same))
         if not isinstance(same[0], torch.Tensor) or same[0].dim() == 0:
             return same[0]
-        longest = [max(sizes) for sizes in zip(*(tensor.shape[1:] for tensor in same), strict=True)]
+        shapes = [tensor.shape[1:] for tensor in same]
+        longest = [max(sizes) for sizes in zip(*shapes, strict=True)]
         return torch.cat([_padded(tensor, longest, PADDING.get(key, 0)) for tensor in same])
 
     return mapped(joined, batches) if len(batches) > 1 else batches[0]

@@ -24,7 +24,8 @@ class Evidence:
         self.names = self.names_with(whole)  # of the tensors that are compared
         self.is_blind = not self.names  # the optimizer's parameters are others than the model's
         if self.is_blind:
-            self.names = [n for n in self.parameters if any(n in one.raw for one in whole)]
+            seen = set().union(*(one.raw for one in whole))
+            self.names = [name for name in self.parameters if name in seen]
         plan.trained = set(self.names)
         # The ranks whose batches are different; of one rank there is no mean.
         self.shares = plan.distinct(0) if len(self.columns) > 1 else [0]

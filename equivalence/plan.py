@@ -1,6 +1,7 @@
 """What the run in one process is given: for each test its batches and weights."""
 
 import contextlib
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -85,7 +86,9 @@ class Plan:
             names |= {*rank.steps[0].gradients, *rank.steps[0].weights}
         by_batches: dict[tuple, dict[tuple, list[int]]] = {}
         for number, rank in enumerate(self.ranks):
-            events = [event for key in self.keys for event in rank.events[key][: self.steps]]
+            events = []
+            for key in self.keys:
+                events += rank.events[key][: self.steps]
             batches = tuple(digest(event.value) for event in events)
             weights = tuple(digest(rank.steps[0].weights.get(name)) for name in sorted(names))
             by_batches.setdefault(batches, {}).setdefault(weights, []).append(number)
@@ -95,7 +98,7 @@ class Plan:
             if len(parts) > 1 and len({len(part) for part in parts}) == 1:
                 columns += [list(column) for column in zip(*parts, strict=True)]
             else:
-                columns += [[rank] for part in parts for rank in part]
+                columns += [[rank] for rank in itertools.chain(*parts)]
         return sorted(columns)
 
     def share(self, key: str, step: int, column: int) -> list:
@@ -104,7 +107,10 @@ class Plan:
         return rank.events[key][step * rate : (step + 1) * rate]
 
     def batches(self, step: int, column: int) -> list:
-        return [event.value for key in self.keys for event in self.share(key, step, column)]
+        events = []
+        for key in self.keys:
+            events += self.share(key, step, column)
+        return [event.value for event in events]
 
     def distinct(self, step: int) -> list[int]:
         """The columns, without those that only repeat another one's batches."""
@@ -163,7 +169,7 @@ class Plan:
             return join([share[part].value for share in shares]), state
         if count == rate * len(shares):  # such as nanoGPT: alone it accumulates N times as often
             return shares[part % len(shares)][part // len(shares)].value, state
-        batch = join([event.value for share in shares for event in share])
+        batch = join([event.value for event in itertools.chain(*shares)])
         return split(batch, count)[part], state
 
     def state(self, test: Test, number: int) -> RandomState:

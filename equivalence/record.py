@@ -249,8 +249,9 @@ class Recorder(Hooks):
         return found
 
     def notes(self, is_own_thread: bool = True) -> Notes:
-        parameters = {id(p) for model in self.models.values() for p in model.parameters()}
-        names = []
+        parameters, names = set(), []
+        for model in self.models.values():
+            parameters |= {id(parameter) for parameter in model.parameters()}
         for model in self.models.values():
             names += [name for name, t in self.named_tensors(model) if id(t) in parameters]
         tensors = list(tensors_in([list(self.events.values()), [vars(s) for s in self.noted]]))

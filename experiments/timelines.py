@@ -35,6 +35,8 @@ from timeline.say import say
 from timeline.svg import Drawing
 from tools.steps import code_digest
 
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch's profiler would warn of older memory
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 STEPS = 24  # that are recorded
 LINK = 24  # pixels: the height of a link's lane
 

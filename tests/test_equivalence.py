@@ -121,7 +121,8 @@ if what == "copies" and dist.get_rank() == 1: net.inner[0].bias.data += value
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
 noise = 0.0
 for epoch in range(int(value) if what == "steps" else 3):
-    sampler = DistributedSampler(data, shuffle=what != "same", num_replicas=1 if what == "same" else n, rank=0 if what == "same" else None)
+    place = {"num_replicas": 1, "rank": 0} if what == "same" else {}
+    sampler = DistributedSampler(data, shuffle=what != "same", **place)
     for x, y in DataLoader(data, 24 // n, sampler=sampler):
         noise += 1.0  # changes from step to step, whatever the data are
         with torch.autocast("cpu", torch.bfloat16, enabled=what == "bfloat16"):

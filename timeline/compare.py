@@ -38,7 +38,8 @@ def lengths(recordings: list[Recording], first: int, last: int) -> list[int]:
 
 
 def common_names(tables: list[dict]) -> list[str]:
-    return [name for name in tables[0] if all(name in table for table in tables)]
+    common = set(tables[0]).intersection(*tables)
+    return [name for name in tables[0] if name in common]
 
 
 def first_difference(tables: list[dict[str, str]]) -> str | None:

@@ -221,6 +221,9 @@ def draw_legend(drawing: Drawing, pictures: list[Picture]) -> None:
     if kinds:
         memory = [(CLASSES[kind], kind) for kind in KINDS if kind in kinds]
         draw_legend_row(drawing, "memory", memory)
+    if any(picture.get("lanes") for picture in pictures):
+        links = [("m", "bytes leave the process"), ("limit", "what the link carries at most")]
+        draw_legend_row(drawing, "links", links)
     if any(picture["arrows"] for picture in pictures):
         drawing.y += 20
         drawing.path("arrow", f"M{LEFT},{drawing.y - 4}h20")
@@ -233,8 +236,11 @@ def draw_legend_row(drawing: Drawing, name: str, entries: list[tuple[str, str]])
     drawing.text(12, drawing.y, name, "soft")
     x = LEFT
     for style, word in entries:
-        top, height = (6, 1) if style == "queue" else (11, 13)
-        drawing.boxes(style, [(x, x + 18)], drawing.y - top, height)
+        top, height = (6, 1) if style in ("queue", "limit") else (11, 13)
+        if style == "limit":  # a line, not a box
+            drawing.path("limit", f"M{x},{drawing.y - 4}h18")
+        else:
+            drawing.boxes(style, [(x, x + 18)], drawing.y - top, height)
         if style == "w":  # the hatching has no edge of its own
             drawing.boxes("line", [(x, x + 18)], drawing.y - top, height)
         drawing.text(x + 23, drawing.y, word)

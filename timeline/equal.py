@@ -110,11 +110,13 @@ def gradients_in_words(recordings: list[Recording], exchange: str) -> str:
 
 def made_of(gradients: list[Gradients]) -> str:
     """What the optimizers get, of what each rank has computed before any message."""
-    names = [name for name in gradients[0].final if all(name in one.own for one in gradients)]
+    names = compare.common_names([gradients[0].final, *(one.own for one in gradients)])
     if not names:
         return "; whether they are the mean of the ranks' own was not seen"
     final = [gradients[0].final[name] for name in names]
-    own = [[one.own[name] for name in names] for one in gradients]
+    own = []
+    for one in gradients:
+        own.append([one.own[name] for name in names])
     if all(apart(one, own[0]) < 1e-4 for one in own):
         return ", as each rank computes the same"
     mean = [sum(same) / len(own) for same in zip(*own, strict=True)]

@@ -16,7 +16,8 @@ text{font:13px system-ui,sans-serif;fill:var(--ink)}.title{font-weight:600;font-
 .soft{fill:var(--soft)}.right{text-anchor:end}.middle{text-anchor:middle}.small{font-size:11px}
 .light{fill:#fff}.dark{fill:#1c2128}.page{fill:var(--page)}.f{fill:var(--forward)}
 .b{fill:var(--backward)}.o{fill:var(--optimizer)}.x{fill:var(--other)}.w{fill:url(#hatch)}
-.l{fill:var(--loading)}.m{fill:var(--message)}.v{fill:var(--weights)}.s{fill:var(--state)}.queue{fill:var(--edge)}
+.l{fill:var(--loading)}
+.m{fill:var(--message)}.v{fill:var(--weights)}.s{fill:var(--state)}.queue{fill:var(--edge)}
 .stays{fill:var(--message);fill-opacity:.18;stroke:var(--edge);stroke-dasharray:2.5 1.5}
 .line{stroke:var(--soft);fill:none}.hatch{stroke:var(--hatch)}
 .arrow{stroke:var(--edge);stroke-width:1.4;marker-end:url(#head)}

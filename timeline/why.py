@@ -95,7 +95,10 @@ def more_without_core(ranks: dict[int, list[Step]], slow: int) -> list[float]:
 
 def typical_length(ranks: dict[int, list[Step]]) -> float:
     """The median of a step, on the rank where it takes longest."""
-    return max(statistics.median(step.length for step in steps) for steps in ranks.values())
+    medians = []
+    for steps in ranks.values():
+        medians.append(statistics.median(step.length for step in steps))
+    return max(medians)
 
 
 def what_all_spend(ranks: dict[int, list[Step]]) -> list[str]:
