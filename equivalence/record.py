@@ -47,6 +47,7 @@ class Recorder(Hooks):
         self.looks: dict[str, tuple[Any, int, int]] = {}  # iterator, steps at its begin, batches
         self.own_optimizers: set[int] = set()
         self.stepping = 0  # optimizers inside optimizers
+        self.has_gradients = False  # an optimizer's step has begun, and its gradients are noted
         self.has_stepped = False  # the first optimizer has, since this step began
         self.fetched = 0  # batches, since this step began
         self.precision = 0.0
@@ -207,6 +208,9 @@ class Recorder(Hooks):
             self.new_step()
 
     def gradients_are_there(self, optimizer: Any) -> None:
+        if self.has_gradients and self.stepping == 1:
+            return  # a closure that is called again, at other weights
+        self.has_gradients = True
         if optimizer is self.optimizer and len(self.counts) < self.steps:
             self.counts.append(self.seen.copy())
             self.step_is_complete()
@@ -224,6 +228,7 @@ class Recorder(Hooks):
 
     def optimizer_ends(self, optimizer: Any) -> None:
         self.stepping -= 1  # torch's ZeroRedundancyOptimizer calls another one
+        self.has_gradients = False
         if optimizer is self.optimizer:
             self.has_stepped = True
             if not self.samplers:
