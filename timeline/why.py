@@ -7,7 +7,7 @@ from typing import NamedTuple
 from timeline import compare
 from timeline.data import PARTS, Recording, ms
 
-LEAST = 0.05  # of a step: less is not worth a word
+LEAST = 0.1  # of a step: less is not worth a word
 MUCH = 0.3  # of a step, for what all ranks spend
 CHECK = ("allgather", 16)  # distributed.py compares the calls
 
@@ -58,7 +58,7 @@ def slow_rank(ranks: dict[int, list[Step]]) -> str:
     part = max(extras, key=lambda part: statistics.median(extras[part]))
     more = statistics.median(extras[part])
     usual = sorted(extras[part])[len(extras[part]) // 4]  # three of four steps have more
-    if more < max(LEAST * length, wait / 2) or usual < more / 2:
+    if more < max(LEAST * length, wait / 2) or more > 2 * wait or usual < more / 2:
         return ""
     text = f"rank {slow} spends {ms(more)} ms more in {part} than the others"
     core = statistics.median(more_without_core(ranks, slow))
