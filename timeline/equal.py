@@ -25,7 +25,7 @@ def equalities(recordings: list[Recording], last: int) -> Iterator[tuple[str, st
         text = "and gradients: not looked at, as the program ended before all steps were recorded"
         yield "inputs", text
         return
-    yield "inputs", inputs_in_words(recordings)
+    yield "inputs", inputs_in_words(recordings, exchange)
     text = gradients_in_words(recordings, exchange)
     if text:
         yield "gradients", text
@@ -64,11 +64,13 @@ def weights_in_words(
     return f"{text}{different[0]}, {by}): {exchange or NOT_IN_DATA}"
 
 
-def inputs_in_words(recordings: list[Recording]) -> str:
+def inputs_in_words(recordings: list[Recording], exchange: str) -> str:
     """Whether the ranks trained on the same."""
     inputs = {recording["inputs"] for recording in recordings}
     if "" in inputs:
         return "not seen: no forward pass of the training got a tensor from outside of its model"
+    if exchange:
+        return "equal on all ranks" if len(inputs) == 1 else "different on the ranks"
     if len(inputs) == 1:
         return "equal on all ranks: a mistake in data parallelism, but right in tensor parallelism"
     text = "different on all ranks"
