@@ -108,7 +108,7 @@ def in_an_epoch(evidence: Evidence) -> str:
         return ""
     union = set().union(*indices)
     total = sum(len(set(some)) for some in indices)
-    slack = 2 * len(indices)  # padding, or a last batch
+    slack = 2 * len(indices) + sum(plan.examples(0))  # padding, or a last batch that is left out
     text = ""
     if total > len(union) + slack:
         twice = total - len(union)

@@ -54,7 +54,6 @@ class Hooks:
         self.steps = 0  # that it has begun
         self.last_step = time.monotonic()
         self._waits_for_batch = False
-        self.steps_elsewhere = 0  # of optimizers, in other threads
 
     # -------------------------------------------------------------- what an instrument overrides
 
@@ -178,7 +177,6 @@ class Hooks:
 
     def _before_optimizer(self, optimizer: Any, args: tuple, kwargs: dict) -> tuple | None:
         if self.is_elsewhere():
-            self.steps_elsewhere += 1
             return None
         self.optimizer = self.optimizer or optimizer
         if optimizer is self.optimizer:

@@ -296,6 +296,7 @@ def test_silent_mistakes_are_said():
     right = said(picture(small))
     assert right["weights"] == "4 tensors are equal on all ranks after step 10: right in data parallelism"
     assert right["inputs"].startswith("different on all ranks: right")
+    assert "of 2 without the recorder" in right["step"]
     assert right["gradients"] == "equal on all ranks: the mean of the ranks' own, right in data parallelism"
     changed = said(picture(small, "one weight"))
     text = "1 of 4 tensors differ after step 10 (the first, 2.weight, by up to 0.5): a mistake"
@@ -312,7 +313,11 @@ def test_silent_mistakes_are_said():
     assert "shuffle=True, no sampler): a mistake" in said(picture(two_of_each))["inputs"]
     some = recordings(small)
     some[2]["inputs"] = some[1]["inputs"]
-    assert said(picture_of(some, options()))["inputs"].startswith("equal on some ranks, different on others")
+    assert said(picture_of(some, options()))["inputs"].startswith("equal on some ranks, different on others: right if")
+    assert said(picture(two_of_each))["gradients"].endswith("was not seen"), "two optimizers"
+    some[1]["gradients"].digests.pop("2.bias")
+    lacks = said(picture_of(some, options()))["gradients"]
+    assert lacks == "1 tensor with a gradient on some ranks only (2.bias); the others are equal"
 
 
 def test_sharded_weights_are_said():
@@ -415,6 +420,12 @@ def test_messages_at_the_same_time_are_drawn_in_two_rows():
         before = drawing.y
         draw.draw_messages(drawing, [one | {"kind": "allreduce", "bytes": 4} for one in messages])
         assert drawing.y - before == rows * draw.ROW
+
+
+def test_an_arrow_downwards_begins_at_the_lower_edge():
+    drawing = draw.Drawing(10)
+    draw.draw_arrow(drawing, {"from": 0, "to": 1, "begin": 0, "end": 10}, {0: 0, 1: 100})
+    assert f",{draw.LANE:.1f}L" in drawing.svg("", "")
 
 
 def test_time_that_is_waited_for_two_messages_counts_once():

@@ -133,10 +133,16 @@ def test_what_was_not_seen_is_no_accusation():
     text = dict(equal.equalities(found, 9))
     assert "mistake" not in text["weights"] + text["gradients"] and "as experts do" in text["weights"]
     found = recordings(trained, "")
+    found[0]["messages"] = [{"kind": "alltoallbase", "issued": 0, "peer": None, "bytes": 4}]
+    assert dict(equal.equalities(found, 9))["gradients"] == RIGHT
     for one in found:
         one["gradients"].own = {}
     seen = dict(equal.equalities(found, 9))["gradients"]
     assert seen == "equal on all ranks; whether they are the mean of the ranks' own was not seen"
+
+
+def test_gradients_of_several_backward_passes_are_added_up():
+    assert said(picture(variant, "variants.mnist_accumulate"))["gradients"] == RIGHT
 
 
 def test_steps_of_two_kinds_are_said():
@@ -197,6 +203,10 @@ def test_why_says_what_all_ranks_spend():
     assert found == "messages take 30.0 of 65.0 ms in which each rank does nothing else"
     found = why.why(made([0] * 8, core=12), 0, 7)
     assert found == "each rank is ready, but has no core for 12.0 of 35.0 ms"
+    one_waits = made([0] * 8, moving=30)
+    for message in one_waits[0]["messages"]:
+        message["until"] = message["end"]  # no bytes move for rank 0
+    assert why.why(one_waits, 0, 7) == ""
     alone = why.why(made([0] * 8, loading=40, ranks=1), 0, 7)
     assert alone == "the process waits 40.0 of 73.0 ms for its next batch"
 

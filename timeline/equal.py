@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 
 from timeline import compare
-from timeline.data import Recording
+from timeline.data import Recording, counted
 from timeline.gradients import Gradients
 
 SENDS = {"send", "recv"}
@@ -73,9 +73,10 @@ def inputs_in_words(recordings: list[Recording], exchange: str) -> str:
         return "equal on all ranks" if len(inputs) == 1 else "different on the ranks"
     if len(inputs) == 1:
         return "equal on all ranks: a mistake in data parallelism, but right in tensor parallelism"
-    text = "different on all ranks"
     if len(inputs) < len(recordings):
-        text = "equal on some ranks, different on others"
+        text = "equal on some ranks, different on others: right if those share a model"
+        return f"{text} (tensor parallelism), else a mistake"
+    text = "different on all ranks"
     if any(recording["sampler"] == "RandomSampler" for recording in recordings):
         return (
             f"{text}, but drawn from the whole data set (DataLoader's shuffle=True, no sampler): a "
@@ -106,7 +107,11 @@ def gradients_in_words(recordings: list[Recording], exchange: str) -> str:
         return f"different on the ranks, {different} first: {exchange}"
     if different:
         text = f"different on the ranks, {different} first{silence}, so not averaged"
-        return f"{text}: a mistake in data parallelism, but not in ZeRO, or as above"
+        return f"{text}: a mistake in data parallelism, but not in ZeRO or local SGD"
+    some = sorted(set().union(*digests) - set(names))
+    if some:
+        text = f"{counted(len(some), 'tensor')} with a gradient on some ranks only ({some[0]})"
+        return f"{text}; the others are equal"
     return f"equal on all ranks{silence}{made_of(gradients)}"
 
 

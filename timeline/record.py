@@ -58,6 +58,7 @@ class Recorder(Hooks):
         self.sampler = ""
         self.inputs: list[str] = []  # a digest of each tensor
         self.gradients = Gradients()
+        self.optimizers: set[int] = set()
         self.core_waits: list[int] = []  # at each cut: how long this thread has waited for a core
         self.profiler: Any = None
         self.is_starting_profiler = False
@@ -152,7 +153,10 @@ class Recorder(Hooks):
         self.begin("optimizer")
 
     def gradients_are_there(self, optimizer: Any) -> None:
+        self.optimizers.add(id(optimizer))
         if optimizer is self.optimizer and self.step > self.last:
+            if len(self.optimizers) > 1:
+                self.gradients.own.clear()  # other backward passes than this optimizer's are in it
             # All ranks leave here, where the weights are those after the last step.
             self.gradients.note(self.named_parameters())
             raise Finished
