@@ -38,8 +38,8 @@ for step in range(100):
 """
 OPTIONS = ("--steps", 4, "--patience", 8)
 SAYS = {
-    "thread": (0, "2 tensors are equal on all ranks after step 10"),
-    "chdir": (0, "2 tensors are equal on all ranks after step 10"),
+    "thread": (0, "2 tensors equal on all ranks after step 10"),
+    "chdir": (0, "2 tensors equal on all ranks after step 10"),
     "exit": (1, "rank 1 of"),
     "fail": (1, "ValueError: as planned"),
     "hang": (1, "timeline: rank 1 made no step for 8 s, after 9; it stands in train.py:24, <module>"),

@@ -294,7 +294,7 @@ def test_the_kinds_of_memory_add_up_to_torchs_total():
 
 def test_silent_mistakes_are_said():
     right = said(picture(small))
-    assert right["weights"] == "4 tensors are equal on all ranks after step 10: right in data parallelism"
+    assert right["weights"] == "4 tensors equal on all ranks after step 10: right in data parallelism"
     assert right["inputs"].startswith("different on all ranks: right")
     assert "of 2 without the recorder" in right["step"]
     assert right["gradients"] == "equal on all ranks: the mean of the ranks' own, right in data parallelism"
@@ -317,6 +317,8 @@ def test_silent_mistakes_are_said():
     assert said(picture(two_of_each))["gradients"].endswith("was not seen"), "two optimizers"
     some[1]["gradients"].digests.pop("2.bias")
     lacks = said(picture_of(some, options()))["gradients"]
+    some[1]["steps"] -= 1
+    assert said(picture_of(some, options()))["weights"] == "not seen: the ranks ended at different steps (10 and 11)"
     assert lacks == "1 tensor with a gradient on some ranks only (2.bias); the others are equal"
 
 

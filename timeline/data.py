@@ -61,6 +61,7 @@ class Recording(TypedDict):
     setting: str  # in words: torch, device, threads
     machine: str  # those with the same have one clock
     cuts: list[int]  # where the steps begin, and where the last one ends
+    steps: int  # of the optimizer, when the weights were noted
     first: int  # of the recorded steps; the steps before are there for their cuts
     last: int
     spans: list[Span]  # forward, backward, optimizer, data, wait; may lie inside each other

@@ -19,7 +19,12 @@ def equalities(recordings: list[Recording], last: int) -> Iterator[tuple[str, st
         text = "the ranks have no tensor in common"
         yield "weights", f"{text}: {exchange}" if exchange else text
         return
-    yield "weights", weights_in_words(recordings, weights, exchange, last)
+    steps = sorted({recording["steps"] for recording in recordings})
+    if len(steps) > 1:
+        text = f"not seen: the ranks ended at different steps ({steps[0]} and {steps[-1]})"
+        yield "weights", text
+    else:
+        yield "weights", weights_in_words(recordings, weights, exchange, last)
     has_ended = any(not recording["gradients"].digests for recording in recordings)
     if has_ended and not any(recording["inputs"] for recording in recordings):
         text = "and gradients: not looked at, as the program ended before all steps were recorded"
@@ -56,7 +61,7 @@ def weights_in_words(
         text = f"not finite on {len(broken)} of {len(recordings)} ranks after step {last + 1}"
         return f"{text} (rank {one['rank']}: {one['not_finite'][0]})"
     if not different:
-        text = f"{len(names)} tensors are equal on all ranks after step {last + 1}"
+        text = f"{counted(len(names), 'tensor')} equal on all ranks after step {last + 1}"
         return f"{text}: right in data parallelism"
     gap = compare.largest_difference(recordings, different[0])
     by = f"by up to {gap:.3g}" if gap is not None else "by how much was not looked at"

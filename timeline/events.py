@@ -59,6 +59,7 @@ def recording_of(recorder: Recorder, has_trace: bool = True) -> Recording:
         "setting": f"torch {torch.__version__}, {device}, {threads} each",
         "machine": socket.gethostname() + (boot.read_text() if boot.exists() else ""),
         "cuts": cuts,
+        "steps": recorder.steps,
         "first": recorder.first,
         "last": min(recorder.last, len(cuts) - 2),
         "spans": spans,

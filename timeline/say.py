@@ -54,7 +54,7 @@ def findings(
     if len(ranks) > 1:
         lines.append(Line("waiting", who_came_last(recordings, first, last)))
     reason = why(recordings, first, last)
-    if reason:
+    if reason and not lines[-1].sentence.startswith("not seen"):
         lines.append(Line("why", reason))
     text = of_ranks(ranks, message_sums)
     if len(ranks) > 1 and not any(one["messages"] for one in ranks):

@@ -63,7 +63,7 @@ def slow_rank(ranks: dict[int, list[Step]]) -> str:
     text = f"rank {slow} spends {ms(more)} ms more in {part} than the others"
     core = statistics.median(more_without_core(ranks, slow))
     if core > more / 2:
-        text += f" ({ms(core)} ms of it without a core)"
+        text += f" ({ms(min(core, more))} ms of it without a core)"
     return f"{text}, who wait {ms(wait)} ms a step for it"
 
 
