@@ -46,6 +46,7 @@ def run_all(args: argparse.Namespace, ranks: list[Notes], folder: Path) -> Alone
     left = plan.all_tests()
     found: Result | None = None
     for _ in range(MOST_RUNS):
+        left = with_their_states(left) if found else left
         known = {test: step.raw for test, step in found.steps.items()} if found else {}
         torch.save(Request(ranks, args.steps, rates, left, known), folder / "request.pt")
         problem = run_once(args, folder)
@@ -60,10 +61,25 @@ def run_all(args: argparse.Namespace, ranks: list[Notes], folder: Path) -> Alone
         if not one.steps:
             return Alone(plan, found, problem)
         found = merged(found, one)
-        left = [test for test in left if test not in found.steps]
+        left = [test for test in plan.all_tests() if test not in found.steps]
         if not left:
             break
     return Alone(plan, found)
+
+
+def with_their_states(left: list[Test]) -> list[Test]:
+    """A further run begins anew: with the whole steps, which bring the optimizer's states.
+
+    The steps of `mean` go on from each other, so they are made together.
+    """
+    means = [test for test in left if test.kind == "mean"]
+    others = [test for test in left if test.kind != "mean"]
+    if means:
+        means = [Test("mean", step) for step in range(means[-1].step + 1)]
+    first = [test for test in others if test.kind == "whole" and not test.is_neutral]
+    count = 1 + max(test.step for test in left)
+    wholes = [Test("whole", step) for step in range(count)]
+    return wholes + [test for test in others if test not in first] + means
 
 
 def merged(old: Result | None, new: Result) -> Result:

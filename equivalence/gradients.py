@@ -181,7 +181,7 @@ def in_words(evidence: Evidence, fits: list[Fit], step: int, place: str) -> str:
         return f"the ranks' gradients differ{place}: {'; '.join(texts)}"
     proper = evidence.plan.weights_of_shares(step, evidence.raw)
     left = max(fit.left for fit in fits)
-    ratios = [found / right for found, right in zip(first, proper, strict=True)]
+    ratios = [found / (right or 1e-9) for found, right in zip(first, proper, strict=True)]
     times = sum(ratios) / count
     uneven = max(ratios) - min(ratios)
     rest = f", and something else ({left:.0e})" if left > 1e-3 else ""
