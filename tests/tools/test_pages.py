@@ -54,9 +54,9 @@ def test_what_a_reader_does_in_a_browser():
 
     try:
         browser.get(PAGE.as_uri())
-        assert shown() == [side_by_side.key(*PAIRS[0])] and one("[role=status]").text == "10 changes"
+        assert shown() == [side_by_side.key(*PAIRS[0])] and one("[role=status]").text == "11 changes"
         one("body").send_keys("jj")
-        assert browser.current_url.endswith(":change2") and one("[role=status]").text == "2 of 10"
+        assert browser.current_url.endswith(":change2") and one("[role=status]").text == "2 of 11"
         one("body").send_keys("n")
         assert shown() == [side_by_side.key(*PAIRS[1])]
         folded = one(f'[id="{shown()[0]}"] pre')

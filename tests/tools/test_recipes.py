@@ -173,7 +173,7 @@ def test_what_is_typed_in_a_notebook_to_debug_in_kubernetes_and_under_slurm(tmp_
         words = "rank 0 of 2 on cpu", "rank 1 of 2 on cpu", "(Pdb) 1", "(Pdb) 2", "BdbQuit", "epoch 4"
         return [word for word in words if word in done.out] or done
 
-    program, joins = (ROOT / "min_DDP.py").read_text(encoding="utf-8"), "init_process_group(backend=args.backend)\n"
+    program, joins = (ROOT / "min_DDP.py").read_text(encoding="utf-8"), "init_process_group()\n"
     torchrun = "torchrun --nproc_per_node=2 train.py"
     for call, keys, line, expected in (
         ("breakpoint()", "c", "python train.py 2>&1", ["BdbQuit"]),
