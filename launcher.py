@@ -367,7 +367,7 @@ class _Ranks:
         for rank in asked:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.processes[rank].pid, STACK_SIGNAL)  # faulthandler answers inside a collective, too
-        deadline = time.monotonic() + 2
+        deadline = time.monotonic() + 6
         while time.monotonic() < deadline and not self.stop_now:
             if all(b"_bootstrap" in self.read(f"stack{rank}") for rank in asked):  # multiprocessing's frame comes last
                 break
