@@ -26,7 +26,6 @@ class Alone(NamedTuple):
     plan: Plan
     result: Result | None
     problem: str = ""  # what the program printed, if it failed
-    seconds: float = 0.0
 
 
 class Request(NamedTuple):

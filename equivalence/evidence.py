@@ -49,7 +49,7 @@ class Evidence:
                     worst = max(worst, vectors.median(far))
                 else:
                     from_mean = max(from_mean, *far)
-        return from_mean > self.exact and worst <= FACTOR * self.rounding()
+        return from_mean > self.exact_mean and worst <= FACTOR * self.rounding()
 
     def names_with(self, steps: list[Step]) -> list[str]:
         """The parameters that have a gradient at an optimizer."""
@@ -120,11 +120,14 @@ class Evidence:
         return max(*moved, self.coarse)
 
     @functools.cached_property
+    def exact_mean(self) -> float:
+        """How far apart two means of the same shares may be: the last bits."""
+        return max(1e-6, FACTOR * self.changed_by("again"))
+
+    @functools.cached_property
     def exact(self) -> float:
-        """How far gradients may be apart.
+        """How far gradients may be apart from what is expected.
 
         The mean of the shares' is compared to the last bits; one process's own, up to rounding.
         """
-        if self.has_shares:
-            return max(1e-6, FACTOR * self.changed_by("again"))
-        return FACTOR * self.rounding()
+        return self.exact_mean if self.has_shares else FACTOR * self.rounding()

@@ -155,6 +155,41 @@ def test_the_yardstick_is_rounding(train, what, small, large):
     assert re.search(r"apart by \d", lines["one batch"])
 
 
+CONTRASTIVE = """
+import sys, torch
+from torch import nn
+import torch.distributed as dist
+from torch.distributed.nn.functional import all_gather
+from torch.utils.data import DataLoader, TensorDataset, DistributedSampler
+
+dist.init_process_group("gloo")
+n = dist.get_world_size()
+torch.manual_seed(0)
+data = TensorDataset(torch.randn(480, 8), torch.randn(480, 8))
+net = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 16))
+model = nn.parallel.DistributedDataParallel(net) if n > 1 else net
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for a, b in DataLoader(data, 24 // n, sampler=DistributedSampler(data)):
+    with torch.autocast("cpu", torch.bfloat16, enabled=sys.argv[1] == "bfloat16"):
+        x, y = (part.contiguous() for part in model(torch.cat([a, b])).chunk(2))
+        if n > 1:
+            x, y = torch.cat(all_gather(x)), torch.cat(all_gather(y))
+        loss = nn.functional.cross_entropy(x @ y.T, torch.arange(len(x)))
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_loss_that_looks_at_other_ranks_examples(tmp_path, dtype):
+    (tmp_path / "train.py").write_text(CONTRASTIVE)
+    _, lines, _ = answer("train.py", dtype, cwd=tmp_path, code=0)
+    assert lines["verdict"] == "THE SAME as one process, up to rounding"
+    assert lines["gradients"].startswith("right: one process's")
+
+
 def test_examples_and_copies(train):
     _, lines, _ = train("same", nproc=3, code=1)
     assert "all 3 ranks have the same, and do the same work 3 times: give each its share" in lines["examples"]
