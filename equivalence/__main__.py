@@ -13,18 +13,15 @@ from pathlib import Path
 if not __package__:  # as `python PATH/equivalence`, from any folder
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
+from instruments import command  # noqa: E402
+
 import equivalence  # noqa: E402
 
 LEFT_OUT = "an epoch's last batch, evaluation and resume were not looked at"
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="equivalence",
-        description=equivalence.__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage=argparse.SUPPRESS,
-    )
+    parser = command.new_parser("equivalence", equivalence.__doc__)
     add = parser.add_argument
     add("--nproc", type=int, help="processes (default: one for each GPU; without a GPU, 2)")
     add("--steps", type=int, default=3, help="to compare (default: %(default)s)")
@@ -32,20 +29,12 @@ def parse_args() -> argparse.Namespace:
     add("--patience", type=float, default=120, help="seconds without a step (default: %(default)s)")
     add("--replay", help=argparse.SUPPRESS)
     add("--threads", type=int, default=0, help=argparse.SUPPRESS)
-    add("-m", dest="module", nargs=argparse.REMAINDER, help="a module, and its flags")
-    add("script", nargs=argparse.REMAINDER, help="a program, and its flags")
-    args = parser.parse_args()
-    args.command = ["-m", *args.module] if args.module else args.script
+    args = command.read(parser)
     args.alone = shlex.split(args.alone)
     if not args.command:
         parser.error("give a program, such as mnist_ddp.py --dataset synthetic")
-    if args.command[0] != "-m" and not os.path.isfile(args.command[0]):
-        parser.error(f"there is no file {args.command[0]}")
     if args.steps < 2 or not args.patience > 0 or (args.nproc is not None and args.nproc < 2):
         parser.error("--nproc and --steps must be at least 2, and --patience greater than 0")
-    is_launched = "RANK" in os.environ
-    if "--nproc" in args.command and not is_launched and not args.replay:
-        parser.error("put --nproc before the program")
     return args
 
 

@@ -1,5 +1,6 @@
 """What timeline/ and equivalence/ share: run a program, look at it, and bring the notes together.
 
+    command.py    reads the command line
     program.py    runs a program unchanged, as `python train.py` would; says where it stands
     hooks.py      tells an instrument what the program does: loads, computes, makes a step
     tensors.py    tensors in whatever holds them, and their digests

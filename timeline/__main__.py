@@ -12,15 +12,11 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 import timeline  # noqa: E402
+from instruments import command  # noqa: E402
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="timeline",
-        description=timeline.__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage=argparse.SUPPRESS,
-    )
+    parser = command.new_parser("timeline", timeline.__doc__)
     default = "(default: %(default)s)"
     add = parser.add_argument
     add("--steps", type=int, default=20, help=f"to record {default}")
@@ -29,10 +25,7 @@ def parse_args() -> argparse.Namespace:
     add("--nproc", type=int, help="processes (default: one per GPU; without a GPU, 2)")
     add("--patience", type=float, default=300, help=f"seconds to wait for a step {default}")
     add("--draw", nargs="+", metavar="FILE", help="draw these recordings, run nothing")
-    add("-m", dest="module", nargs=argparse.REMAINDER, help="a module, and its flags")
-    add("script", nargs=argparse.REMAINDER, help="a program, and its flags")
-    args = parser.parse_args()
-    args.command = ["-m", *args.module] if args.module else args.script
+    args = command.read(parser)
     args.error = parser.error
     check(args)
     args.out = os.path.abspath(args.out)  # a program may change its folder
@@ -49,10 +42,6 @@ def check(args: argparse.Namespace) -> None:
         args.error("--steps must be at least 1, and --steps-shown between 1 and --steps")
     if not args.patience > 0 or (args.nproc is not None and args.nproc < 1):
         args.error("--nproc must be at least 1, and --patience greater than 0")
-    if "--nproc" in args.command and "RANK" not in os.environ:
-        args.error("put --nproc before the program")
-    if args.command and args.command[0] != "-m" and not os.path.isfile(args.command[0]):
-        args.error(f"there is no file {args.command[0]}")
     folder = os.path.dirname(os.path.abspath(args.out))
     if not os.path.isdir(folder):
         args.error(f"--out {args.out}: there is no folder {folder}")

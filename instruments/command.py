@@ -1,0 +1,33 @@
+"""The command line that the instruments share.  No torch here: its import takes seconds."""
+
+import argparse
+import os
+
+
+def new_parser(tool: str, description: str | None) -> argparse.ArgumentParser:
+    """With the program as last argument: a file or, after -m, a module, and its flags."""
+    parser = argparse.ArgumentParser(
+        prog=tool,
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage=argparse.SUPPRESS,
+    )
+    rest = argparse.REMAINDER
+    parser.add_argument("-m", dest="module", nargs=rest, help="a module, and its flags")
+    parser.add_argument("script", nargs=rest, help="a program, and its flags")
+    return parser
+
+
+def read(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """The flags, and `command`: the program with its own flags, or [].
+
+    What can't run is one line, with exit code 2.
+    """
+    args = parser.parse_args()
+    args.command = ["-m", *args.module] if args.module else args.script
+    if args.command and args.command[0] != "-m" and not os.path.isfile(args.command[0]):
+        parser.error(f"there is no file {args.command[0]}")
+    is_launched = "RANK" in os.environ
+    if "--nproc" in args.command and not is_launched:
+        parser.error("put --nproc before the program")
+    return args
