@@ -86,6 +86,8 @@ def compare(args: argparse.Namespace) -> int:
 
 
 def answer(args: argparse.Namespace, notes: list, folder: Path, started: float) -> int:
+    from instruments.ranks import NO_STEP
+
     from equivalence.alone import run_all
     from equivalence.evidence import Evidence
     from equivalence.plan import Test
@@ -94,11 +96,7 @@ def answer(args: argparse.Namespace, notes: list, folder: Path, started: float) 
     ranks = [one.value for one in notes]
     made = min(len(rank.counts) for rank in ranks)
     if made == 0:
-        return unknown(
-            "no optimizer of torch.optim made a step that was seen. Steps inside torch.compile, in "
-            "another thread or in processes of the program's own are not: call its worker under "
-            "torchrun --nproc_per_node=2"
-        )
+        return unknown(NO_STEP)
     if made <= args.steps:
         return unknown(
             f"the program made {made} steps, and {args.steps + 1} are needed: let it make more, or "

@@ -117,7 +117,7 @@ def replay(args: argparse.Namespace) -> int:
 
     def save(notes: list) -> int:
         (one,) = notes
-        torch.save(one.value._replace(problem=one.ending), folder / "result.pt")
+        torch.save(one.value, folder / "result.pt")
         return 0
 
     return instrument.be_rank(job, Place(0, 1), Folder(str(folder)), save)

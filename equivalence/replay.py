@@ -23,7 +23,6 @@ class Result(NamedTuple):
     rates: dict[str, int]  # batches that the program takes in a step
     notes: Notes
     unmatched: list[str]
-    problem: str  # why it ended early
 
 
 class Kept(NamedTuple):
@@ -180,4 +179,4 @@ class Replayer(Recorder):
                 after[test] = self.noted[number + 1].weights if number + 1 < len(self.noted) else {}
         notes = super().notes(is_own_thread)
         notes.steps, notes.events = [], {}
-        return Result(steps, after, self.rates(), notes, sorted(self.plan.unmatched), "")
+        return Result(steps, after, self.rates(), notes, sorted(self.plan.unmatched))

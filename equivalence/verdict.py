@@ -30,8 +30,8 @@ def judge(evidence: Evidence) -> tuple[int, list[Line]]:
     found = averaging(evidence)
     lines += [*found.lines, *spare_tensors(evidence)]
     cause = ""
-    is_copied = not any(line.label == "copies" for line in lines)
-    if evidence.has_shares and evidence.names and is_copied:
+    are_equal = not any(line.label == "copies" for line in lines)  # the ranks' weights
+    if evidence.has_shares and evidence.names and are_equal:
         batch = one_batch(evidence)
         lines.append(batch.line)
         cause = batch.cause

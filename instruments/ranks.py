@@ -35,6 +35,10 @@ from instruments.program import (
     without_our_frames,
 )
 
+NO_STEP = (
+    "no optimizer of torch.optim made a step that was seen. Steps inside torch.compile, in another "
+    "thread, or in processes of the program's own are not: start its worker function under torchrun"
+)
 MOMENT = 5  # seconds that a rank which has failed waits for the others' notes
 
 

@@ -20,7 +20,7 @@ from timeline.data import (
     size_of,
 )
 from timeline.equal import equalities
-from timeline.why import kinds, why
+from timeline.why import kinds, step_of, why
 
 
 class Line(NamedTuple):
@@ -192,10 +192,7 @@ def waits_in_step(recordings: list[Recording], number: int) -> Counter:
     caused: Counter = Counter()
     waiting: Counter = Counter()
     for recording in recordings:
-        begin, end = recording["cuts"][number : number + 2]
-        parts = compare.parts_of(recording["spans"], begin, end)
-        waits = compare.waits_for(parts, compare.issued_in(recording, begin, end))
-        for rank, duration in waits.items():
+        for rank, duration in step_of(recording, number).waits_for.items():
             if rank is not None and duration > 0:
                 caused[rank] += duration
                 waiting[rank] += 1

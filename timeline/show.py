@@ -6,7 +6,14 @@ import json
 import sys
 from pathlib import Path
 
-from instruments.ranks import Job, Notes, UsageError, end_process_if_threads_live_on, look_at
+from instruments.ranks import (
+    NO_STEP,
+    Job,
+    Notes,
+    UsageError,
+    end_process_if_threads_live_on,
+    look_at,
+)
 from timeline.data import Recording, counted, recorded_steps
 from timeline.draw import draw
 from timeline.events import recording_of  # noqa: F401  imported before the program changes sys.path
@@ -50,11 +57,7 @@ def show(args: argparse.Namespace, notes: list[Notes]) -> int:
 
 def too_few_steps(recordings: list[Recording], steps: int, is_error: bool) -> int:
     """Say why nothing is drawn, unless the program's own error says it."""
-    text = (
-        "no optimizer of torch.optim made a step that was seen. Steps inside torch.compile, in "
-        "another thread, or in processes of the program's own are not: start its worker function "
-        "under torchrun"
-    )
+    text = NO_STEP
     if any(recording["cuts"] for recording in recordings):
         made = min(max(0, len(recording["cuts"]) - 1) for recording in recordings)
         text = (

@@ -54,14 +54,15 @@ def slow_rank(ranks: dict[int, list[Step]]) -> str:
     extras = {}
     for part in PARTS:
         if part != "waiting":
-            extras[part] = more_than_others(ranks, slow, part)
+            extras[part] = more_than_others(spent_in(part, ranks), slow)
     part = max(extras, key=lambda part: statistics.median(extras[part]))
     more = statistics.median(extras[part])
     usual = sorted(extras[part])[len(extras[part]) // 4]  # three of four steps have more
     if more < max(LEAST * length, wait / 2) or more > 2 * wait or usual < more / 2:
         return ""
     text = f"rank {slow} spends {ms(more)} ms more in {part} than the others"
-    core = statistics.median(more_without_core(ranks, slow))
+    without_core = {rank: [step.without_core for step in ranks[rank]] for rank in ranks}
+    core = statistics.median(more_than_others(without_core, slow))
     if core > more / 2:
         text += f" ({ms(min(core, more))} ms of it without a core)"
     return f"{text}, who wait {ms(wait)} ms a step for it"
@@ -76,20 +77,16 @@ def waits_for(ranks: dict[int, list[Step]], slow: int) -> list[float]:
     return found
 
 
-def more_than_others(ranks: dict[int, list[Step]], slow: int, part: str) -> list[float]:
-    """In each step: what this rank spends more in a part than the others, on average."""
-    others = [steps for rank, steps in ranks.items() if rank != slow]
-    found = []
-    for own, *same in zip(ranks[slow], *others, strict=True):
-        found.append(own.parts[part] - statistics.mean(step.parts[part] for step in same))
-    return found
+def spent_in(part: str, ranks: dict[int, list[Step]]) -> dict[int, list[int]]:
+    return {rank: [step.parts[part] for step in steps] for rank, steps in ranks.items()}
 
 
-def more_without_core(ranks: dict[int, list[Step]], slow: int) -> list[float]:
-    others = [steps for rank, steps in ranks.items() if rank != slow]
+def more_than_others(spent: dict[int, list[int]], slow: int) -> list[float]:
+    """In each step: what this rank spends more than the others, on average."""
+    others = [steps for rank, steps in spent.items() if rank != slow]
     found = []
-    for own, *same in zip(ranks[slow], *others, strict=True):
-        found.append(own.without_core - statistics.mean(step.without_core for step in same))
+    for own, *same in zip(spent[slow], *others, strict=True):
+        found.append(own - statistics.mean(same))
     return found
 
 
