@@ -222,7 +222,7 @@ class Keeper:
             try:
                 part.load_state_dict(_as_named_in(part, state["parts"][name]))
             except Exception as problem:  # a part may raise anything
-                reason = " ".join(f"{type(problem).__name__}: {problem}".split())
+                reason = _in_one_line(problem)
                 raise CheckpointError(f"{path} doesn't fit this {name} ({reason})") from None
         return state
 
@@ -253,7 +253,7 @@ class Keeper:
             try:
                 states[name] = part.state_dict()
             except Exception as problem:  # a part may raise anything
-                reason = " ".join(f"{type(problem).__name__}: {problem}".split())
+                reason = _in_one_line(problem)
                 raise CheckpointError(
                     f"can't save {name}: rank {dist.get_rank()}'s state_dict raises an error ({reason}). {SHARES}"
                 ) from None
@@ -294,6 +294,10 @@ class Keeper:
             if path not in best:
                 with contextlib.suppress(OSError):
                     path.unlink()
+
+
+def _in_one_line(problem: Exception) -> str:
+    return " ".join(f"{type(problem).__name__}: {problem}".split())
 
 
 def _without_compile(name: str) -> str:

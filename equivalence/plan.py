@@ -50,6 +50,7 @@ class Plan:
         self.keys = loaders or used
         self.rates = {key: (rates or {}).get(key, self.per_step[key]) for key in self.keys}
         self.columns = self.find_columns()
+        self.distinct_columns: dict[int, list[int]] = {}  # in each step
         self.has_neutral = any(rank.kinds for rank in ranks)
         self.tests: list[Test] = []  # of one run
         self.known: dict[Test, Vector] = {}  # gradients that earlier runs have found
@@ -114,11 +115,14 @@ class Plan:
 
     def distinct(self, step: int) -> list[int]:
         """The columns, without those that only repeat another one's batches."""
+        if step in self.distinct_columns:
+            return self.distinct_columns[step]
         found: dict[tuple, int] = {}
         for column in range(len(self.columns)):
             names = tuple(digest(batch) for batch in self.batches(step, column))
             found.setdefault(names, column)
-        return sorted(found.values())
+        self.distinct_columns[step] = sorted(found.values())
+        return self.distinct_columns[step]
 
     def examples(self, step: int) -> list[int]:
         """How many each column has."""
