@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import distributed as dist
-from timeline import equal, why
+from timeline import equal, say, why
 from timeline.data import Span
 
 MS = 1_000_000
@@ -155,10 +155,11 @@ def test_steps_of_two_kinds_are_said():
 # ---------------------------------------------------------------------------------------------- why
 
 
-def made(extra, part="", core=0, moving=0, loading=2, ranks=3, steps=8):
+def made(extra, part="", core=0, moving=0, loading=2, ranks=3, also=0):
     """Recordings of steps in closed form: each rank loads, computes 10 + 20 ms, and waits for the last.
 
-    extra: ms that rank 1 spends more in a part, in each step; core: ms that each has no core; moving: of messages.
+    extra: ms that rank 1 spends more in a part, in each step; core: ms that each has no core; moving: of messages;
+    also: that rank 2 spends more in forward.
     """
     found = []
     for rank in range(ranks):
@@ -174,6 +175,7 @@ def made(extra, part="", core=0, moving=0, loading=2, ranks=3, steps=8):
                     spans.append(Span("wait", now, messages[-1]["end"]))
                     now = messages[-1]["end"]
                 own = more if rank == 1 and part == what else 0
+                own += also if rank == 2 and what == "forward" else 0
                 spans.append(Span(what, now, now + (length + own) * MS))
                 now = spans[-1].end
             if part == "optimizer":
@@ -190,6 +192,16 @@ def test_why_names_the_rank_and_its_part(part, ranks):
     name = "loading" if part == "data" else part
     text = f"rank 1 spends 60.0 ms more in {name} than the others, who wait 60.0 ms a step for it"
     assert why.why(made([60] * 8, part, ranks=ranks), 0, 7) == text
+
+
+def test_the_others_may_differ_and_cores_may_be_the_reason():
+    found = made([60] * 8, "forward", also=20)
+    text = "rank 1 spends 50.0 ms more in forward than the others, who wait 50.0 ms a step for it"
+    assert why.why(found, 0, 7) == text
+    assert say.who_came_last(found, 0, 7) == "the others waited longest for rank 1 in 8 of 8 steps, 50.0 ms each"
+    for recording, each in zip(found, (10, 50, 20), strict=True):
+        recording["core_waits"] = [each * MS * step for step in range(9)]
+    assert why.why(found, 0, 7) == text.replace("than the others", "than the others (35.0 ms of it without a core)")
 
 
 def test_why_is_silent_where_it_is_chance_or_nothing():
