@@ -240,6 +240,8 @@ tempfile.tempdir = None  # torch._dynamo has asked for it, before TMPDIR was set
 os.chdir(job["cwd"])
 sys.argv = job["argv"]
 sys.path[0:1] = [job["folder"], *job["path"]]
+given = os.environ.get("PYTHONPATH")  # simulated GPUs need theirs
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*job["path"], given]))  # for what the program starts
 code = 0
 try:
     exec(job["before"])
@@ -290,8 +292,6 @@ class Forker:
         job = {"argv": [str(file), *map(str, args)], "cwd": str(cwd), "path": [str(p) for p in path]}
         job |= {"module": module, "folder": str(root if module else file.parent)}
         job |= {"out": str(files[0]), "err": str(files[1]), "before": before, "timeout": timeout}
-        if path:
-            environment = {"PYTHONPATH": os.pathsep.join(map(str, path))} | environment  # for what the program starts
         job |= {"environment": {name: value if value is None else str(value) for name, value in environment.items()}}
         self.process.stdin.write(json.dumps(job) + "\n")
         self.process.stdin.flush()
