@@ -5,6 +5,7 @@
     hooks.py      tells an instrument what the program does: loads, computes, makes a step
     tensors.py    tensors in whatever holds them, and their digests
     ranks.py      starts one process per rank, and collects what each has noted
+    meeting.py    where the ranks leave their notes: a folder, or torchrun's store
 
 torch and the standard library are enough under torchrun.  Without torchrun the processes are
 started by launcher.py, which lies beside this folder.

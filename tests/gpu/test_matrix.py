@@ -47,6 +47,13 @@ class GradScaler(torch.amp.GradScaler):
 torch.autocast, torch.amp.GradScaler = Autocast, GradScaler
 """
 
+OVER = """
+import functools
+import distributed
+
+distributed.init_process_group = functools.partial(distributed.init_process_group, "{}")
+"""
+
 
 def losses(run):
     """Of all steps of all ranks, in increasing order."""
@@ -58,9 +65,11 @@ def losses(run):
 def short(machine):
     """short(script, *gpus) is a short run, with the loss of each step.  TensorFloat-32, with few digits, is off."""
 
-    def short(script, *flags, gpus, **environment):
+    def short(script, *flags, gpus, before="", **environment):
         flags = (*SHORT, *flags)
-        return machine.run(*script.split(), *flags, gpus=gpus, before=TELL, NVIDIA_TF32_OVERRIDE="0", **environment)
+        return machine.run(
+            *script.split(), *flags, gpus=gpus, before=TELL + before, NVIDIA_TF32_OVERRIDE="0", **environment
+        )
 
     return short
 
@@ -86,18 +95,19 @@ def test_one_gpu(short, exact, script):
 
 
 @pytest.mark.parametrize(
-    ("script", "like"),
+    ("script", "backend", "like"),
     [
-        ("mnist_ddp.py", "mnist_ddp.py"),
-        ("-m variants.mnist_by_hand", "mnist_ddp.py"),
-        ("-m variants.mnist_fsdp", "mnist_ddp.py"),
-        ("-m variants.mnist_accumulate", "-m variants.mnist_accumulate"),
+        ("mnist_ddp.py", "nccl", "mnist_ddp.py"),
+        ("mnist_ddp.py", "gloo", "mnist_ddp.py"),
+        ("-m variants.mnist_by_hand", "nccl", "mnist_ddp.py"),
+        ("-m variants.mnist_fsdp", "nccl", "mnist_ddp.py"),
+        ("-m variants.mnist_accumulate", "nccl", "-m variants.mnist_accumulate"),
     ],
 )
-def test_two_gpus(short, exact, script, like):
+def test_two_gpus(short, exact, script, backend, like):
     """Each step's loss on each rank."""
-    run = short(script, gpus=("8.0", "8.0"))
-    assert "distributed: 2 processes, nccl, cuda" in run.out, run.err[-3000:]
+    run = short(script, gpus=("8.0", "8.0"), before="" if backend == "nccl" else OVER.format(backend))
+    assert f"distributed: 2 processes, {backend}, cuda" in run.out, run.err[-3000:]
     assert losses(run) == pytest.approx(exact(like, 2), abs=1e-5)
 
 

@@ -66,7 +66,9 @@ if __name__ == "__main__":
     if what == "tasks":
         as_a_task([json.loads(text) for text in args])
         what, args = "who", []
-    print(json.dumps(dist.launch(globals()[what], *args)))
+    nproc = 3 if what == "three" else None
+    what = "who" if nproc else what
+    print(json.dumps(dist.launch(globals()[what], *args, nproc=nproc)))
 """
 
 
@@ -109,10 +111,12 @@ def test_processes_are_forked_unless_cuda_was_started(start):
         assert answer(start(what))[3:] == [[2, 2], how]
 
 
-def test_more_processes_than_gpus(machine):
+def test_more_processes_than_gpus(machine, start):
     command = ["mnist_ddp.py", "--dataset", "synthetic", "--dry-run", "--batch-size", "30", "--nproc", "3"]
     run = machine.run(*command, gpus=("8.0",) * 2)
     assert run.code == 2 and "3 processes, but 2 visible GPU(s)" in run.err and "Traceback" not in run.err, run.err
+    run = start("three", "gloo")  # two of them on one card
+    assert answer(run)[3] == [3, 3] and "3 processes, gloo, cuda" in run.out
 
 
 def test_one_gpu_per_task_as_under_srun(start, uuids):
