@@ -21,7 +21,6 @@ PROCESSES = (2, 3)
 class Program(NamedTuple):
     name: str
     command: str
-    alone: str = ""  # flags of the run in one process
 
 
 def programs() -> list[Program]:
@@ -46,7 +45,7 @@ def look_at(program: Program, processes: int) -> dict[str, str]:
         command += [*program.command.replace("FOLDER", folder).split()]
         environment = measured.environment() | {"COLUMNS": "10000", "CUDA_VISIBLE_DEVICES": ""}
         done = subprocess.run(command, cwd=measured.ROOT, env=environment, capture_output=True, text=True)
-    lines: dict[str, str] = {"code": str(done.returncode)}
+    lines: dict[str, str] = {}
     for line in done.stdout.splitlines():
         lines.setdefault(line[:13].strip(), line[14:])
     return lines
@@ -71,7 +70,11 @@ def main() -> int:
     parser.add_argument("names", nargs="*", metavar="NAME", help="(default: all)")
     parser.add_argument("--save", action="store_true", help="write the page's table")
     args = parser.parse_args()
-    chosen = [one for one in programs() if not args.names or one.name in args.names]
+    known = {program.name: program for program in programs()}
+    for name in args.names:
+        if name not in known:
+            parser.error(f"there is no program {name!r}: choose from {', '.join(known)}")
+    chosen = [known[name] for name in args.names or known]
     rows = [["program", "processes", "verdict", "apart", "rounding", "what it says"]]
     for program in chosen:
         for processes in PROCESSES:
