@@ -34,7 +34,7 @@ import torch
 import distributed as dist
 from tools.programs import ENVIRONMENT, LIMIT, ROOT, SHELL, Result, shell  # noqa: F401  for the tests, too
 
-FOLDERS = {"demos", "exercises", "experiments", "instruments", "tests", "timeline", "tools", "variants"}
+FOLDERS = {"demos", "equivalence", "exercises", "experiments", "instruments", "tests", "timeline", "tools", "variants"}
 # The project's programs.  (.ci/run tests a copy that git knows nothing of.)
 FILES = [*ROOT.glob("*.py"), *(file for folder in FOLDERS for file in (ROOT / folder).rglob("*.py"))]
 PROGRAMS = sorted(file.relative_to(ROOT).as_posix() for file in FILES)
@@ -45,11 +45,11 @@ def skip_if_refused(variant):
         pytest.skip(f"{variant}.py refuses this torch")
 
 
-def wait_for(condition, seconds=60):
-    """For an event; the limit is for a test that has failed."""
+def wait_for(condition, seconds=60, seen=lambda: "it did not happen"):
+    """For an event; the limit is for a test that has failed, and then says what was seen instead."""
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
+        assert time.monotonic() < deadline, seen()
         time.sleep(0.01)
 
 
