@@ -1,39 +1,54 @@
-"""demos/mistakes.py and predict.py: each mistake is on its page; what is wrong, and what is right, in two processes."""
+"""demos/mistakes.py: each mistake is on its page; what is wrong, and what is right, in two processes."""
 
+import ast
 import contextlib
 import io
 import re
-import subprocess
-import sys
 
 import pytest
-from world import ROOT, run
+from world import ROOT, forker, run
 
-from demos import predict
 from demos.mistakes import MISTAKES
 
-ANSWERS = {  # to the question of demos/predict.py, on the right lines and on the wrong ones
-    "no_ddp": (True, False),
-    "no_sampler": (20, 10),
-    "set_epoch": (3, 1),
-    "every_rank": (1, 2),
-    "collective": (True, False),
-    "padding": (80, 83.3),
-    "mean_of_means": (80, 83.3),  # 4 / 5; (2 / 3 + 2 / 2) / 2
-    "batch_size": (6, 3),
-    "unused": (True, False),
-    "early_stop": (True, False),
-    "iterable": (6, 24),  # by two workers on two ranks
-    "rank_0_works": (True, False),
-    "clip": (1, 1 / 65536),
-    "dropout_seed": (2, 1),
+
+def number(pattern):
+    """The first number in what was printed that the pattern finds."""
+    return lambda printed: float(re.search(pattern, printed)[1])
+
+
+def number_of_lists(printed):
+    return len(set(re.findall(r"\[.*\]", printed)))
+
+
+def length_of_list(printed):
+    return len(ast.literal_eval(re.search(r"\[.*\]", printed)[0]))
+
+
+ACCURACY = number(r"([\d.]+)%")
+PRINTED = {  # what is read from what rank 0 prints; its value with the right lines, and with the wrong ones
+    "no_ddp": (number(r": ([\d.]+)$"), 0, 0.48),
+    "no_sampler": (number(r"(\d+) of them"), 20, 10),
+    "set_epoch": (number_of_lists, 3, 1),
+    "padding": (ACCURACY, 80, 83.3),
+    "mean_of_means": (ACCURACY, 80, 83.3),  # 4 / 5; (2 / 3 + 2 / 2) / 2
+    "batch_size": (number(r"(\d+) steps"), 6, 3),
+    "iterable": (length_of_list, 6, 24),  # by two workers on two ranks
+    "clip": (number(r"length ([\d.]+)"), 1, 1 / 65536),
+    "dropout_seed": (number(r"(\d+) different"), 2, 1),
 }
-IN_PROGRAMS = ["every_rank", *(name for name, question in predict.QUESTIONS.items() if question is predict.ENDS)]
+IN_PROGRAMS = {  # of all ranks: how many lines the right program prints, and the exit code of the wrong one
+    "every_rank": (1, 0),
+    "collective": (1, 1),
+    "unused": (1, 1),
+    "early_stop": (1, 1),
+    "rank_0_works": (1, 1),
+}
 
 
-def test_each_mistake_is_on_the_page():
+def test_each_mistake_is_on_the_page_and_tested():
     page = (ROOT / "docs/mistakes.md").read_text(encoding="utf-8")
-    assert re.findall(r"<!-- mistake: (?:\S+ )?(\w+) -->", page) == list(MISTAKES) == list(predict.QUESTIONS)
+    assert re.findall(r"<!-- mistake: (?:\S+ )?(\w+) -->", page) == list(MISTAKES)
+    assert sorted(MISTAKES) == sorted([*PRINTED, *IN_PROGRAMS])
 
 
 def _printed(name, way):
@@ -42,38 +57,18 @@ def _printed(name, way):
     return printed.getvalue()
 
 
-@pytest.mark.parametrize("name", [name for name in MISTAKES if name not in IN_PROGRAMS])
+@pytest.mark.parametrize("name", PRINTED)
 def test_wrong_and_right(name):
-    for way, answer in zip((1, 0), ANSWERS[name], strict=True):
-        done = subprocess.CompletedProcess([], 0, run(_printed, 2, name, way)[0])
-        assert predict.QUESTIONS[name][1](done) == pytest.approx(answer, abs=1e-6), done.stdout
-
-
-def predicted(monkeypatch, capsys, name, *answers):
-    monkeypatch.setattr(sys, "argv", ["predict", name])
-    monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{answer}\n" for answer in answers)))
-    predict.main()
-    return capsys.readouterr().out
-
-
-def test_an_answer_is_compared_with_the_run(monkeypatch, capsys):
-    text = predicted(monkeypatch, capsys, "set_epoch", "many", 3, 2)
-    assert "'many' is no answer: type a number" in text
-    right, broken = text.split("2. Now they are broken")
-    assert "\nRight.\n" in right and "set_epoch(epoch)" in right and "numbers = list(range(6))\n" in right
-    assert "\nWrong: the answer is 1, not 2.\n" in broken
-    assert "set_epoch(epoch)" not in broken.partition("Two processes")[0]
-    assert "Why (docs/mistakes.md, Every epoch has the same order: no set_epoch):\nThe sampler shuffles" in broken
-
-
-def test_a_missing_answer_is_one_line(monkeypatch, capsys):
-    with pytest.raises(SystemExit) as end:
-        predicted(monkeypatch, capsys, "collective")
-    assert end.value.code == 2 and "an answer is missing: answer in a terminal" in capsys.readouterr().err
+    read, right, wrong = PRINTED[name]
+    assert read(run(_printed, 2, name, 1)[0]) == pytest.approx(right, abs=1e-6)
+    assert read(run(_printed, 2, name, 0)[0]) == pytest.approx(wrong, abs=1e-6)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", IN_PROGRAMS)
-def test_wrong_and_right_as_programs(monkeypatch, capsys, name):
-    text = predicted(monkeypatch, capsys, name, *map(predict.in_words, ANSWERS[name]))
-    assert text.count("\nRight.\n") == 2 and "Traceback" not in text, text
+def test_wrong_and_right_as_programs(name):
+    lines, code = IN_PROGRAMS[name]
+    right, wrong = (forker().run("-m", "demos.mistakes", name, way, DIST_TIMEOUT=3) for way in ("right", "wrong"))
+    met = "distributed: 2 processes, gloo, cpu"  # two ranks that print at the same time may share a line
+    assert right.code == 0 and len(right.out.replace(met, "").split("\n")) - right.out.count(met) - 1 == lines, right
+    assert wrong.code == code and (code or wrong.out.count("epoch 1") == 2), wrong
