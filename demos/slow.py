@@ -1,6 +1,7 @@
-"""A training in which rank 1 is 60 ms late, in one part of its step, for timeline/ to find.
+"""A training in which rank 1, or each rank, is 60 ms late, in one part of its step, for timeline/ to find.
 
 python -m timeline -m demos.slow forward
+python -m timeline -m demos.slow loading --every-rank
 """
 
 import argparse
@@ -30,9 +31,9 @@ class Points(Dataset):
         return torch.full((20,), index / 10_000), index % 3
 
 
-def main(local_rank, world_size, part):
+def main(local_rank, world_size, part, every_rank):
     dist.init_process_group()
-    is_late = dist.get_rank() == 1
+    is_late = every_rank or dist.get_rank() == 1
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 3))
     if is_late and part == "forward":
@@ -53,4 +54,6 @@ def main(local_rank, world_size, part):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=PARTS)
-    dist.launch(main, parser.parse_args().part)
+    parser.add_argument("--every-rank", action="store_true", help="not only rank 1 is late")
+    args = parser.parse_args()
+    dist.launch(main, args.part, args.every_rank)

@@ -12,7 +12,6 @@ import shlex
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -26,7 +25,7 @@ RESULTS = ROOT / "experiments" / "results"
 NOT_PASSED_ON = re.compile(  # they would change what is measured
     rf"NPROC|DIST_.*|OMP_NUM_THREADS|MALLOC_.*|GLIBC_TUNABLES|{'|'.join(launcher.LAUNCHER_VARIABLES)}"
 )
-EPOCH = re.compile(r"epoch \d+/\d+  loss (\S+)(?:  accuracy (\S+)% \(\d+/\d+\))?  (\d+) images/s")
+EPOCH = re.compile(r"epoch \d+/\d+  loss (\S+)(?:  accuracy (\S+)% \(\d+/\d+\))?  \d+ images/s")
 NONE = "–"  # a cell without a figure
 
 
@@ -36,28 +35,26 @@ NONE = "–"  # a cell without a figure
 class Epoch(NamedTuple):
     """A line such as `epoch 1/3  loss 0.1  accuracy 97.40% (1948/2000)  4581 images/s`."""
 
-    end: float  # seconds since the command was started; nan if that is not known
     loss: float
     accuracy: float  # per cent; nan if nothing was evaluated
-    images_per_s: float
 
 
-def read_epoch(line: str, end: float = float("nan")) -> Epoch | None:
+def read_epoch(line: str) -> Epoch | None:
     """None if it is another line."""
     found = EPOCH.fullmatch(line.rstrip())
     if not found:
         return None
-    return Epoch(end, float(found[1]), float(found[2] or "nan"), float(found[3]))
+    return Epoch(float(found[1]), float(found[2] or "nan"))
 
 
-def environment(**variables: str) -> dict[str, str]:
+def environment() -> dict[str, str]:
     """The user's, without what would change a measurement; what is printed comes at once."""
     kept = {name: value for name, value in os.environ.items() if not NOT_PASSED_ON.fullmatch(name)}
     kept["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [kept.get("PYTHONPATH")])])
-    return kept | {"PYTHONUNBUFFERED": "1"} | variables
+    return kept | {"PYTHONUNBUFFERED": "1"}
 
 
-def run(command: Sequence, **variables: str) -> list[Epoch]:
+def run(command: Sequence) -> list[Epoch]:
     """Run `python COMMAND` in the project's folder; returns its epochs.
 
     RuntimeError, with what it has printed, if it fails or prints no epoch.
@@ -65,11 +62,10 @@ def run(command: Sequence, **variables: str) -> list[Epoch]:
     words = [sys.executable, *map(str, command)]
     pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     printed, found = [], []
-    started = time.monotonic()
-    with subprocess.Popen(words, cwd=ROOT, env=environment(**variables), **pipe) as process:
+    with subprocess.Popen(words, cwd=ROOT, env=environment(), **pipe) as process:
         for line in process.stdout:
             printed.append(line)
-            epoch = read_epoch(line, time.monotonic() - started)
+            epoch = read_epoch(line)
             if epoch:
                 found.append(epoch)
     if process.returncode or not found:

@@ -47,6 +47,8 @@ class Run(NamedTuple):
     shown: int = 1  # steps in the picture
     nproc: int = 2
     note: str = ""  # in the title
+    flags: str = "--dataset synthetic"
+    is_on_one_core: bool = False
     has_adam: bool = False
 
 
@@ -70,7 +72,15 @@ PICTURES = {  # below each other
     "local_sgd": [Run("mnist_ddp", 50, shown=8), Run("variants.mnist_local_sgd --every 8", 50, shown=8)],
     "compile": [Run("mnist_ddp"), Run("variants.mnist_compile")],
     "buckets": [Run("cifar10_ddp --batch-size 64 --width 16", 500)],
-    "rates": [Run("variants.mnist_overlap", 200), Run("variants.mnist_overlap", 20)],
+    "checkpointed": [Run("mnist_ddp"), Run("experiments.checkpointed")],
+    "slow_loading": [Run("demos.slow loading --every-rank", flags="", note="loading")],
+    "slow_rank": [Run("demos.slow forward", flags="", note="rank 1 is late in forward")],
+    "slow_messages": [Run("mnist_ddp", 20)],
+    "slow_batch": [
+        Run("mnist_single --batch-size 16", nproc=1, note="a batch of 16"),
+        Run("mnist_ddp --batch-size 16", note="8 for each process"),
+    ],
+    "slow_core": [Run("mnist_ddp", note="two processes on one core", is_on_one_core=True)],
 }
 TABLES = {
     "forms": [DDP, *(runs[-1] for name, runs in PICTURES.items() if f"variants.mnist_{name}" in runs[-1].program)],
@@ -139,7 +149,7 @@ def draw_link(link: dict, drawing: Drawing) -> None:
 @functools.cache
 def record(run: Run) -> dict:
     """The picture of a program."""
-    command = ["-m", *run.program.split(), "--dataset", "synthetic"]
+    command = ["-m", *run.program.split(), *run.flags.split()]
     args = argparse.Namespace(command=command, steps_shown=run.shown)
     if run.has_adam:
         command = ["-m", "experiments.with_adam", *command[1:]]
@@ -151,8 +161,12 @@ def record(run: Run) -> dict:
         counter = fork.Process(target=count_bytes, args=(folder, until, theirs), daemon=True)
         if run.rate:
             counter.start()
+        all_cores = os.sched_getaffinity(0)
+        if run.is_on_one_core:
+            os.sched_setaffinity(0, {min(all_cores)})
         job = Job("timelines", command, 120.0, make_recorder, (os.getpid(), folder, run))
         look_at(job, run.nproc, lambda notes: recordings.extend(one.value for one in notes))
+        os.sched_setaffinity(0, all_cores)
         os.chdir(measured.ROOT)  # one process is this one
         until.set()
         samples = mine.recv() if run.rate else []
@@ -163,7 +177,7 @@ def record(run: Run) -> dict:
     name = run.program.split()[0].rpartition(".")[2]
     picture["title"] = ", ".join(filter(None, [name, run.note, f"{run.rate:g} Mbit/s" if run.rate else ""]))
     picture["lanes"] = [functools.partial(draw_link, link) for link in links_of(picture, samples, run.rate)]
-    picture["setting"] += f", {measured.cores()} cores for all"
+    picture["setting"] += ", one core for all" if run.is_on_one_core else f", {measured.cores()} cores for all"
     say(picture["findings"])
     return picture
 
@@ -172,8 +186,10 @@ def record(run: Run) -> dict:
 
 
 def drawn(runs: list[Run]) -> str:
-    """The SVG, and from which state of the scripts it is: tools/build.py --check compares."""
+    """The SVG, the last picture's line `why`, and from which state of the scripts it is, for tools/build.py."""
     text = draw([record(run) for run in runs])
+    reasons = [line.sentence for line in record(runs[-1])["findings"] if line.subject == "why"]
+    text += f"<!-- why: {''.join(reasons)} -->\n"
     files = dict.fromkeys(f"{run.program.split()[0].replace('.', '/')}.py" for run in runs)
     return text + f"<!-- recorded from {', '.join(f'{file} {code_digest(file)}' for file in files)} -->\n"
 
