@@ -1,7 +1,7 @@
 """A training in which rank 1, or each rank, is 60 ms late, in one part of its step, for timeline/ to find.
 
 python -m timeline -m demos.slow forward
-python -m timeline -m demos.slow loading --every-rank
+python -m timeline -m demos.slow loading --every-rank --workers 2
 """
 
 import argparse
@@ -31,7 +31,7 @@ class Points(Dataset):
         return torch.full((20,), index / 10_000), index % 3
 
 
-def main(local_rank, world_size, part, every_rank):
+def main(local_rank, world_size, part, every_rank, workers):
     dist.init_process_group()
     is_late = every_rank or dist.get_rank() == 1
     torch.manual_seed(0)
@@ -43,7 +43,7 @@ def main(local_rank, world_size, part, every_rank):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model = dist.prepare_ddp_model(model)
     rows = range(dist.get_rank() * 50, 10_000, 1)  # each batch has one index that 50 divides
-    loader = DataLoader(Points(is_late and part == "loading"), batch_size=50, sampler=rows)
+    loader = DataLoader(Points(is_late and part == "loading"), batch_size=50, sampler=rows, num_workers=workers)
     for points, labels in loader:
         F.cross_entropy(model(points), labels).backward()
         optimizer.step()
@@ -55,5 +55,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=PARTS)
     parser.add_argument("--every-rank", action="store_true", help="not only rank 1 is late")
+    parser.add_argument("--workers", type=int, default=0, help="of each rank's DataLoader (default: %(default)s)")
     args = parser.parse_args()
-    dist.launch(main, args.part, args.every_rank)
+    dist.launch(main, args.part, args.every_rank, args.workers)

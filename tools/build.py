@@ -11,8 +11,7 @@ A block stands between <!-- kind: what --> and <!-- end -->:
     lines       PARENT FILE               +added -removed, as git counts them
     diff        PARENT FILE [N]           the diff, with N (1) lines of context
     output      [VARIABLE=VALUE] ARGS     what `python ARGS` prints, with the end of its error; ARGS | grep WORD: a part
-    snippet     FILE                      the program in the file's docstring
-    reference   FILE                      a table of the file's public functions, from their docstrings
+    why         NAME                      the line `why` of the recording in docs/timelines/NAME.svg
     mistake     [VARIABLE=VALUE] NAME     a mistake of demos/mistakes.py, wrong and right: its lines, their output
     collective  NAME                      one of demos/collectives.py: its picture, its lines, its output
     result      NAME                      experiments/results/NAME.md
@@ -77,28 +76,11 @@ def definition(file: str, name: str) -> list[str]:
     return text.splitlines()[node.lineno - 1 : node.end_lineno]
 
 
-def snippet(file: str) -> str:
-    """The first indented lines of the docstring, up to the line that starts the program."""
-    docstring = ast.get_docstring(ast.parse((ROOT / file).read_text(encoding="utf-8")))
-    indented = re.search(r"(?:^(?: {4}.*)?\n)+", docstring.split("\n", 1)[1], re.MULTILINE)[0]
-    text = textwrap.dedent(indented).split("\npython ")[0].strip("\n")
-    return block("python", re.sub(r"\n\n(?=def |if )", "\n\n\n", re.sub(r" {2,}# ", "  # ", text)))  # as ruff formats
-
-
-def reference(file: str) -> str:
-    rows = ["| name | what it is |", "|---|---|"]
-    for node in ast.parse((ROOT / file).read_text(encoding="utf-8")).body:
-        if not isinstance(node, ast.FunctionDef | ast.ClassDef) or node.name.startswith("_"):
-            continue
-        arguments = ""
-        if isinstance(node, ast.FunctionDef):
-            for argument in ast.walk(node.args):
-                if isinstance(argument, ast.arg):
-                    argument.annotation = None
-            arguments = f"({ast.unparse(node.args)})"
-        sentence = side_by_side.first_sentence(node).replace("|", "\\|")
-        rows.append(f"| `{node.name}{arguments}` | {sentence} |")
-    return "\n" + "\n".join(rows) + "\n"
+def why(name: str) -> str:
+    """As timeline printed it when experiments/timelines.py recorded the picture."""
+    picture = (ROOT / f"docs/timelines/{name}.svg").read_text(encoding="utf-8")
+    sentence = re.search(r"<!-- why: (.*?) -->", picture)[1]
+    return block("text", f"why       {sentence}") if sentence else "\n`why` says nothing.\n"
 
 
 def result(name: str) -> str:
@@ -194,7 +176,7 @@ def same_output(shown: str, now: str) -> bool:
 # ---------------------------------------------------------------------------------------------------------- the pages
 
 PROGRAMS: dict[str, Callable[..., str]] = {"output": output, "mistake": mistake, "collective": collective}
-KINDS = {kind.__name__: kind for kind in (steps, lines, diff, snippet, reference, result)} | PROGRAMS
+KINDS = {kind.__name__: kind for kind in (steps, lines, diff, why, result)} | PROGRAMS
 BLOCK = re.compile(rf"<!-- ({'|'.join(KINDS)})(?:: (.+?))? -->(.*?)<!-- end -->", re.DOTALL)
 
 
