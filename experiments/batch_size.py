@@ -64,7 +64,7 @@ def measure(point: Point, seed: int, args: argparse.Namespace) -> float:
     command = ["mnist_amp.py"] if point.warm_up else ["-c", NO_WARM_UP, "mnist_amp.py"]
     command += ["--batch-size", point.batch, "--lr", point.lr, "--seed", seed, "--nproc", point.processes]
     command += ["--dataset", "synthetic", "--dry-run"] if args.dry_run else ["--epochs", EPOCHS]
-    return measured.run([*command, "--data-dir", os.path.abspath(args.data_dir)])[-1].accuracy
+    return measured.accuracies([*command, "--data-dir", os.path.abspath(args.data_dir)])[-1]
 
 
 def rule_rows(found: dict[Point, list[float]]) -> list[list[str]]:

@@ -1,4 +1,4 @@
-"""What the experiments share: starting a program, its epoch lines, the machine's name, tables, result files.
+"""What the experiments share: starting a program, its accuracies, the machine's name, tables, result files.
 
 A result file, experiments/results/NAME.md, has one line that says how it was measured, and one table.  It is written
 only with --save.  tools/build.py copies it to the page with the marker `result: NAME`.
@@ -14,7 +14,6 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -25,26 +24,17 @@ RESULTS = ROOT / "experiments" / "results"
 NOT_PASSED_ON = re.compile(  # they would change what is measured
     rf"NPROC|DIST_.*|OMP_NUM_THREADS|MALLOC_.*|GLIBC_TUNABLES|{'|'.join(launcher.LAUNCHER_VARIABLES)}"
 )
-EPOCH = re.compile(r"epoch \d+/\d+  loss (\S+)(?:  accuracy (\S+)% \(\d+/\d+\))?  \d+ images/s")
+EPOCH = re.compile(r"epoch \d+/\d+  loss \S+  accuracy (\S+)% \(\d+/\d+\)  \d+ images/s")
 NONE = "–"  # a cell without a figure
 
 
 # -------------------------------------------------------------------------------------------------- running a program
 
 
-class Epoch(NamedTuple):
-    """A line such as `epoch 1/3  loss 0.1  accuracy 97.40% (1948/2000)  4581 images/s`."""
-
-    loss: float
-    accuracy: float  # per cent; nan if nothing was evaluated
-
-
-def read_epoch(line: str) -> Epoch | None:
-    """None if it is another line."""
+def read_accuracy(line: str) -> float | None:
+    """Per cent, of a line such as `epoch 1/3  loss 0.1  accuracy 97.40% (1948/2000)  4581 images/s`; None of others."""
     found = EPOCH.fullmatch(line.rstrip())
-    if not found:
-        return None
-    return Epoch(float(found[1]), float(found[2] or "nan"))
+    return float(found[1]) if found else None
 
 
 def environment() -> dict[str, str]:
@@ -54,8 +44,8 @@ def environment() -> dict[str, str]:
     return kept | {"PYTHONUNBUFFERED": "1"}
 
 
-def run(command: Sequence) -> list[Epoch]:
-    """Run `python COMMAND` in the project's folder; returns its epochs.
+def accuracies(command: Sequence) -> list[float]:
+    """Run `python COMMAND` in the project's folder; returns those of its epochs, in per cent.
 
     RuntimeError, with what it has printed, if it fails or prints no epoch.
     """
@@ -65,9 +55,9 @@ def run(command: Sequence) -> list[Epoch]:
     with subprocess.Popen(words, cwd=ROOT, env=environment(), **pipe) as process:
         for line in process.stdout:
             printed.append(line)
-            epoch = read_epoch(line)
-            if epoch:
-                found.append(epoch)
+            accuracy = read_accuracy(line)
+            if accuracy is not None:
+                found.append(accuracy)
     if process.returncode or not found:
         raise RuntimeError(f"exit code {process.returncode}: {shlex.join(words)}\n{''.join(printed)}")
     return found

@@ -1,7 +1,7 @@
 """The pictures of docs/timelines/, a script's step below its parent's, and the tables of what each form costs.
 
     sudo python -m experiments.timelines overlap fsdp     # two pictures, into the folder timelines/
-    sudo python -m experiments.timelines forms adam       # the tables of docs/results.md
+    sudo python -m experiments.timelines adam             # the table of docs/results.md
     sudo python -m experiments.timelines --save           # all: docs/timelines/, experiments/results/; 6 minutes
     python -m experiments.timelines pipeline              # without root: no slowed network, no lanes of the links
 
@@ -82,13 +82,10 @@ PICTURES = {  # below each other
     ],
     "slow_core": [Run("mnist_ddp", note="two processes on one core", is_on_one_core=True)],
 }
-TABLES = {
-    "forms": [DDP, *(runs[-1] for name, runs in PICTURES.items() if f"variants.mnist_{name}" in runs[-1].program)],
-    "adam": [
-        Run(f"{module} --lr 0.001", nproc=4, has_adam=True)
-        for module in ("mnist_ddp", "variants.mnist_by_hand", "variants.mnist_zero", "variants.mnist_fsdp")
-    ],
-}
+ADAM = [
+    Run(f"{module} --lr 0.001", nproc=4, has_adam=True)
+    for module in ("mnist_ddp", "variants.mnist_by_hand", "variants.mnist_zero", "variants.mnist_fsdp")
+]
 HEAD = ["program", "messages", "kB", "waits"]
 HEAD += ["weights", "state", "gradients", "buffers", "activations", "temporary", "sum"]  # KINDS
 
@@ -209,22 +206,16 @@ def row(run: Run) -> list[str]:
     return [f"`{name}`", f"{count:g}", kilobytes[0], f"{share:.0%}", *kilobytes[1:]]
 
 
-def report(name: str, save: bool) -> None:
-    """Record, train where losses are wanted, and print a table."""
-    rows = [HEAD if name == "adam" else [*HEAD, "loss", "accuracy"]]
-    for run in TABLES[name]:
-        rows.append(row(run))
-        if name == "forms":
-            last = measured.run(["-m", *run.program.split(), "--dataset", "synthetic"])[-1]
-            rows[-1] += [f"{last.loss:.4f}", f"{last.accuracy:.2f}%"]
-    how = "Four processes, Adam." if name == "adam" else "Two processes (`mnist_mesh`: four), 3 epochs."
-    line = measured.conditions("sudo python -m experiments.timelines --save", f"{how} Memory in kB.")
-    measured.report(name, line, rows, save)
+def report(save: bool) -> None:
+    """Record, and print the table."""
+    rows = [HEAD, *(row(run) for run in ADAM)]
+    line = measured.conditions("sudo python -m experiments.timelines --save", "Four processes, Adam. Memory in kB.")
+    measured.report("adam", line, rows, save)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = [*PICTURES, *TABLES]
+    names = [*PICTURES, "adam"]
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"(default: all) {' '.join(names)}")
     parser.add_argument("--save", action="store_true", help="write into docs/timelines/ and experiments/results/")
     args = parser.parse_args()
@@ -236,13 +227,12 @@ def main() -> None:
         if args.save:
             parser.error(f"--save needs the slowed network: {problem}")
         print(f"without the slowed network, as it {problem}", file=sys.stderr)
-        for some in PICTURES, TABLES:
-            some.update({name: [run._replace(rate=0) for run in runs] for name, runs in some.items()})
+        PICTURES.update({name: [run._replace(rate=0) for run in runs] for name, runs in PICTURES.items()})
     folder = measured.ROOT / "docs" / "timelines" if args.save else Path("timelines").resolve()
     folder.mkdir(exist_ok=True)
     for name in args.names or names:
-        if name in TABLES:
-            report(name, args.save)
+        if name == "adam":
+            report(args.save)
             continue
         (folder / f"{name}.svg").write_text(drawn(PICTURES[name]), encoding="utf-8")
         print(f"written: {folder / name}.svg", flush=True)

@@ -1,10 +1,46 @@
-"""What the tables of docs/results.md say, by closed forms."""
+"""What docs/results.md, docs/slower.md and variants/README.md say of the recordings of experiments/."""
+
+import copy
+import re
 
 import pytest
 import torch
-from world import forker
+from world import ROOT, forker
 
-from experiments import timelines
+from experiments import measured, timelines
+from experiments.checkpointed import Checkpointed
+from mnist_ddp import ConvNet
+
+
+def test_an_accuracy_is_read_from_a_line():
+    line = "epoch 1/3  loss 0.1  accuracy 97.40% (1948/2000)  4581 images/s\n"
+    assert measured.read_accuracy(line) == 97.4 and measured.read_accuracy("done in 3.6 s\n") is None
+
+
+def test_checkpointing_computes_the_same_gradients():
+    """As recorded, and in the lines of the page.  The BatchNorm of the first segment sees each batch twice."""
+    page = (ROOT / "variants/README.md").read_text(encoding="utf-8")
+    lines = re.search(r"```python\n(from torch.utils.checkpoint .*?)```", page, re.DOTALL)[1]
+    images = torch.rand(4, 1, 28, 28)
+    plain, recorded = ConvNet(1, 28), Checkpointed(1, 28)
+    recorded.load_state_dict(plain.state_dict())
+    names = {"model": copy.deepcopy(plain), "inputs": images}
+    exec(lines, names)
+    for model, outputs in (plain, plain(images)), (recorded, recorded(images)), (names["model"], names["outputs"]):
+        outputs.square().sum().backward()
+        for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(one.grad, other.grad)
+        seen = [int(layer.num_batches_tracked) for layer in (model[1], model[5])]
+        assert seen == ([1, 1] if model is plain else [2, 1])
+
+
+@pytest.mark.slow
+def test_the_causes_of_a_slow_step_are_named(tmp_path):
+    done = forker().run("-m", "experiments.timelines", "slow_loading", "slow_rank", cwd=tmp_path, path=[ROOT])
+    assert done.code == 0, done.err
+    loading, rank = ((tmp_path / f"timelines/slow_{name}.svg").read_text() for name in ("loading", "rank"))
+    assert "<!-- why: each rank waits " in loading
+    assert "<!-- why: rank 1 spends " in rank and " ms more in forward than the others" in rank
 
 
 @pytest.mark.slow
