@@ -15,6 +15,7 @@ import importlib.util
 import io
 import os
 import pickle
+import re
 import signal
 import sys
 import tempfile
@@ -75,13 +76,14 @@ def examine(name: str, path: Path, nproc: int, limit: float = LIMIT) -> Outcome:
             with contextlib.redirect_stderr(said), asks_after(limit, said):
                 launcher.run(worker, (name, path, folder), nproc)
         except TimeoutError:
-            table = short(said.getvalue().rpartition(f"{TABLE}\n")[2])
-            return Outcome(HANGS, f"after {limit} s (on a busy machine try again) each rank stands here:\n{table}")
+            table = short(said.getvalue().rpartition(f"{TABLE}\n")[2]).rstrip()
+            text = f"after {limit} s (on a busy machine try again) each rank stands here:\n{table}"
+            return Outcome(HANGS, text + named(name, table))
         except SystemExit as end:  # of the launcher, with the first rank's error
             if isinstance(end.code, int):  # Ctrl-C, SIGTERM
                 raise
             is_blank = str(end.code).splitlines()[0].endswith(BLANK)
-            return Outcome(BLANK) if is_blank else Outcome(ERROR, str(end.code))
+            return Outcome(BLANK) if is_blank else Outcome(ERROR, str(end.code) + named(name, str(end.code)))
         answers = [pickle.loads(Path(folder, f"answer{rank}").read_bytes()) for rank in range(nproc)]
         problem = judge(name, path, answers, folder)
         return Outcome(WRONG, problem) if problem else Outcome(EQUAL)
@@ -104,6 +106,14 @@ def asks_after(limit: float, said: io.StringIO):
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+
+
+def named(name: str, text: str) -> str:
+    """The mistake, if the exercise's check knows it by where the ranks stand, or by their error."""
+    for pattern, mistake in getattr(module_of(name), "SIGNS", {}).items():
+        if re.search(pattern, text):
+            return f"\n  It looks like this: {mistake}"
+    return ""
 
 
 def judge(name: str, path: Path, answers: list, folder: str) -> str:

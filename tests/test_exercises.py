@@ -21,6 +21,10 @@ SUM_HERE = """for _ in range(dist.get_world_size() - 1):
         tensor += received
     return"""
 SUM_AROUND = "mine = tensor.clone()\n    " + SUM_HERE.format("mine", "mine = received")
+SECOND = "exchange(parts[(rank + 1 - step) % n], parts[(rank - step) % n])"
+ADDED = """received = torch.empty_like(parts[({1}) % n])
+        exchange(parts[({0}) % n], received)
+        parts[({1}) % n].add_(received)"""
 BACKWARDS = """sending = torch_dist.isend(tensor[:1].clone(), (dist.get_rank() - 1) % 3)
     torch_dist.recv(tensor[:1].clone(), (dist.get_rank() + 1) % 3)
     sending.wait()"""
@@ -58,7 +62,19 @@ WRONG = {
         ("the tensor is unchanged", START, "return"),
         ("each rank passes its sum on", START, SUM_HERE.format("tensor", "")),
         ("whole tensors that go round", START, SUM_AROUND),
-        ("only the first round", "exchange(parts[(rank + 1 - step) % n], parts[(rank - step) % n])", "pass"),
+        ("only the first round", SECOND, "pass"),
+        ("the second round adds", SECOND, ADDED.format("rank + 1 - step", "rank - step")),
+        (
+            "or the second one begins with part r, whose",
+            SECOND,
+            "exchange(parts[(rank - step) % n], parts[(rank - step - 1) % n])",
+        ),
+        ("begins with part r - 1", SECOND, "exchange(parts[(rank - 1 - step) % n], parts[(rank - step - 2) % n])"),
+        ("either the first round overwrites", ".add_(received)", ".copy_(received)"),
+        ("either the first round has a step too few", "(n - 1):  # afterwards", "(n - 2):  # afterwards"),
+        ("the second round has a step too few", "(n - 1):  # the finished", "(n - 2):  # the finished"),
+        ("or it adds nothing", ".add_(received)", ".add_(0)"),
+        ("a mean, where the sum", SECOND, SECOND + "\n    tensor /= n"),
         ("use send and recv only", START, "return torch_dist.all_reduce(tensor)"),
         ("not in a ring", START, BACKWARDS),
     ],
@@ -250,6 +266,20 @@ def test_a_hang_is_an_answer_with_the_place_of_each_rank(tmp_path):
     text = examined(tmp_path, START, body)
     assert text.startswith("HANGS after 90 s (on a busy machine try again) each rank stands here:\n")
     assert re.findall(r"rank (\d): global_mean.py, global_mean", text) == ["0", "1", "2"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("ring_all_reduce", "rank 0: a.py:1, f, in send\nrank 1: a.py:1, f, in send", "nobody receives"),
+        ("ring_all_reduce", "rank 0: a.py:1, f, in send\nrank 1: a.py:2, f, in recv", ""),
+        ("stop_together", "rank 0: a.py:1, train_step, in all_reduce\nrank 1: a.py:1, wait_for_the_others", "alone"),
+        ("stop_together", "rank 0 of 1 failed first: ended by SIGTERM", "no function is set"),
+        ("shard", "rank 0: a.py:1, f, in send\nrank 1: a.py:1, f, in send", ""),
+    ],
+)
+def test_a_mistake_is_named_by_where_the_ranks_stand_or_their_error(name, text, words):
+    assert words in check.named(name, text) and bool(words) == bool(check.named(name, text))
 
 
 def test_an_error_is_a_few_lines(tmp_path):

@@ -12,6 +12,10 @@ In the second round the finished parts go round, and overwrite: in step s rank r
 tensor.tensor_split(n) returns n views, some of them empty for a small tensor.  If all ranks call send first, all wait
 for a recv: start with isend, then recv, then wait for what isend has returned.
 """
+SIGNS = {  # where the ranks stand
+    r"\A(.*, in send\n?)+\Z": "all ranks are in send, and nobody receives: start with isend",
+    r"\A(.*, in recv\n?)+\Z": "all ranks are in recv, and nobody sends: start with isend",
+}
 SIZES = (12, 10, 2)  # the last: less than 3 processes
 
 
@@ -38,7 +42,15 @@ def judge(answers):
     wrong = {
         "the tensor is unchanged: the result must be written into it": ways(tensors, n, lambda parts, r: parts[r]),
         "each rank passes its sum on, so that some tensors are counted several times": passed_on(tensors, n),
-        "only the first round: each rank has the whole sum of one part": first_round(tensors, n),
+        "only the first round: each rank has the whole sum of one part": around(tensors, n, steps=(n - 1, 0)),
+        "the second round adds: it must overwrite": around(tensors, n, adds=(True, True)),
+        "either the first round overwrites, or the second one begins with part r, whose sum is not finished": around(
+            tensors, n, begins=(0, 0)
+        ),
+        "the second round begins with part r - 1, whose sum is not finished": around(tensors, n, begins=(0, -1)),
+        "either the first round has a step too few, or it adds nothing": around(tensors, n, steps=(n - 2, n - 1)),
+        "the second round has a step too few": around(tensors, n, steps=(n - 1, n - 2)),
+        "a mean, where the sum was meant": ways(tensors, n, lambda parts, r: sum(parts) / n),
     }
     return common.compare(answers, [total] * n, wrong) or any_problem(messages, n)
 
@@ -53,18 +65,27 @@ def passed_on(tensors, n):
     return ways(tensors, n, lambda values, rank: values[rank])
 
 
-def first_round(tensors, n):
-    """After it rank r has the sum of part r + 1; of part r - s what ranks r - s, ..., r have."""
+def around(tensors, n, begins=(0, 1), adds=(True, False), steps=None):
+    """Both rounds: with which part, after its own, rank r begins; whether it adds or overwrites; how many steps."""
     result = [{} for _ in range(n)]
     for name, values in tensors.items():
-        pieces = [value.tensor_split(n) for value in values]
+        pieces = [[piece.clone() for piece in value.tensor_split(n)] for value in values]
+        for begin, is_sum, count in zip(begins, adds, steps or (n - 1, n - 1), strict=True):
+            for step in range(count):
+                go_round(pieces, begin - step, is_sum)
         for rank in range(n):
-            sums = [None] * n
-            for back in range(n):
-                part = (rank - back) % n
-                sums[part] = sum(pieces[(rank - earlier) % n][part] for earlier in range(back + 1))
-            result[rank][name] = torch.cat(sums)
+            result[rank][name] = torch.cat(pieces[rank])
     return result
+
+
+def go_round(pieces, offset, is_sum):
+    """Each rank r sends part r + offset to the next rank, which adds it to its own, or takes it."""
+    n = len(pieces)
+    sent = [pieces[rank][(rank + offset) % n].clone() for rank in range(n)]
+    for rank in range(n):
+        before = (rank - 1) % n
+        part = (before + offset) % n
+        pieces[rank][part] = pieces[rank][part] + sent[before] if is_sum else sent[before]
 
 
 def any_problem(messages, n):

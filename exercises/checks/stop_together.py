@@ -12,6 +12,12 @@ HINT = """
 The function for SIGTERM only sets a flag.  After each step the ranks agree: the maximum of all flags, by dist.reduce
 or dist.all_reduce, is the same on all ranks.  A rank must not decide by its own flag.
 """
+SIGNS = {  # where the ranks stand, or the error
+    r"(?s)(?=.*in all_reduce).*wait_for_the_others": "one rank has stopped alone, and another waits for it: "
+    "all must decide by the same number",
+    r"ended by SIGTERM": "no function is set for SIGTERM: signal.signal(signal.SIGTERM, function)",
+    r"sys\.exit\(.*was called": "the process ends itself; the function for SIGTERM should only set a flag",
+}
 STEPS = 6
 NEVER = -1
 
