@@ -43,7 +43,7 @@ MARKDOWN.use(anchors_plugin, max_level=6)  # as GitHub names them
 
 
 def notebook(text: str) -> str:
-    """Its cells, and what they have printed."""
+    """The cells of a notebook, and what they have printed, as Markdown."""
     parts = []
     for cell in json.loads(text)["cells"]:
         source = "".join(cell["source"])
