@@ -66,7 +66,7 @@ SHARES = (
 
 
 class CheckpointError(Exception):
-    """Can't be saved or read, or doesn't fit; the message is one line."""
+    """A checkpoint can't be saved or read, or doesn't fit; the message is one line."""
 
 
 def write(path: Path, state: dict) -> None:
@@ -79,7 +79,7 @@ def write(path: Path, state: dict) -> None:
         with open(temporary, "wb") as file:
             torch.save(state, file)
             file.flush()
-            os.fsync(file.fileno())  # or the rename may reach the disk before the bytes
+            os.fsync(file.fileno())  # otherwise the rename may reach the disk before the bytes
         # What torch.load would refuse is not saved.  The tensors are mapped, so it costs no memory.
         torch.load(temporary, map_location="cpu", mmap=True, weights_only=True)
         os.replace(temporary, path)
@@ -177,7 +177,7 @@ class Keeper:
             self.folder.mkdir(parents=True, exist_ok=True)
             self.lock = FileLock(self.folder / ".lock", is_singleton=True)  # free again however this process ends
             self.lock.acquire(LOCK_TIMEOUT)
-            for temporary in self.folder.glob(".step-*.tmp"):  # of a run that was killed
+            for temporary in self.folder.glob(".step-*.tmp"):  # left by a run that was killed
                 temporary.unlink()
         except Timeout:
             raise CheckpointError(f"another run is writing to {self.folder}: end it, or take another folder") from None
@@ -188,13 +188,13 @@ class Keeper:
         """Load all parts and the random states from the newest good checkpoint; returns it, or {} if there is none.
 
         Every rank must call it.  Rank 0 tests the checksums, and says on stderr which newer ones are damaged; then each
-        rank reads the file.  The random states stay as they are if the checkpoint has another number of processes.
+        rank reads the file.  The random states stay as they are if the checkpoint has a different number of processes.
         CheckpointError, on all ranks, if all are damaged, if a rank doesn't see the file, or if it doesn't fit.
         """
         path = _on_primary(self._choose)
         if path is None:
             return {}
-        mine = self.folder / path.name  # on another machine this may be another file
+        mine = self.folder / path.name  # on another machine this may be a different file
         seen = from_all(_checksums(mine))
         others = [str(rank) for rank in range(len(seen)) if seen[rank] != seen[0]]
         if others:
@@ -309,7 +309,7 @@ def _as_named_in(part: Any, state: Any) -> Any:
     """The saved state with the names that this part has: it may be compiled, or not."""
     if isinstance(part, nn.Module):
         names = {_without_compile(name): name for name in part.state_dict()}
-        state = copy.copy(state)  # with its metadata, of which torch knows the versions of modules
+        state = copy.copy(state)  # its metadata stay: torch notes the versions of modules there
         for name in list(state):
             state[names.get(_without_compile(name), name)] = state.pop(name)
     return state

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from torchvision import datasets
 from tqdm import tqdm
 
-# And how many examples there are to train on.  mnist-like: your own files of MNIST's names, format and sizes.
+# The number of training examples of each.  mnist-like: your own files, with MNIST's names, format and sizes.
 DATASETS = {"mnist": 60_000, "mnist-like": 60_000, "cifar10": 50_000, "synthetic": 12_000}
 COLOUR_DATASETS = ("cifar10", "synthetic")
 LOCK_TIMEOUT = 600  # seconds to wait for another process that downloads
@@ -113,7 +113,7 @@ def loader(dataset: Images, batch_size: int, sampler: Sampler, drop_last: bool =
         drop_last=drop_last,
         collate_fn=tuple,  # nothing to collate: __getitems__ has made the batch
         pin_memory=torch.cuda.is_available(),  # so that nobody waits for the copy to a GPU
-        generator=torch.Generator(),  # or each pass would draw from the numbers that dropout uses
+        generator=torch.Generator(),  # otherwise each pass would draw from dropout's random numbers
     )
 
 
@@ -126,11 +126,11 @@ def batches(loader: DataLoader, device: torch.device) -> Iterator[tuple[torch.Te
     if isinstance(loader.dataset, Augmented):
         draws = loader.dataset.draws.to(device)  # this epoch's: persistent workers have those of their first epoch
     for batch in _with_progress_bar(loader):
-        # To the device, as uint8: a quarter of float32's bytes.  A copy from pinned memory doesn't wait for its end.
+        # Move uint8 to the device: a quarter of float32's bytes.  A copy from pinned memory doesn't wait for its end.
         images, labels, *index = [part.to(device, non_blocking=True) for part in batch]
         if index:
             images = augment(images, draws[index[0]])
-        # To float, with the channels last: the faster layout for convolutions; without it DDP warns on GPUs.
+        # Make it float, channels last: the faster layout for convolutions; without it DDP warns on GPUs.
         images = images.float(memory_format=torch.channels_last)
         # Normalise, in place: (pixel / 255 - mean) / std, as torchvision's ToTensor and Normalize would.
         yield images.sub_(mean).div_(std), labels
@@ -214,7 +214,7 @@ def _fetch(name: str, data_dir: str) -> None:
     time_out, threads = socket.getdefaulttimeout(), torch.get_num_threads()
     socket.setdefaulttimeout(DOWNLOAD_TIMEOUT)  # urllib would wait for ever for a server that says nothing
     torch.set_num_threads(1)  # after torch's thread pool has started, no process can be forked
-    tqdm.monitor_interval = 0  # nor beside the thread that watches torchvision's progress bar
+    tqdm.monitor_interval = 0  # no thread that watches torchvision's progress bar, for the same reason
     try:
         try:
             load(name, data_dir)
@@ -226,7 +226,7 @@ def _fetch(name: str, data_dir: str) -> None:
         with FileLock(Path(data_dir, ".lock"), timeout=LOCK_TIMEOUT), contextlib.redirect_stdout(io.StringIO()):
             _read(name, data_dir, is_train=True, download=True)  # downloads nothing if another process has done it
         load(name, data_dir)
-    except Exception as problem:  # of the network, of the disk, of torchvision's readers: they have many
+    except Exception as problem:  # the network, the disk and torchvision's readers have many kinds
         kind = "" if isinstance(problem, DataError) else f"{type(problem).__name__}: "
         reason = " ".join(f"{kind}{problem}".split())
         raise DataError(

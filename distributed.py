@@ -101,7 +101,7 @@ def print_primary(*args: Any, **kwargs: Any) -> None:
 # A launcher tells each process its place by environment variables.  These are torchrun's; RANK and WORLD_SIZE are
 # enough.  launcher.py translates those of srun and mpirun into them.
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-# Of other launchers: a variable that each process has, and the one with the number of processes.
+# Other launchers' variables: one that each process has, and the one with the number of processes.
 _UNKNOWN_LAUNCHERS = {
     "OMPI_COMM_WORLD_RANK": "OMPI_COMM_WORLD_SIZE",
     "PMI_RANK": "PMI_SIZE",
@@ -229,7 +229,7 @@ def init_process_group(
         options["device_id"] = device  # connect at once, and to the right GPU
     store = _meet(rank, world_size, limit)
     torch_dist.init_process_group(backend, store=store, **options)
-    barrier()  # or a rank that ends early would break the connections that others are still making
+    barrier()  # otherwise a rank that ends early would break connections that others are still making
     processes = "process" if world_size == 1 else "processes"
     print_primary(f"distributed: {world_size} {processes}, {backend}, {device.type}")
 
@@ -626,7 +626,7 @@ def _call(worker_fn: Callable, args: tuple) -> Any:
     try:
         result = worker_fn(get_local_rank(), get_world_size(), *args)
     except BaseException:
-        cleanup()  # with one process: so that a notebook's cell can be run again
+        cleanup()  # with one process a notebook's cell can then be run again
         raise
     destroy_process_group()  # not cleanup: `launch` may have been called inside `except`
     return result if is_primary() else None

@@ -49,8 +49,8 @@ STACK_SIGNAL = getattr(signal, "SIGRTMAX", signal.SIGUSR1)  # macOS has no SIGRT
 STOP_GRACE = 30  # seconds to save, for ranks that handle SIGTERM, if the run is told to stop
 FAILURE_GRACE = 3  # the same, after another rank has failed
 POLL = 0.02  # seconds between two looks at the ranks
-CPU_QUOTA = "/sys/fs/cgroup/cpu.max"  # of a container, such as "200000 100000": two cores; or "max 100000"
-_FRAME = re.compile(r'File "(.+)", line (\d+),? in (.+)')  # of a traceback, or of faulthandler's
+CPU_QUOTA = "/sys/fs/cgroup/cpu.max"  # a container's: "200000 100000" is two cores, "max 100000" all
+_FRAME = re.compile(r'File "(.+)", line (\d+),? in (.+)')  # a line of a traceback, Python's or faulthandler's
 # Files and folders that are not the program: where a rank stands is told by its own line.
 NOT_THE_PROGRAM = [
     os.path.join(os.path.dirname(__file__), "distributed.py"),
@@ -188,7 +188,7 @@ def _how_to_start(job: tuple, nproc: int) -> tuple[str, int | None, Any]:
         if not (is_shell and b"__main__" in pickled):
             return "spawn", threads, pickled
         problem = "a new process can't import what a shell or notebook defines: move it to a file, or restart the shell"
-    except Exception as error:  # of a lambda, a lock or a queue: each has an error of its own
+    except Exception as error:  # a lambda, a lock and a queue have errors of their own
         problem = (
             f"the function and its arguments can't be sent to a new process ({type(error).__name__}: {error}): define "
             "functions at the top level of a file, and make locks and queues inside them"
@@ -199,7 +199,7 @@ def _how_to_start(job: tuple, nproc: int) -> tuple[str, int | None, Any]:
 
 
 def _count_cores() -> int:
-    """How many this process may use.  A container (docker --cpus=2) sees all cores, but has a quota of their time."""
+    """The cores for this process.  A container (docker --cpus=2) sees all cores, but has a quota of their time."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with contextlib.suppress(OSError, ValueError):  # there is no such file, or no quota
         quota, period = Path(CPU_QUOTA).read_text().split()
@@ -257,7 +257,7 @@ class _Ranks:
             "TORCHELASTIC_USE_AGENT_STORE": "True",  # as under torchrun: rank 0 need not serve the store
             "TORCHELASTIC_RESTART_COUNT": "0",  # torch 2.4 and 2.5 read it then
         }
-        _write_open_files()  # or each forked rank would write what they have buffered, too
+        _write_open_files()  # otherwise each forked rank would also write what they have buffered
         parent = os.getpid()
         self.guard = _fork(lambda: _guard(parent, self.folder))
         os.setpgid(self.guard, self.guard)  # here, too: its group must be there when the ranks join it
@@ -291,8 +291,8 @@ class _Ranks:
             self.wait_for_news()
             for report in self.reports.values():
                 self.stop_signal = self.stop_signal or report.stop_signal  # the rank was told to stop, so the run was
-        # What is seen first may be a consequence.  So wait a moment for its cause, and longer if all that is known is
-        # that connections were lost.
+        # What is seen first may be a consequence.  So wait a moment for its cause, and longer if only lost connections
+        # are known.
         since = time.monotonic()
         while self.failures() and not self.stop_signal:
             patience = 2 if self.reports[self.failures()[0]].failure == LOST else 0.2
@@ -321,7 +321,7 @@ class _Ranks:
         if rank not in self.reports and (written := self.read(f"report{rank}")):
             try:
                 self.reports[rank] = pickle.loads(written)
-            except Exception as error:  # of a class that can't be made here, for example
+            except Exception as error:  # for example a class that this process can't import
                 self.reports[rank] = _Report(time.monotonic(), FAILED, f"its result can't be read: {error}")
         report = self.reports.get(rank)
         if code is not None and report is None:
@@ -377,7 +377,7 @@ class _Ranks:
             report = self.reports.get(rank)
             frames = _FRAME.findall(self.read(f"stack{rank}").decode())
             if report and report.failure in (FAILED, TIMED_OUT, LOST):
-                frames = _FRAME.findall(report.error)[::-1]  # of a traceback; there the innermost is last
+                frames = _FRAME.findall(report.error)[::-1]  # a traceback has the innermost last
             standing = _where(frames)
             if not standing.place:
                 if rank not in asked:
@@ -408,7 +408,7 @@ class _Ranks:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def let_ranks_save(self) -> None:
-        """SIGTERM to those that handle it.  The others end by SIGKILL, and their data loader workers with them."""
+        """Send SIGTERM to ranks that handle it.  SIGKILL ends the others, and their data loader workers with them."""
         saving = []
         for rank, process in enumerate(self.processes):
             if rank not in self.reports and _handles_sigterm(process.pid):
@@ -485,7 +485,7 @@ def _guard(parent: int, folder: str) -> None:
 
     If the launching process dies, even by SIGKILL, the group is killed and the run's folder removed.
     """
-    os.setpgid(0, 0)  # or a parent that dies now would make it kill the group of the parent
+    os.setpgid(0, 0)  # otherwise, if the parent died now, the parent's group would be killed
     while os.getppid() == parent:
         time.sleep(0.5)
     group = os.getpgid(0)
@@ -513,7 +513,7 @@ def _be_rank(guard: int, environment: dict, folder: str, seed: int, threads: int
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     stack_file = open(f"{folder}/stack{rank}", "a")  # noqa: SIM115  faulthandler keeps it open
-    faulthandler.enable(file=stack_file, all_threads=False)  # of a crash
+    faulthandler.enable(file=stack_file, all_threads=False)  # if it crashes
     faulthandler.register(STACK_SIGNAL, file=stack_file, all_threads=False)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (*STOP_SIGNALS, signal.SIGUSR1, STACK_SIGNAL))
     if threads:
@@ -535,10 +535,10 @@ def _be_rank(guard: int, environment: dict, folder: str, seed: int, threads: int
     _write_report(report, f"{folder}/report{rank}")
     if failure and (report.failure or report.stop_signal):
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises if a data loader's worker dies
-        failure = None  # and with it its frames: their files are closed, their data loaders end
+        failure = None  # frees its frames: their files are closed, and their data loaders end
         while True:  # if this rank ended now, the others would report a lost connection
             signal.pause()
-    # Now what Python does at the end of a program, in its order: multiprocessing leaves out a part.
+    # Python does this at the end of a program, in this order; multiprocessing leaves out a part.
     threading._shutdown()  # waits for threads; pools of threads are told to end
     atexit._run_exitfuncs()
     _write_open_files()
@@ -565,7 +565,7 @@ def _write_report(report: _Report, path: str) -> None:
     try:
         written = pickle.dumps(report)
         Path(f"{path}.tmp").write_bytes(written)
-    except Exception as error:  # of pickle, or of the disk
+    except Exception as error:  # pickle has many kinds, and the disk may be full
         text = (
             f"worker_fn has returned, but its result can't be sent to the launching process ({type(error).__name__}: "
             f"{error}): save it in worker_fn and return None, or set TMPDIR to a folder with room for it"
@@ -631,14 +631,14 @@ def translate_variables() -> bool:
         place = [int(env[name]) for name in names]
         if names is _SRUN:
             place.append(_count_srun_tasks_here())
-            host = re.sub(r"\[(\w+)[^]]*]", r"\1", env["SLURM_STEP_NODELIST"]).split(",")[0]  # of node[08-09],other
+            host = re.sub(r"\[(\w+)[^]]*]", r"\1", env["SLURM_STEP_NODELIST"]).split(",")[0]  # of node[08-09]: node08
             run = f"{env['SLURM_JOB_ID']}.{env['SLURM_STEP_ID']}"
     except (KeyError, IndexError, ValueError) as error:
         raise ValueError(f"the launcher's variables are incomplete ({error}): start with it, or unset them") from None
     if place[1] == place[3]:  # all processes are on this machine
         host = "127.0.0.1"
         if names is not _SRUN and "MASTER_PORT" not in env:
-            # A process's number, of which PMIX_NAMESPACE is made, too, is unique in its namespace: a container's.
+            # PMIX_NAMESPACE, too, is made of a process's number, which is unique in its namespace: a container's.
             link = "/proc/self/ns/pid"
             run = f"{run or os.getppid()} {os.readlink(link) if os.path.lexists(link) else ''}"
     env |= {name: str(number) for name, number in zip(_TORCHRUN, place, strict=True)}
@@ -650,7 +650,7 @@ def translate_variables() -> bool:
 
 
 def _count_srun_tasks_here() -> int:
-    """From a list with the tasks of each node, such as 2(x3),1."""
+    """The number of tasks on this node; srun lists those of each node, such as 2(x3),1."""
     counts = []
     for part in os.environ["SLURM_STEP_TASKS_PER_NODE"].split(","):
         count, _, times = part.removesuffix(")").partition("(x")
@@ -736,7 +736,7 @@ def _choose_interface(store: torch_dist.Store) -> None:
         address = store.get("address of rank 0").decode()
     if _is_loopback(address):
         interface = "lo0" if sys.platform == "darwin" else "lo"
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # without "=" also what begins with this name
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # "=": no other whose name begins like this
     else:
         interface = _interface_with(address)
     if interface:

@@ -50,6 +50,8 @@ def main() -> int:
     except UsageError as problem:
         print(f"equivalence: error: {problem}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return 130
 
 
 def compare(args: argparse.Namespace) -> int:
@@ -64,8 +66,8 @@ def compare(args: argparse.Namespace) -> int:
     folder = Path(tempfile.mkdtemp(prefix="equivalence-"))
 
     def show(notes: list) -> int:
-        if any(one.ending in ("failed", "stuck") for one in notes):
-            return 2
+        if any(one.ending == "failed" for one in notes):
+            return 2  # its error follows
         return answer(args, sorted(notes), folder, started)
 
     torch.set_num_threads(1)  # or nothing could be forked after it
@@ -94,9 +96,15 @@ def answer(args: argparse.Namespace, notes: list, folder: Path, started: float) 
     from equivalence.verdict import judge
 
     ranks = [one.value for one in notes]
-    made = min(len(rank.counts) for rank in ranks)
-    if made == 0:
+    steps = [len(rank.counts) for rank in ranks]
+    made = min(steps)
+    if max(steps) == 0:
         return unknown(NO_STEP)
+    if len(ranks) < ranks[0].world_size or any(one.ending == "stuck" for one in notes):
+        each = ", ".join(f"rank {rank.rank}: {len(rank.counts)}" for rank in ranks)
+        return unknown(
+            f"not all ranks came through {args.steps + 1} steps of an optimizer ({each})"
+        )
     if made <= args.steps:
         return unknown(
             f"the program made {made} steps, and {args.steps + 1} are needed: let it make more, or "
@@ -109,7 +117,8 @@ def answer(args: argparse.Namespace, notes: list, folder: Path, started: float) 
         sys.stderr.write(alone.problem)
         return unknown(
             "the program failed in one process, on the batches of all (its error is above). If it "
-            'can\'t run so, give it other flags: --alone="FLAGS"'
+            "can't run so, or finds the first run's files, give it other flags: "
+            '--alone="FLAGS"'
         )
     needed = [Test("whole", step) for step in range(args.steps)]
     needed += [Test("rounded", step) for step in range(args.steps)]

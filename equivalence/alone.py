@@ -2,9 +2,11 @@
 
 import argparse
 import os
-import socket
+import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,6 +14,7 @@ import torch
 from instruments import ranks as instrument
 from instruments.meeting import Folder, Place
 from instruments.ranks import Job
+from torch.distributed import TCPStore
 
 from equivalence.notes import Notes
 from equivalence.plan import Plan, Test
@@ -40,6 +43,7 @@ class Request(NamedTuple):
 
 def run_all(args: argparse.Namespace, ranks: list[Notes], folder: Path) -> Alone:
     """Until all tests are made, or a run makes none."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # which ends the run, too
     plan = Plan(ranks, args.steps)
     rates = plan.rates
     left = plan.all_tests()
@@ -91,11 +95,12 @@ def merged(old: Result | None, new: Result) -> Result:
 
 def run_once(args: argparse.Namespace, folder: Path) -> str:
     """Returns what the program printed, if it failed."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    # As under torchrun, which serves the store: so nobody else can take its port.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     environment = {n: v for n, v in os.environ.items() if not n.startswith("TORCHELASTIC_")}
     environment |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NPROC": "1"}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "NPROC": "1"}
+    environment |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
     own = [sys.executable, str(Path(__file__).parent), "--replay", str(folder)]
     own += ["--threads", str(args.threads), "--patience", str(args.patience)]
     command = [*own, *args.command, *args.alone]
@@ -111,6 +116,7 @@ def run_once(args: argparse.Namespace, folder: Path) -> str:
 
 def replay(args: argparse.Namespace) -> int:
     """The run itself; its result is a file in the folder."""
+    threading.Thread(target=end_with_parent, daemon=True).start()
     torch.set_num_threads(args.threads)
     folder = Path(args.replay)
     job = Job("equivalence", args.command, args.patience, replayer, (folder,))
@@ -121,6 +127,14 @@ def replay(args: argparse.Namespace) -> int:
         return 0
 
     return instrument.be_rank(job, Place(0, 1), Folder(str(folder)), save)
+
+
+def end_with_parent() -> None:
+    """Its end may have been a kill -9."""
+    parent = os.getppid()
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(1)
 
 
 def replayer(place: Place, folder: Path) -> Replayer:

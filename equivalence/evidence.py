@@ -10,6 +10,8 @@ from equivalence.plan import FACTOR, Plan, Test
 from equivalence.replay import Result
 from equivalence.vectors import Vector
 
+ALONE = "in one process"
+
 
 class Evidence:
     def __init__(self, plan: Plan, result: Result) -> None:
@@ -107,6 +109,28 @@ class Evidence:
         after = self.of_column("weights", step + 1, column, self.parameters)
         return vectors.difference(after, before)
 
+    def not_finite(self, step: int) -> list[str]:
+        """Where the gradients of a step are infinite or NaN."""
+        found = []
+        for rank, notes in enumerate(self.plan.ranks):
+            names = names_not_finite(notes.steps[step])
+            if names:
+                found.append(f"on rank {rank} ({names[0]})")
+        if names_not_finite(self.result.steps[Test("whole", step)]):
+            found.append(ALONE)
+        return found
+
+    def sizes(self) -> tuple[int, int]:
+        """Examples in a step: as the program itself takes them in one process, and of all ranks."""
+        key = self.plan.keys[0]
+        alone = self.result.notes.examples.get(key, 0) * self.plan.rates[key]
+        counts = self.plan.examples(0)
+        return alone, sum(counts[column] for column in self.shares)
+
+    def is_by_chance(self, distance: float) -> bool:
+        """Whether other random numbers would move the gradients about as far."""
+        return self.changed_by("reseeded") > max(distance / 4, FACTOR * self.rounding())
+
     # --------------------------------------------------------------------------- the yardsticks
 
     @functools.cached_property
@@ -131,3 +155,11 @@ class Evidence:
         The mean of the shares' is compared to the last bits; one process's own, up to rounding.
         """
         return self.exact_mean if self.has_shares else FACTOR * self.rounding()
+
+
+def names_not_finite(step: Step) -> list[str]:
+    found = []
+    for name, gradient in step.gradients.items():
+        if gradient is not None and not gradient.isfinite().all():
+            found.append(name)
+    return found

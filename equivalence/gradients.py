@@ -24,6 +24,7 @@ class Line(NamedTuple):
 class Averaging(NamedTuple):
     lines: list[Line]
     is_own: bool = False  # each rank's optimizer gets its own share's gradients
+    unknown: str = ""  # why the question can't be answered
 
 
 class OneBatch(NamedTuple):
@@ -85,6 +86,8 @@ def explain(evidence: Evidence, differences: Differences) -> Averaging:
     worst = max(evidence.steps, key=lambda step: max(steps[step] for steps in far))
     lines = missing_gradients(evidence, worst)
     if not evidence.has_shares:
+        if evidence.is_by_chance(differences.largest):
+            return undecided_by_chance(evidence, differences)
         return Averaging([*lines, explain_whole(evidence, differences, worst)])
     bad = wrong_tensors(evidence, differences, worst)
     place = where(evidence, differences, bad)
@@ -98,6 +101,8 @@ def explain(evidence: Evidence, differences: Differences) -> Averaging:
     if is_own(evidence, fits):
         text = f"each rank's optimizer gets the gradients of its own share{place}: nobody averages"
         return Averaging([*lines, Line("averaging", f"WRONG: {text} them", True)], is_own=True)
+    if is_of_a_set_size(evidence, fits, worst):
+        return undecided_by_size(evidence)
     text = clipped_early(evidence, worst) or in_words(evidence, fits, worst, place)
     return Averaging([*lines, Line("averaging", f"WRONG: {text}", True)])
 
@@ -110,6 +115,36 @@ def explain_whole(evidence: Evidence, differences: Differences, worst: int) -> L
         return Line("gradients", f"WRONG: {fit.weights[0]:.4g} times one process's", True)
     text = f"WRONG: apart from one process's by {differences.largest:.0e}"
     return Line("gradients", f"{text}; rounding alone makes {rounding:.0e}", True)
+
+
+def undecided_by_chance(evidence: Evidence, differences: Differences) -> Averaging:
+    text = f"apart from one process's by {differences.largest:.0e}; other random numbers move them "
+    text += f"by {evidence.changed_by('reseeded'):.0e}"
+    why = "a step draws random numbers, other ones on each rank, and with several optimizers, or "
+    why += "one batch for all ranks, the ranks' shares are not looked at: draw none, and try again"
+    return Averaging([Line("gradients", text)], unknown=why)
+
+
+def is_of_a_set_size(evidence: Evidence, fits: list[Fit], step: int) -> bool:
+    """Whether the loss may be a sum, divided by a batch size that is set and not counted.
+
+    One process got more examples than it would take by itself, and divided by its own size.
+    """
+    alone, total = evidence.sizes()
+    proper = evidence.plan.weights_of_shares(step, evidence.raw)
+    ones = [1.0] * len(proper)
+    if not alone or alone == total or not near(proper, ones):
+        return False
+    return all(near(fit.weights, [alone / total] * len(proper)) for fit in fits)
+
+
+def undecided_by_size(evidence: Evidence) -> Averaging:
+    alone, total = evidence.sizes()
+    text = f"{alone / total:.4g} times one process's: the loss is a sum over examples, or a sum "
+    text += f"that is divided by a size that is set ({alone} in one process)"
+    why = "the loss is a sum, or divided by a batch size that is set and not counted: give "
+    why += f'--alone="FLAGS" that set it to {total}, or let the loss be a mean'
+    return Averaging([Line("averaging", text)], unknown=why)
 
 
 def missing_gradients(evidence: Evidence, step: int) -> list[Line]:
@@ -185,27 +220,40 @@ def in_words(evidence: Evidence, fits: list[Fit], step: int, place: str) -> str:
     times = sum(ratios) / count
     uneven = max(ratios) - min(ratios)
     rest = f", and something else ({left:.0e})" if left > 1e-3 else ""
+    if left < evidence.exact and near(first, proper):
+        return f"{times:.7g} times one process's gradients{place}"
     if left < 0.01 and near(first, proper):
         return f"they are coarsely rounded{place} (by a communication hook that sends bfloat16?)"
     if left > 0.01 or (abs(times - 1) < NEAR and uneven < 2 * NEAR):
         nearest = made_of(first, evidence.shares)
         return f"they are not made of the shares' gradients{place} (nearest: {nearest})"
+    lost = [c for c, ratio in zip(evidence.shares, ratios, strict=True) if abs(ratio) < NEAR]
+    if lost:
+        names = " and ".join(f"rank {evidence.plan.columns[column][0]}'s" for column in lost)
+        return f"{names} examples don't count in the gradients{place}{rest}"
     if uneven > 2 * NEAR * max(abs(ratio) for ratio in ratios):
         return (
             f"the shares count {percent(first)}{place}, in one process {percent(proper)}: the mean "
             f"of means is not the mean (unequal numbers of examples, tokens or labels?){rest}"
         )
-    if near(proper, [1.0] * count) and abs(times * count - 1) < NEAR:
+    is_sum = near(proper, [1.0] * count)
+    return f"{multiple(times, count, is_sum, place)}{rest}"
+
+
+def multiple(times: float, count: int, is_sum: bool, place: str) -> str:
+    """What they got is so many times one process's gradients; is_sum: so is its loss."""
+    if is_sum and abs(times * count - 1) < NEAR:
         return (
             f"1/{count} of one process's gradients{place}: the loss is a sum over examples, and "
-            f"the mean over {count} processes divides it by {count}{rest}"
+            f"the mean over {count} processes divides it by {count}"
         )
     if abs(times - count) < NEAR * count:
-        return f"{count} times one process's gradients{place}: summed, not averaged{rest}"
+        return f"{count} times one process's gradients{place}: summed, not averaged"
     if abs(times * count - 1) < NEAR:
-        text = f"1/{count} of one process's gradients{place}: divided by the number of processes"
-        return f"{text} twice{rest}"
-    return f"{times:.4g} times one process's gradients{place}{rest}"
+        return (
+            f"1/{count} of one process's gradients{place}: divided by the number of processes twice"
+        )
+    return f"{times:.4g} times one process's gradients{place}"
 
 
 # --------------------------------------------------------------------- 2. is it one batch's?

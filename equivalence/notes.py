@@ -34,6 +34,7 @@ class Notes:
     """Of one process."""
 
     rank: int
+    world_size: int
     steps: list[Step]
     events: dict[str, list[Event]]  # by where they come from: a loader, a model's inputs
     counts: list[Counter]  # how many events there were at each step of the optimizer

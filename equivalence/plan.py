@@ -220,7 +220,7 @@ class Plan:
         rounded = self.only(raw(Test("rounded", step, 0, neutral)))
         found = vectors.fit(wanted, parts)
         noise = vectors.fit(wanted, [rounded]).left
-        near = max(2e-3, 2 * found.left)
+        near = FACTOR * max(found.left, noise, 1e-7)
         weights = found.weights
         if found.left > max(LEFT, FACTOR * noise) or vectors.spread(weights, counted) < near:
             weights = counted

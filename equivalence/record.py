@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from instruments.hooks import Hooks, plain_name
+from instruments.meeting import Place
 from instruments.program import Finished
 from instruments.tensors import parameters_of, tensors_in, whole
 from torch import nn
@@ -34,9 +35,9 @@ DROPOUTS = [name for name in dir(F) if name.rstrip("123d").endswith("dropout") a
 class Recorder(Hooks):
     """Notes `length` steps, and how the next one begins."""
 
-    def __init__(self, rank: int, length: int) -> None:
+    def __init__(self, place: Place, length: int) -> None:
         super().__init__()
-        self.rank, self.length = rank, length
+        self.place, self.length = place, length
         self.noted: list[Step] = [Step()]  # the current one is the last
         self.events: dict[str, list[Event]] = {}
         self.seen: Counter = Counter()
@@ -261,7 +262,8 @@ class Recorder(Hooks):
             names += [name for name, t in self.named_tensors(model) if id(t) in parameters]
         tensors = list(tensors_in([list(self.events.values()), [vars(s) for s in self.noted]]))
         return Notes(
-            rank=self.rank,
+            rank=self.place.rank,
+            world_size=self.place.world_size,
             steps=self.noted,
             events=self.events,
             counts=self.counts,
@@ -283,16 +285,16 @@ def unwrapped(module: nn.Module) -> nn.Module:
     return module
 
 
-def recorder(place: Any, length: int, folder: str, threads: int) -> "QuietRecorder":
+def recorder(place: Place, length: int, folder: str, threads: int) -> "QuietRecorder":
     torch.set_num_threads(threads)
-    return QuietRecorder(place.rank, length, f"{folder}/log{place.rank}")
+    return QuietRecorder(place, length, f"{folder}/log{place.rank}")
 
 
 class QuietRecorder(Recorder):
     """What the program prints goes into a file."""
 
-    def __init__(self, rank: int, length: int, log: str) -> None:
-        super().__init__(rank, length)
+    def __init__(self, place: Place, length: int, log: str) -> None:
+        super().__init__(place, length)
         self.log = log
 
     @contextlib.contextmanager

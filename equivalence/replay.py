@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from instruments.meeting import Place
 from instruments.program import Finished
 from instruments.tensors import local, parameters_of, whole
 from torch import nn
@@ -37,7 +38,7 @@ class Replayer(Recorder):
     """A recorder that replaces batches, weights and, in the test `mean`, gradients."""
 
     def __init__(self, plan: Plan) -> None:
-        super().__init__(0, len(plan.tests))
+        super().__init__(Place(0, 1), len(plan.tests))
         self.plan = plan
         self.kept: dict[tuple[int, int], Kept] = {}
         self.put_aside: list[nn.Module] = []  # BatchNorm and dropout that are told to evaluate

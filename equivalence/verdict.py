@@ -4,7 +4,7 @@ import torch
 
 from equivalence import vectors
 from equivalence.batches import digests_of_examples
-from equivalence.evidence import Evidence
+from equivalence.evidence import ALONE, Evidence
 from equivalence.gradients import Line, averaging, one_batch, some_of
 from equivalence.plan import FACTOR, Test
 
@@ -15,7 +15,12 @@ SAMPLER = "give each its share (a DistributedSampler)"
 
 def judge(evidence: Evidence) -> tuple[int, list[Line]]:
     """The exit code, and the lines; the first one is the verdict."""
-    lines = [*examples(evidence), *copies(evidence), *learning_rate(evidence)]
+    lines = examples(evidence)
+    for step in evidence.steps:
+        places = evidence.not_finite(step)
+        if places:
+            return with_numbers_not_finite(step, places, lines)
+    lines += [*copies(evidence), *learning_rate(evidence)]
     if evidence.names and not any(vectors.length(one) for one in evidence.raws("whole")):
         text = "all are 0 in one process, too: look at the loss"
         lines.append(Line("gradients", text))
@@ -29,6 +34,8 @@ def judge(evidence: Evidence) -> tuple[int, list[Line]]:
         return UNKNOWN, [Line("verdict", f"NOT FOUND OUT: {text}"), *lines]
     found = averaging(evidence)
     lines += [*found.lines, *spare_tensors(evidence)]
+    if found.unknown:
+        return UNKNOWN, [Line("verdict", f"NOT FOUND OUT: {found.unknown}"), *lines]
     cause = ""
     are_equal = not any(line.label == "copies" for line in lines)  # the ranks' weights
     if evidence.has_shares and evidence.names and are_equal:
@@ -65,6 +72,19 @@ def conclude(reasons: list[str], cause: str) -> tuple[int, str]:
     return DIFFERENT, f"DIFFERENT from one process in: {', '.join(reasons)}"
 
 
+def with_numbers_not_finite(
+    step: int, places: list[str], lines: list[Line]
+) -> tuple[int, list[Line]]:
+    text = f"infinite or NaN in step {step + 1} {', '.join(places)}"
+    if ALONE in places:
+        text += ": find out why there, before you compare"
+        verdict = Line("verdict", "NOT FOUND OUT: gradients are infinite or NaN")
+        return UNKNOWN, [verdict, *lines, Line("gradients", text)]
+    text += ", and not in one process"
+    code, verdict = conclude(["gradients"], "")
+    return code, [Line("verdict", verdict), *lines, Line("gradients", f"WRONG: {text}")]
+
+
 # ------------------------------------------------------------------------------- the examples
 
 
@@ -84,7 +104,7 @@ def examples(evidence: Evidence) -> list[Line]:
         is_wrong = bool(said)
     elif len(plan.ranks) > 1:
         text += f", the same on all {len(plan.ranks)} ranks, which share one model"
-    return [Line("examples", text, is_wrong), *larger_alone(evidence, most)]
+    return [Line("examples", text, is_wrong), *larger_alone(evidence)]
 
 
 def twice_in_steps(evidence: Evidence) -> str:
@@ -119,14 +139,13 @@ def in_an_epoch(evidence: Evidence) -> str:
     return text
 
 
-def larger_alone(evidence: Evidence, most: list[int]) -> list[Line]:
+def larger_alone(evidence: Evidence) -> list[Line]:
     """If --batch-size means another number of examples in one process."""
-    plan, key = evidence.plan, evidence.plan.keys[0]
-    alone = evidence.result.notes.examples.get(key, 0) * plan.rates[key]
-    total = sum(most[column] for column in evidence.shares)
-    if not alone or alone == total or not key.startswith("loader"):
+    alone, total = evidence.sizes()
+    if not alone or alone == total:
         return []
-    text = f"alone the program takes {alone} examples in a step, with {len(plan.ranks)} processes "
+    count = len(evidence.plan.ranks)
+    text = f"alone the program takes {alone} examples in a step, with {count} processes "
     return [Line("note", f"{text}{total}: an epoch has fewer steps, and other rates may be best")]
 
 

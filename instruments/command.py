@@ -5,7 +5,7 @@ import os
 
 
 def new_parser(tool: str, description: str | None) -> argparse.ArgumentParser:
-    """With the program as last argument: a file or, after -m, a module, and its flags."""
+    """A parser whose last argument is the program: a file or, after -m, a module; and its flags."""
     parser = argparse.ArgumentParser(
         prog=tool,
         description=description,

@@ -41,7 +41,7 @@ class Open(NamedTuple):
 class Hooks:
     """What an instrument overrides, and what calls it.
 
-    Where a step begins: with the first batch after the optimizer's step; if the program has no
+    A step begins with the first batch after the optimizer's step; if the program has no
     DataLoader, right after the optimizer's step.  `step_begins` is called at both places.  The
     last call before the first optimizer steps again is the one that counts.
     """
@@ -51,7 +51,7 @@ class Hooks:
         self.inside: list[Open] = []  # the innermost comes last
         self.models: dict[int, nn.Module] = {}  # those with parameters that no other module calls
         self.optimizer: Any = None  # the first that makes a step
-        self.steps = 0  # that it has begun
+        self.steps = 0  # how many it has begun
         self.last_step = time.monotonic()
         self._waits_for_batch = False
 
@@ -75,7 +75,7 @@ class Hooks:
         return original()
 
     def optimizer_begins(self, optimizer: Any) -> None:
-        """An optimizer's step begins: of the first one, or of another, perhaps inside it."""
+        """An optimizer's step begins: the first one's, or another's, perhaps inside it."""
 
     def gradients_are_there(self, optimizer: Any) -> None:
         """The optimizer is about to use them.  With a closure: after each call of the closure."""
@@ -84,7 +84,7 @@ class Hooks:
         """An optimizer's step has ended."""
 
     def notes(self, is_own_thread: bool) -> Any:
-        """What was noted, for `ranks`.  Not its own thread: of a program that hangs."""
+        """What was noted, for `ranks`.  Another thread asks if the program hangs."""
         raise NotImplementedError
 
     # ------------------------------------------------------------------------- what calls these
@@ -101,7 +101,7 @@ class Hooks:
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        """In here this instrument is called."""
+        """A block in which this instrument is called."""
         handles = [
             nn_module.register_module_forward_pre_hook(self._before_module),
             nn_module.register_module_forward_hook(self._after_module, always_call=True),

@@ -68,7 +68,7 @@ class Store:
         for number in range(count):
             chunk = packed[number * CHUNK : (number + 1) * CHUNK]
             self.store.set(f"{key} {number}", chunk)
-        self.store.set(key, str(count))  # at last: who sees this finds all of it
+        self.store.set(key, str(count))  # comes last: who sees this finds all of it
 
     def get(self, key: str) -> bytes:
         count = int(self.store.get(key))

@@ -36,7 +36,7 @@ def run_program(command: list[str]) -> bool:
     old_path = list(sys.path)
     old_argv = sys.argv
     sys.argv = arguments
-    sys.path[0] = folder  # before, it was where this project lies, or the current folder
+    sys.path[0] = folder  # it was this project's folder, or the current one
     try:
         with modules_hidden():
             if is_module:
@@ -56,7 +56,7 @@ _hidden: dict = {}  # the modules that were taken out of the program's way
 
 @contextlib.contextmanager
 def modules_hidden() -> Iterator[None]:
-    """In here `import distributed` finds the program's own file, or nothing; never ours."""
+    """A block in which `import distributed` finds the program's own file, or none; never ours."""
     for name in list(sys.modules):
         if name.partition(".")[0] in OUR_MODULES:
             _hidden[name] = sys.modules.pop(name)

@@ -230,7 +230,7 @@ class Rank:
         os.write(2, f"{self.job.tool}: {text}\n".encode(errors="backslashreplace"))
 
     def watch(self) -> None:
-        """In a thread: end a program that makes no steps, or whose other ranks have failed."""
+        """End a program that makes no steps, or whose other ranks failed.  It runs in a thread."""
         patience = self.job.patience
         while time.monotonic() - self.hooks.last_step < patience:
             if self.is_over.wait(min(0.5, patience / 4)):

@@ -32,7 +32,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy on the CPU; of a DTensor all of it, which is a collective."""
+    """A copy on the CPU.  All of a DTensor is copied, which is a collective."""
     with torch.no_grad():
         found = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
         return found.detach().to_dense().cpu().clone()
@@ -55,7 +55,7 @@ def is_sharded(tensor: torch.Tensor) -> bool:
 
 
 def digest(tensor: torch.Tensor) -> str:
-    """Equal for equal tensors; of a sharded DTensor only that it is sharded."""
+    """A text that is equal for equal tensors; "sharded" for every sharded DTensor."""
     if is_sharded(tensor):
         return "sharded"
     content = bytes_of(tensor) + str((tensor.dtype, *tensor.shape)).encode()
@@ -63,7 +63,7 @@ def digest(tensor: torch.Tensor) -> str:
 
 
 def size_in_bytes(tensor: torch.Tensor) -> int:
-    """Of a sparse tensor its indices and values."""
+    """The bytes of a tensor, or of a sparse tensor's indices and values."""
     if tensor.layout == torch.sparse_coo:
         return tensor._indices().nbytes + tensor._values().nbytes
     return tensor.nbytes

@@ -97,7 +97,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, DistributedSampler
 import torch.distributed as dist
 
-what, value = sys.argv[1], float(sys.argv[2])
+what, value = sys.argv[-2], float(sys.argv[-1])
 dist.init_process_group("gloo")
 n = dist.get_world_size()
 if what == "fails alone" and n == 1: raise ValueError("not alone")
@@ -108,27 +108,38 @@ class Net(nn.Module):
         super().__init__()
         self.inner = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 4))
     def forward(self, x):  # a layer that sees how large the batch is
-        return self.inner(x) * (1 + value * (len(x) == 24))
+        is_odd = what in ("float32", "bfloat16") and len(x) == 24
+        return self.inner(x) * (1 + value * is_odd)
 
 torch.manual_seed(0)
 data = TensorDataset(torch.randn(480, 8), torch.randint(4, (480,)))
 net = Net()
 if what == "copies" and dist.get_rank() == 1: net.inner[0].bias.data += value
-model = nn.parallel.DistributedDataParallel(net) if n > 1 else net
+model = nn.parallel.DistributedDataParallel(net) if n > 1 and what != "lost" else net
 if what == "copies" and dist.get_rank() == 1: net.inner[0].bias.data += value
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
+others = [torch.optim.SGD(net.inner[:1].parameters(), 0.1)] if what == "two optimizers" else []
+is_first = dist.get_rank() == 0
+torch.manual_seed(dist.get_rank())
 noise = 0.0
 for epoch in range(int(value) if what == "steps" else 3):
     place = {"num_replicas": 1, "rank": 0} if what == "same" else {}
     sampler = DistributedSampler(data, shuffle=what != "same", **place)
-    for x, y in DataLoader(data, 24 // n, sampler=sampler):
+    for x, y in DataLoader(data, 8 if what == "set size" else 24 // n, sampler=sampler):
         noise += 1.0  # changes from step to step, whatever the data are
         with torch.autocast("cpu", torch.bfloat16, enabled=what == "bfloat16"):
             loss = nn.functional.cross_entropy(model(x), y)
         if what == "zero": loss = loss * 0
         if what == "unsteady": loss = loss * noise
+        if what == "set size": loss = loss * len(x) / value
+        if what == "two optimizers": loss = loss * (1 + torch.rand(()))
+        if what == "times": loss = loss * (value if n > 1 else 1)
+        if what == "NaN" and (n > 1 or value): loss = loss * float("nan")
         loss.backward()
-        optimizer.step()
+        if what == "lost" and not is_first: net.inner[0].weight.grad.zero_()
+        if what == "lost": [dist.all_reduce(p.grad.div_(n)) for p in net.parameters()]
+        if what != "no step" or is_first: optimizer.step()
+        for other in others: other.step()
         optimizer.zero_grad()
         if what == "steps": break
 torch.save(net.state_dict(), f"weights{dist.get_rank()}.pt")
@@ -197,9 +208,45 @@ def test_examples_and_copies(train):
     assert lines["copies"] == "the ranks' weights differ from the start: inner.0.bias"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("what", "value", "label", "text"),
+    [
+        ("times", 1.0001, "averaging", "WRONG: 1.0001 times one process's gradients"),
+        ("NaN", 0, "gradients", r"WRONG: infinite or NaN in step 1 on rank 0 \(.*\), .*, and not in one process"),
+        (
+            "lost",
+            0,
+            "averaging",
+            r"WRONG: rank 1's and rank 2's examples don't count in the gradients of inner.0.weight \(the .*",
+        ),
+    ],
+)
+def test_wrong_gradients_are_named(train, what, value, label, text):
+    _, lines, _ = train(what, value, nproc=3, code=1)
+    assert re.fullmatch(text, lines[label]), lines
+
+
+@pytest.mark.slow
+def test_a_batch_size_that_the_loss_is_divided_by(train):
+    """With 8 examples on each rank one process gets 24, and divides by what its flags say."""
+    _, lines, _ = train("set size", 8, nproc=3, code=2)
+    assert re.fullmatch('NOT FOUND OUT: .*--alone="FLAGS" that set it to 24, .*', lines["verdict"]), lines
+    train("set size", 8, nproc=3, options=["--alone='set size' 24"], code=0)
+
+
+@pytest.mark.slow
+def test_a_rank_without_steps(train):
+    _, lines, err = train("no step", options=["--patience", 20], code=2)
+    assert re.fullmatch(r"NOT FOUND OUT: .* 4 steps of an optimizer \(rank 0: 4, rank 1: 0\)", lines["verdict"]), lines
+    assert "rank 1 made no step for 20 s" in err, err
+
+
 NOT_FOUND = {
     "zero": (0, "NOT FOUND OUT: nothing is trained", ""),
     "unsteady": (0, "NOT FOUND OUT: the same step, computed again, has other gradients .*", ""),
+    "NaN": (1, "NOT FOUND OUT: gradients are infinite or NaN", ""),
+    "two optimizers": (0, "NOT FOUND OUT: a step draws random numbers, other ones on each rank, .*", ""),
     "steps": (3, "NOT FOUND OUT: the program made 3 steps, and 4 are needed: .* fewer --steps", ""),
     "fails alone": (0, r'NOT FOUND OUT: the program failed in one process.*--alone="FLAGS"', "ValueError: not alone"),
     "fails": (0, "", "rank 1 of 2 failed first: (?s:.*)ValueError: as planned"),

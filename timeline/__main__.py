@@ -33,7 +33,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def check(args: argparse.Namespace) -> None:
-    """What can't run is one line, with exit code 2, before anything starts."""
+    """End in one line, with exit code 2, if this can't run; nothing has started yet."""
     if bool(args.draw) == bool(args.command):
         args.error(
             "give a program, such as mnist_ddp.py --dataset synthetic, or --draw and recordings"

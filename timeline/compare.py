@@ -84,7 +84,7 @@ def numbered(recording: Recording) -> dict[tuple, Message]:
 
 
 def align_clocks(recordings: list[Recording]) -> str:
-    """Between machines all-reduces and their like give the time.  Returns what was done."""
+    """Give all ranks one time; between machines all-reduces tell it.  Returns what was done."""
     said = []
     ends = [ends_of(recording) for recording in recordings]
     for place, other in enumerate(recordings):
@@ -139,7 +139,7 @@ def match_messages(recordings: list[Recording]) -> list[dict]:
 
 
 def arrow_of(key: tuple, messages: dict[int, Message]) -> dict:
-    """From a send to the end of the wait for it."""
+    """An arrow from a send to the end of the wait for it."""
     _, _, step, source, target, _ = key
     begin = messages[source]["issued"]
     receive = messages[target]

@@ -43,13 +43,13 @@ class Message(TypedDict, total=False):
 
     kind: str  # "allreduce", "send", ...
     group: str  # the process group's name
-    peer: int | None  # of a send or a receive: the other rank
+    peer: int | None  # the other rank of a send or a receive
     bytes: int  # what this rank puts in
-    runs: int  # of gloo's algorithm
+    runs: int  # how often gloo's algorithm ran
     issued: int  # it enters the queue,
     begin: int  # leaves it, and waits for other ranks,
-    until: int  # until the last has come; from there on bytes move,
-    end: int  # and have arrived
+    until: int  # the last rank has come, and bytes begin to move,
+    end: int  # the bytes have arrived
     last: int  # the rank that came last
 
 
@@ -57,21 +57,21 @@ class Recording(TypedDict):
     """All that is known of one rank."""
 
     rank: int
-    ranks: int  # in the run, also those that left no recording
+    ranks: int  # how many the run has, also those that left no recording
     setting: str  # in words: torch, device, threads
     machine: str  # those with the same have one clock
     cuts: list[int]  # where the steps begin, and where the last one ends
-    steps: int  # of the optimizer, when the weights were noted
-    first: int  # of the recorded steps; the steps before are there for their cuts
-    last: int
+    steps: int  # how many the optimizer had made when the weights were noted
+    first: int  # the first recorded step; the steps before are there for their cuts
+    last: int  # the last recorded step
     spans: list[Span]  # forward, backward, optimizer, data, wait; may lie inside each other
     messages: list[Message]
     memory: list[Allocation]
     operations: list[Span]  # torch's
-    weights: dict[str, str]  # after the last step: a digest of each tensor
+    weights: dict[str, str]  # a digest of each tensor after the last step
     values: dict[str, Any]  # small tensors themselves, to say how far they are apart
     not_finite: list[str]  # the weights in which there is a NaN or an infinity
-    gradients: Gradients  # of the step after the last
+    gradients: Gradients  # those of the step after the last
     inputs: str  # its digests; "": not seen
     core_waits: list[int]  # at each cut: how long the program's thread has waited for a core
     sampler: str  # the class

@@ -22,7 +22,7 @@ def draw(pictures: list[Picture]) -> str:
     """One SVG."""
     drawing = Drawing(max(picture["end"] for picture in pictures))
     ranks = all_ranks(pictures)
-    peaks = []  # of the two areas of memory: they have one scale in all pictures
+    peaks = []  # one for each area of memory: all pictures have the same scale
     for area in (0, 1):
         peaks.append(max(peak_of(one["memory"], two_areas(one["memory"])[area]) for one in ranks))
     for picture in pictures:
@@ -64,7 +64,7 @@ def draw_picture(drawing: Drawing, picture: Picture, peaks: list[int]) -> None:
     for arrow in picture["arrows"]:
         draw_arrow(drawing, arrow, tops)
     for lane in picture.get("lanes", []):
-        lane(drawing)  # what an experiment has measured beside: experiments/timelines.py
+        lane(drawing)  # experiments/timelines.py has measured it
     for rank, memory in memory_lanes(ranks):
         draw_memory(drawing, rank, memory, peaks)
     drawing.y += 6
@@ -116,7 +116,7 @@ class Box(NamedTuple):
 
 
 def draw_messages(drawing: Drawing, messages: list[Message]) -> None:
-    """Each in the first row that is free."""
+    """Draw each message in the first row that is free."""
     rows: list[list[Box]] = []
     largest = max((message["bytes"] for message in messages), default=0)
     for message in messages:
@@ -206,7 +206,7 @@ def draw_axis(drawing: Drawing) -> None:
 
 
 def draw_legend(drawing: Drawing, pictures: list[Picture]) -> None:
-    """Only what is drawn."""
+    """A legend of what is drawn, and of nothing else."""
     ranks = all_ranks(pictures)
     parts, kinds, has_messages = set(), set(), False
     for one in ranks:

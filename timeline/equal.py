@@ -37,7 +37,7 @@ def equalities(recordings: list[Recording], last: int) -> Iterator[tuple[str, st
 
 
 def exchange_of(recordings: list[Recording]) -> str:
-    """If the ranks exchange something else than gradients: what, in words."""
+    """What the ranks exchange in place of gradients, in words; else an empty text."""
     kinds = set()
     for recording in recordings:
         kinds |= {message["kind"] for message in recording["messages"]}
@@ -70,7 +70,7 @@ def weights_in_words(
 
 
 def inputs_in_words(recordings: list[Recording], exchange: str) -> str:
-    """Whether the ranks trained on the same."""
+    """Whether the ranks trained on equal inputs."""
     inputs = {recording["inputs"] for recording in recordings}
     if "" in inputs:
         return "not seen: no forward pass of the training got a tensor from outside of its model"
@@ -94,7 +94,7 @@ def inputs_in_words(recordings: list[Recording], exchange: str) -> str:
 
 
 def gradients_in_words(recordings: list[Recording], exchange: str) -> str:
-    """ "" if there is nothing to say."""
+    """What is known of the gradients; an empty text if there is nothing to say."""
     gradients = [recording["gradients"] for recording in recordings]
     digests = [one.digests for one in gradients]
     names = compare.common_names(digests)
@@ -121,7 +121,7 @@ def gradients_in_words(recordings: list[Recording], exchange: str) -> str:
 
 
 def made_of(gradients: list[Gradients]) -> str:
-    """What the optimizers get, of what each rank has computed before any message."""
+    """How the optimizers' gradients are made of those that each rank has computed."""
     names = compare.common_names([gradients[0].final, *(one.own for one in gradients)])
     if not names:
         return "; whether they are the mean of the ranks' own was not seen"

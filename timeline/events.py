@@ -20,7 +20,7 @@ from timeline.gpu import GPU_WORK, as_on_gpu, gpu_work, is_nccl
 from timeline.memory import blocks_of, name_blocks
 from timeline.record import Recorder
 
-MOST_BYTES = 32_000_000  # of weights that go with a recording, to say how far they are apart
+MOST_BYTES = 32_000_000  # a recording has so much of the weights, to say how far they are apart
 
 
 def recording_of(recorder: Recorder, has_trace: bool = True) -> Recording:
@@ -167,7 +167,7 @@ def old_call(event: dict) -> Message:
 
 
 def bytes_of(run: dict) -> int:
-    """What goes in, if shapes were recorded: before torch 2.14."""
+    """The bytes that go in, if shapes were recorded, which is so before torch 2.14."""
     shapes = run["args"].get("Input Dims", [])
     dtypes = run["args"].get("Input type", [])
     total = 0
@@ -243,9 +243,9 @@ def end_with_their_waits(messages: list[Message], spans: list[Span]) -> None:
 
 
 def losses(spans: list[Span], messages: list[Message]) -> list[Span]:
-    """Between a forward pass and its backward is the loss: forward, too.
+    """The time between a forward pass and its backward.
 
-    Unless a message goes out there.
+    It counts as forward, unless a message goes out there.
     """
     found = []
     for span in spans:

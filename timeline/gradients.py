@@ -1,4 +1,4 @@
-"""How the gradients of the ranks go together."""
+"""Each rank's own gradients, and those that its optimizer gets."""
 
 import dataclasses
 import zlib
@@ -13,7 +13,7 @@ Named = Iterable[tuple[str, torch.Tensor]]
 
 @dataclasses.dataclass
 class Gradients:
-    """Of the step after the recorded ones.
+    """The gradients of the step after the recorded ones.
 
     A projection is the sum of a tensor's elements, each with a sign of its own, the same on all
     ranks.  So the projection of the ranks' mean is the mean of their projections: that says
@@ -39,7 +39,7 @@ class Gradients:
         return add
 
     def note(self, parameters: Named) -> None:
-        """What the optimizer gets."""
+        """Note what the optimizer gets."""
         found = []
         for name, parameter in parameters:
             gradient = parameter.grad

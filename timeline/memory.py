@@ -21,9 +21,9 @@ class Block:
 
 
 def blocks_of(events: list[dict], device: int) -> dict[int, list[Block]]:
-    """For each address its blocks, in the order of time.
+    """The blocks of each address, in the order of time.
 
-    What a call of a message allocates, or a thread of gloo's, are message buffers.
+    Message buffers are what a collective's call allocates, or a thread of gloo.
     """
     callers = [event for event in events if event["name"].startswith("c10d::")]
     calls = sorted((event["begin"], event["end"]) for event in callers)
@@ -70,7 +70,7 @@ def name_blocks(
 
 
 def name_block(here: list[Block], now: int, kind: str, size: int) -> None:
-    """At this time the address held such a tensor."""
+    """Note that the address held such a tensor at this time."""
     for block in here:
         if block.born <= now < block.freed:
             if block.kind in ("", "message buffers"):
@@ -82,7 +82,7 @@ def name_block(here: list[Block], now: int, kind: str, size: int) -> None:
 
 def kind_by_time(block: Block, backwards: list[tuple[int, int]]) -> str:
     """Activations are kept from forward to backward."""
-    place = bisect_right(backwards, (block.born, 0))  # of the next backward
+    place = bisect_right(backwards, (block.born, 0))  # the next backward
     is_in_backward = place > 0 and block.born < backwards[place - 1][1]
     is_kept = place < len(backwards) and backwards[place][0] < block.freed
     return "activations" if is_kept and not is_in_backward else "temporary"

@@ -1,4 +1,4 @@
-"""From the recordings to a Picture: all that is drawn and said, of the shortest step."""
+"""Makes a Picture of the recordings: all that is drawn and said, of the shortest step."""
 
 import argparse
 import shlex

@@ -50,7 +50,7 @@ class Recorder(Hooks):
         self.open: list[OpenSpan] = []  # those that have not ended, the innermost last
         self.cuts: list[int] = []  # where the steps begin
         self.next_cut = 0
-        self.is_first_batch = False  # of a step
+        self.is_first_batch = False  # the step's first
         self.is_after_step = False  # after the last recorded step of the first optimizer
         self.groups: dict[Any, list[int]] = {}  # process groups: the ranks of each
         self.calls: list[Message] = []
@@ -195,7 +195,7 @@ class Recorder(Hooks):
         if torch.autograd._profiler_enabled():
             raise Refused(OTHER_PROFILER)
         self.profiler = torch.profiler.profile(
-            activities=torch.profiler.supported_activities(),  # of the CPU and, if any, of the GPU
+            activities=torch.profiler.supported_activities(),  # CPU and, if any, GPU
             profile_memory=True,
             record_shapes=not HAS_MESSAGE_HOOKS,  # costs time: only where no hook tells sizes
         )
@@ -235,7 +235,7 @@ class Recorder(Hooks):
         self.note_memory("message buffers", [*args.input_tensors, *args.output_tensors])
 
     def note_memory(self, kind: str, values: list) -> None:
-        """Where in memory the tensors among these values are."""
+        """Note where in memory the tensors among these values are."""
         found = {}
         for value in values:
             if isinstance(value, torch.Tensor) and value.layout == torch.strided:

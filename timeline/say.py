@@ -164,7 +164,7 @@ def of_ranks(ranks: list[dict], text_of: Callable[[dict], str]) -> str:
 
 
 def who_came_last(recordings: list[Recording], first: int, last: int) -> str:
-    """For each rank: in how many of the recorded steps the others waited longest for it."""
+    """The ranks for which the others waited longest, and in how many of the recorded steps."""
     messages = []
     for recording in recordings:
         messages += recording["messages"]

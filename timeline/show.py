@@ -34,7 +34,7 @@ def record_and_show(args: argparse.Namespace) -> int:
 
 
 def show(args: argparse.Namespace, notes: list[Notes]) -> int:
-    """What the ranks have left; returns the exit code."""
+    """Show what the ranks have left; returns the exit code."""
     recordings = [one.value for one in notes]
     usable = [one for one in recordings if one["last"] >= one["first"]]
     endings = {f"rank {one.rank}": one.ending for one in notes}
@@ -70,7 +70,7 @@ def too_few_steps(recordings: list[Recording], steps: int, is_error: bool) -> in
 
 
 def draw_files(files: list[str], out: str) -> int:
-    """What `show` has saved, below each other."""
+    """Draw what `show` has saved, below each other; returns the exit code."""
     pictures = []
     for file in files:
         try:

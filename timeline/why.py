@@ -69,7 +69,7 @@ def slow_rank(ranks: dict[int, list[Step]]) -> str:
 
 
 def waits_for(ranks: dict[int, list[Step]], slow: int) -> list[float]:
-    """In each step: how long the other ranks waited for this one, on average."""
+    """How long the other ranks waited for this one in each step, on average."""
     others = [steps for rank, steps in ranks.items() if rank != slow]
     found = []
     for same in zip(*others, strict=True):
@@ -82,7 +82,7 @@ def spent_in(part: str, ranks: dict[int, list[Step]]) -> dict[int, list[int]]:
 
 
 def more_than_others(spent: dict[int, list[int]], slow: int) -> list[float]:
-    """In each step: what this rank spends more than the others, on average."""
+    """What this rank spends more than the others in each step, on average."""
     others = [steps for rank, steps in spent.items() if rank != slow]
     found = []
     for own, *same in zip(spent[slow], *others, strict=True):

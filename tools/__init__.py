@@ -1,1 +1,1 @@
-"""What writes docs/ and the generated parts of README.md.  Started from the repository's root: python -m tools.build"""
+"""What writes the generated parts of the pages, docs/index.html and the site.  From the root: python -m tools.build"""

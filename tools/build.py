@@ -44,7 +44,7 @@ PAGES += [ROOT / "exercises/README.md", ROOT / "variants/README.md"]
 
 
 def steps() -> str:
-    """The table of those in the root, with their numbers, from their docstrings."""
+    """The table of the steps in the root, with their numbers, from their docstrings."""
     rows = ["| script | what it adds | diff lines |", "|---|---|---|"]
     for step in GROUPS["The course"]:
         changed = ", ".join(f"{lines(parent, step.script)} from `{parent}`" for parent in step.parents)
@@ -59,7 +59,7 @@ def lines(before: str, after: str) -> str:
 
 
 def diff(before: str, after: str, context: str = "1") -> str:
-    """Without the four lines that name the files, and without line numbers."""
+    """The diff, without the four lines that name the files, and without line numbers."""
     hunks = git_diff(f"-U{context}", before, after).split("\n@@ ")[1:]
     hunks = ["@@" + hunk.split("@@", 1)[1].rstrip("\n").removesuffix("\n ") for hunk in hunks]  # no empty last line
     return block("diff", "\n".join(hunks))
@@ -119,7 +119,7 @@ def output(command: str) -> str:
 
 
 def mistake(what: str) -> str:
-    """Both ways, each with what it prints, but for the line that says that the processes have met."""
+    """Both ways of a mistake, each with what it prints, except that the processes have met."""
     shown = ""
     variables, _, name = what.rpartition(" ")
     for way in "wrong", "right":
@@ -142,12 +142,12 @@ def collective(name: str) -> str:
 
 
 def told(stderr: str) -> str:
-    """The warnings, and of an error the table of the ranks if there is one, else the last message of the traceback.
+    """The warnings; then an error's table of the ranks or, without one, the last message of its traceback.
 
     The message's lines are cut: torch writes whole paragraphs.
     """
     text = stderr.replace(f"{ROOT}/", "")
-    text = re.sub(r"\bfor rank \d", "for rank 0", text)  # of two ranks with the same error either may be the first
+    text = re.sub(r"\bfor rank \d", "for rank 0", text)  # either of two ranks with the same error may be the first
     if found := re.search(r"^where each rank stands:.*", text, re.DOTALL | re.MULTILINE):
         error = found[0]
     else:
@@ -158,7 +158,7 @@ def told(stderr: str) -> str:
 
 
 def masked(text: str) -> str:
-    """Without what depends on the machine: folders, speeds, times, sizes, and counts of right answers."""
+    """The text without what depends on the machine: folders, speeds, times, sizes, counts of right answers."""
     text = re.sub(r"/tmp/\w+", "#", text)
     return re.sub(r"[\d.]+(?= (?:images/s|s|MiB)\b)|(?<=\()\d+(?=/\d+\))|(?<=right )\d+|\de-\d\d", "#", text)
 
@@ -227,7 +227,7 @@ def rewrite(page: Path, check: bool, quick: bool) -> list[str]:
 
 
 def old_pictures() -> list[str]:
-    """Those of docs/timelines/ whose scripts have changed since they were recorded, which needs root."""
+    """The pictures of docs/timelines/ whose scripts have changed since; to record new ones needs root."""
     found = []
     for picture in sorted((ROOT / "docs/timelines").glob("*.svg")):
         for script, digest in recorded_from(picture).items():

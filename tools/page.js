@@ -43,10 +43,3 @@ function show() {
 addEventListener("hashchange", show);
 addEventListener("load", show);
 all(".bar")[0].hidden = false;
-
-// On GitHub Pages a text or a source is not beside this page: its links lead to github.com, which shows them.
-const [, owner] = /^(.+)\.github\.io$/.exec(location.hostname) ?? [];
-if (owner) {
-  const docs = `https://github.com/${owner}/${location.pathname.split("/")[1]}/blob/HEAD/docs/`;
-  for (const link of all('a:not([href^="#"])')) link.href = new URL(link.getAttribute("href"), docs);
-}

@@ -22,7 +22,7 @@ _NOT_OURS = ("NPROC", "PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONWARNINGS", "TORCH
 _NOT_OURS += launcher.LAUNCHER_VARIABLES
 ENVIRONMENT = {k: v for k, v in os.environ.items() if k not in _NOT_OURS and not k.startswith("DIST_")}
 ENVIRONMENT |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "no_proxy": "127.0.0.1"}
-ENVIRONMENT |= {"OMP_WAIT_POLICY": "PASSIVE"}  # or OpenMP's threads spin: ten times as long on a busy machine
+ENVIRONMENT |= {"OMP_WAIT_POLICY": "PASSIVE"}  # otherwise OpenMP's threads spin: ten times as long on a busy machine
 SHELL = {"OMP_NUM_THREADS": None, "TMPDIR": None}  # what a user's shell has not set
 
 

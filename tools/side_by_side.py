@@ -77,7 +77,7 @@ def faced(before: Sequence[str], after: Sequence[str]) -> list[tuple[int | None,
 
     @functools.cache
     def best(i: int, j: int) -> tuple[float, tuple]:
-        """Of the lines from i and from j on."""
+        """The best rows for the lines from i and from j on, after the sum of their similarities."""
         if i == len(before):
             return 0, tuple((None, k) for k in range(j, len(after)))
         if j == len(after):
@@ -164,7 +164,7 @@ class Source:
 
     @functools.cached_property
     def html(self) -> list[list[tuple[str, str]]]:
-        """For each line its characters, each with the tag that it stands in: a colour, a link, or none."""
+        """The characters of each line, each with the tag that it stands in: a colour, a link, or none."""
         tags = [""] * len(self.text)
         for token in TOKEN.finditer(self.text):
             tag = link(token[0], self.modules) if token.lastgroup == "name" else f"<i class={token.lastgroup}>"

@@ -17,7 +17,7 @@ class Step(NamedTuple):
 
     @property
     def picture(self) -> Path:
-        """By experiments/timelines.py; not each step has one."""
+        """The picture by experiments/timelines.py; not each step has one."""
         return ROOT / "docs/timelines" / f"{Path(self.script).stem.removeprefix('mnist_')}.svg"
 
 
@@ -85,7 +85,7 @@ def diff_lines(before: str, after: str) -> tuple[int, int]:
 
 
 def code_digest(script: str) -> str:
-    """Of a script without its docstring and comments."""
+    """A digest of a script without its docstring and comments."""
     text = (ROOT / script).read_text(encoding="utf-8")
     code = re.sub(r'\A"""[^"]*"""|\s*#.*', "", text)
     return hashlib.sha256(code.encode()).hexdigest()[:8]

@@ -71,7 +71,7 @@ def main(local_rank, world_size, args):
     batch_size = args.batch_size // world_size  # each process's share
     global_batch = batch_size * world_size  # less than --batch-size if it doesn't divide
     train_set, test_set = data.load(args.dataset, args.data_dir, 2 * global_batch if args.dry_run else None)
-    train_sampler = dist.data_sampler(train_set, seed=args.seed)  # other examples on each rank, padded to equal shares
+    train_sampler = dist.data_sampler(train_set, seed=args.seed)  # different examples per rank, padded to equal shares
     test_sampler = dist.data_sampler(test_set, shuffle=False, pad=False)  # each example exactly once
     train_loader = data.loader(train_set, batch_size, train_sampler)
     test_loader = data.loader(test_set, batch_size, test_sampler)

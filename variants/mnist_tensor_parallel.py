@@ -111,7 +111,7 @@ def sum_input_gradients(layer, input_gradients, output_gradients):
 
 
 def sum_outputs(layer, inputs, output):
-    return dist.all_reduce(output)  # in place, unseen by autograd: the gradient of the sum is that of each part
+    return dist.all_reduce(output)  # in place, unseen by autograd: each part gets the gradient of the sum unchanged
 
 
 def parse_args():
