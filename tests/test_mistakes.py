@@ -99,3 +99,15 @@ def test_other_changes_after_wrapping(change):
     """Alone rank r learns (1, r, 1) / (2 + r**2): its second weight is 0 on rank 0, and 1/3 on rank 1."""
     assert run(_trained, 2, change, False)[0] == pytest.approx(1 / 3)
     assert run(_trained, 3, change, True)[0] == 0
+
+
+NAMED = [("after_wrapping", 3, "copies"), ("token_mean", 2, "averaging"), ("early_stop", 3, "copies")]  # two texts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "n", "label"), NAMED)
+def test_equivalence_names_it(name, n, label):
+    command = (ROOT / "equivalence", "--nproc", n, "-m", "demos.mistakes", name)
+    wrong, right = (forker().run(*command, way, cwd=ROOT) for way in ("wrong", "right"))
+    assert wrong.code == 1 and re.search(f"^verdict .*{label}", wrong.out), wrong
+    assert right.code == 0 and right.out.startswith("verdict       THE SAME as one process"), right

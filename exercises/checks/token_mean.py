@@ -88,7 +88,7 @@ def judge(answers):
         "multiplied by the world size, but divided by this rank's own number of tokens": as_if(
             n, lambda losses, rank: losses[rank].mean() * n
         ),
-        f"{not_connected}: no gradient flows through reduce, .item() and torch.tensor": without_gradients(
+        f"{not_connected}: no gradient flows through reduce, gather and .item()": without_gradients(
             right, lambda case, rank: True
         ),
         f"on a rank without tokens {not_connected}, and DDP would wait for its backward": without_gradients(
