@@ -16,13 +16,25 @@ import torch
 import torch.nn.functional as F
 from torch import distributed as torch_dist
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, get_worker_info
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    Sampler,
+    Subset,
+    WeightedRandomSampler,
+    get_worker_info,
+    random_split,
+)
 
 import distributed as dist
 
 numbers = list(range(6))
 answers = torch.tensor([1, 1, 1, 1, 0])  # of a model, for five test images: 1 is right, so four of five
 images = list(range(1200))
+weights = [9.0 if image % 10 == 0 else 1.0 for image in images]  # every tenth image is of a rare class
+texts = torch.tensor([[0, 0, 0, 0, 1, 2], [2, 2, -100, -100, -100, -100]])  # words are 0, 1, 2; -100 is padding
 loss = torch.tensor(0.5)
 model = nn.Linear(2, 1)
 
@@ -39,13 +51,28 @@ class TwoHeads(nn.Module):
         return self.used(inputs)
 
 
-def train_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.Tensor:
-    """Forward, backward and an optimizer step on this rank's own batch; returns this rank's loss."""
-    inputs = torch.full((1, 2), 0.5 + dist.get_rank())
-    loss = (model(inputs) - 1).square().mean()
+class Unigram(nn.Module):
+    """A language model that only learns how frequent each word is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logits = nn.Parameter(torch.zeros(3))
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        return self.logits[:, None].expand(len(words), 3, words.shape[1])
+
+
+def make_step(optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> None:
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+    """Forward, backward and an optimizer step on this rank's own batch; returns this rank's loss."""
+    inputs = torch.tensor([[1.0, dist.get_rank()]])
+    loss = (model(inputs) - 1).square().mean()
+    make_step(optimizer, loss)
     return loss.detach()
 
 
@@ -57,27 +84,56 @@ def zero_model() -> nn.Module:
     return model
 
 
-def print_length(model: nn.Module) -> None:
-    length = nn.utils.parameters_to_vector(model.parameters()).norm()  # the weights were 0
-    dist.print_primary(f"the step has length {length:.6f}")
-
-
 def print_difference(model: nn.Module) -> None:
-    weights = dist.gather(nn.utils.parameters_to_vector(model.parameters()))
-    dist.print_primary(f"largest difference between the ranks' weights: {(weights[0] - weights[1]).abs().max():.2f}")
+    weights = torch.stack(dist.gather(nn.utils.parameters_to_vector(model.parameters())))
+    difference = (weights.amax(0) - weights.amin(0)).max()
+    dist.print_primary(f"largest difference between the ranks' weights: {difference:.2f}")
+
+
+def train(loader: DataLoader, target: float) -> torch.Tensor:
+    """Train for an epoch on images; returns the images of all ranks: [rank, image]."""
+    model = dist.prepare_ddp_model(zero_model())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = []
+    for batch in loader:
+        inputs = batch[:, None] / torch.tensor([1200.0, 2400.0])
+        make_step(optimizer, (model(inputs) - target).square().mean())
+        batches.append(batch)
+    return torch.stack(dist.gather(torch.cat(batches)))
 
 
 def train_epoch(loader: DataLoader) -> None:
     """Train for an epoch; print the size of the global batch, and how many different images it has."""
-    model = dist.prepare_ddp_model(zero_model())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for batch in loader:
-        inputs = batch[:, None] / torch.tensor([1200.0, 2400.0])
-        optimizer.zero_grad()
-        model(inputs).square().mean().backward()
-        optimizer.step()
-    last = torch.cat(dist.gather(batch))
-    dist.print_primary(f"{len(loader)} steps of {len(last)} images, {len(last.unique())} of them different")
+    last = train(loader, target=0)[:, -loader.batch_size :]
+    different = len(last.unique())
+    dist.print_primary(f"{len(loader)} steps of {last.numel()} images, {different} of them different")
+
+
+def my_text() -> Iterator[torch.Tensor]:
+    """This rank's text, 40 times."""
+    loader = DataLoader(texts, batch_size=1, sampler=dist.data_sampler(texts, shuffle=False))
+    return itertools.chain.from_iterable(itertools.repeat(loader, 40))
+
+
+def print_frequency(model: nn.Module) -> None:
+    frequency = dist.unwrap_model(model).logits.softmax(0)[2]
+    dist.print_primary(f"the model has learnt: {frequency:.1%} of the words are word 2")
+
+
+def print_overlap(train_set: Subset, test_set: Subset) -> None:
+    """Train on one; print how many images of the other were trained on, by any rank."""
+    trained = train(DataLoader(train_set, batch_size=10, sampler=dist.data_sampler(train_set)), target=1)
+    mine = [test_set[index] for index in dist.data_sampler(test_set, pad=False)]
+    tested = torch.cat(dist.gather(torch.tensor(mine)))
+    count = torch.isin(tested, trained).sum()
+    dist.print_primary(f"{count} of {len(tested)} test images were trained on")
+
+
+def print_rare(sampler: Sampler | list[int]) -> None:
+    """Train for an epoch; print how many of the images are rare."""
+    trained = train(DataLoader(images, batch_size=10, sampler=sampler), target=1)
+    share = (trained % 10 == 0).float().mean()
+    dist.print_primary(f"{trained.numel()} images, {share:.0%} of them rare")
 
 
 class Stream(IterableDataset):
@@ -112,6 +168,29 @@ def no_ddp_right() -> None:
     print_difference(model)
 
 
+def after_wrapping_wrong() -> None:
+    model = zero_model()
+    model.weight.requires_grad_(False)
+    ddp_model = dist.prepare_ddp_model(model)  # DDP notes which parameters are trained: the bias
+    model.weight.requires_grad_(True)  # nobody averages its gradients
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(40):
+        train_step(ddp_model, optimizer)
+    print_difference(model)
+
+
+def after_wrapping_right() -> None:
+    model = zero_model()
+    model.weight.requires_grad_(False)
+    ddp_model = dist.prepare_ddp_model(model)
+    model.weight.requires_grad_(True)
+    ddp_model = dist.prepare_ddp_model(model)  # once more, after the change
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(40):
+        train_step(ddp_model, optimizer)
+    print_difference(model)
+
+
 def no_sampler_wrong() -> None:
     torch.manual_seed(0)
     train_epoch(DataLoader(images, batch_size=10, shuffle=True))  # all images, in the same order on each rank
@@ -135,6 +214,17 @@ def set_epoch_right() -> None:
         dist.print_primary(f"epoch {epoch}: rank 0 trains on {list(sampler)}")
 
 
+def weighted_wrong() -> None:
+    sampler = WeightedRandomSampler(weights, len(images))
+    print_rare(DistributedSampler(sampler))  # asks it for its length only
+
+
+def weighted_right() -> None:
+    generator = torch.Generator().manual_seed(0)  # the same on all ranks
+    indices = list(WeightedRandomSampler(weights, len(images), generator=generator))
+    print_rare(indices[dist.get_rank() :: dist.get_world_size()])
+
+
 def every_rank_wrong() -> None:
     print(f"epoch 1  loss {loss:.2f}")
     torch.save(model.state_dict(), "model.pt")  # two processes write one file at the same time
@@ -156,6 +246,16 @@ def collective_wrong() -> None:
 def collective_right() -> None:
     mean = dist.reduce(loss)  # all ranks
     dist.print_primary(f"loss {mean:.2f}")
+
+
+def random_split_wrong() -> None:
+    train, test = random_split(images, [1000, 200])  # each rank draws a split of its own
+    print_overlap(train, test)
+
+
+def random_split_right() -> None:
+    train, test = random_split(images, [1000, 200], torch.Generator().manual_seed(0))
+    print_overlap(train, test)
 
 
 def padding_wrong() -> None:
@@ -182,6 +282,26 @@ def mean_of_means_right() -> None:
     mine = answers[dist.get_rank() :: 2]
     correct, count = dist.all_reduce(torch.tensor([mine.sum(), len(mine)])).tolist()
     dist.print_primary(f"accuracy {correct / count:.1%}")
+
+
+def token_mean_wrong() -> None:
+    model = dist.prepare_ddp_model(Unigram())
+    optimizer = torch.optim.SGD(model.parameters(), lr=2)
+    for words in my_text():  # six words on rank 0, two on rank 1
+        loss = F.cross_entropy(model(words), words)  # the mean over this rank's words
+        make_step(optimizer, loss)
+    print_frequency(model)
+
+
+def token_mean_right() -> None:
+    model = dist.prepare_ddp_model(Unigram())
+    optimizer = torch.optim.SGD(model.parameters(), lr=2)
+    for words in my_text():
+        total = F.cross_entropy(model(words), words, reduction="sum")
+        count = dist.all_reduce((words != -100).sum())  # the words of all ranks
+        loss = total * dist.get_world_size() / count  # DDP divides by the world size
+        make_step(optimizer, loss)
+    print_frequency(model)
 
 
 def batch_size_wrong() -> None:
@@ -211,9 +331,12 @@ def unused_right() -> None:
 
 def early_stop_wrong() -> None:
     model = dist.prepare_ddp_model(zero_model())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(20):
-        if train_step(model, optimizer) < 0.1:  # this rank's own loss
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.4)
+    scheduler = ReduceLROnPlateau(optimizer, patience=0, threshold=0.5)
+    for step in range(40):
+        loss = train_step(model, optimizer)  # this rank's own
+        scheduler.step(loss)
+        if optimizer.param_groups[0]["lr"] < 1e-3:
             dist.print_primary(f"all ranks stop at step {step}")
             break
     dist.barrier()  # the other rank is still training
@@ -221,9 +344,12 @@ def early_stop_wrong() -> None:
 
 def early_stop_right() -> None:
     model = dist.prepare_ddp_model(zero_model())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(20):
-        if dist.reduce(train_step(model, optimizer)) < 0.1:  # the mean over all ranks, the same number on each
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.4)
+    scheduler = ReduceLROnPlateau(optimizer, patience=0, threshold=0.5)
+    for step in range(40):
+        loss = dist.reduce(train_step(model, optimizer))  # the mean over all ranks, the same number on each
+        scheduler.step(loss)
+        if optimizer.param_groups[0]["lr"] < 1e-3:
             dist.print_primary(f"all ranks stop at step {step}")
             break
     dist.barrier()
@@ -254,60 +380,30 @@ def rank_0_works_right() -> None:
     dist.print_primary("all go on")
 
 
-def clip_wrong() -> None:
-    model, scaler = dist.prepare_ddp_model(zero_model()), torch.amp.GradScaler("cpu")
-    optimizer = torch.optim.SGD(model.parameters(), lr=1)
-    scaler.scale(5 * model(torch.ones(1, 2)).mean()).backward()
-    nn.utils.clip_grad_norm_(model.parameters(), max_norm=1)  # of gradients that are 65536 times too large
-    scaler.step(optimizer)  # divides them by 65536
-    print_length(model)
-
-
-def clip_right() -> None:
-    model, scaler = dist.prepare_ddp_model(zero_model()), torch.amp.GradScaler("cpu")
-    optimizer = torch.optim.SGD(model.parameters(), lr=1)
-    scaler.scale(5 * model(torch.ones(1, 2)).mean()).backward()
-    scaler.unscale_(optimizer)
-    nn.utils.clip_grad_norm_(model.parameters(), max_norm=1)
-    scaler.step(optimizer)  # knows that they are divided already
-    print_length(model)
-
-
-def dropout_seed_wrong() -> None:
-    torch.manual_seed(0)
-    mask = F.dropout(torch.ones(16))  # what a dropout layer multiplies by
-    different = torch.stack(dist.gather(mask)).unique(dim=0)
-    dist.print_primary(f"{len(different)} different mask(s) on {dist.get_world_size()} ranks")
-
-
-def dropout_seed_right() -> None:
-    torch.manual_seed(dist.get_rank())
-    mask = F.dropout(torch.ones(16))
-    different = torch.stack(dist.gather(mask)).unique(dim=0)
-    dist.print_primary(f"{len(different)} different mask(s) on {dist.get_world_size()} ranks")
-
-
 MISTAKES = {
     "no_ddp": (no_ddp_wrong, no_ddp_right),
+    "after_wrapping": (after_wrapping_wrong, after_wrapping_right),
     "no_sampler": (no_sampler_wrong, no_sampler_right),
     "set_epoch": (set_epoch_wrong, set_epoch_right),
+    "weighted": (weighted_wrong, weighted_right),
     "every_rank": (every_rank_wrong, every_rank_right),
     "collective": (collective_wrong, collective_right),
+    "random_split": (random_split_wrong, random_split_right),
     "padding": (padding_wrong, padding_right),
     "mean_of_means": (mean_of_means_wrong, mean_of_means_right),
+    "token_mean": (token_mean_wrong, token_mean_right),
     "batch_size": (batch_size_wrong, batch_size_right),
     "unused": (unused_wrong, unused_right),
     "early_stop": (early_stop_wrong, early_stop_right),
     "iterable": (functools.partial(print_stream, iterable_wrong), functools.partial(print_stream, iterable_right)),
     "rank_0_works": (rank_0_works_wrong, rank_0_works_right),
-    "clip": (clip_wrong, clip_right),
-    "dropout_seed": (dropout_seed_wrong, dropout_seed_right),
 }
 
 
 def worker(local_rank: int, world_size: int, function: Callable, folder: str) -> None:
     os.chdir(folder)  # nothing that is saved stays
     dist.init_process_group(backend="gloo")
+    torch.manual_seed(dist.get_rank())  # each rank draws its own random numbers, the same in each run of the program
     function()
     dist.cleanup()
 

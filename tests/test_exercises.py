@@ -29,7 +29,7 @@ BACKWARDS = """sending = torch_dist.isend(tensor[:1].clone(), (dist.get_rank() -
     torch_dist.recv(tensor[:1].clone(), (dist.get_rank() + 1) % 3)
     sending.wait()"""
 AVERAGE = 'dist.all_reduce(p.grad, "mean")'
-ONE_BY_ONE = "[dist.all_reduce(g, 'mean') for g in gradients]"
+ALL_TOKENS = "dist.all_reduce(torch.tensor(len(losses)))"
 MICRO_MEAN = (" * len(y) / len(targets)", " / len(micro_batches)")
 ALL_NO_SYNC = (" if number < len(micro_batches) else contextlib.nullcontext()", "")
 HANG = """import signal, time
@@ -110,8 +110,20 @@ WRONG = {
         ("only the first parameter's", AVERAGE, "return " + AVERAGE),
         ("the weights were averaged, not the gradients", "(p.grad", "(p.data"),
     ],
-    "one_bucket": [
-        ("by 3 messages (allreduce)", "bucket =", f"return {ONE_BY_ONE}\n    bucket ="),
+    "token_mean": [
+        ("a mean of means", START, "return losses.mean()"),
+        ("a mean of means", START, "return losses.mean() if len(losses) else losses.sum()"),
+        ("a sum where a mean was meant", START, "return losses.sum()"),
+        ("multiply by the world size before", " * dist.get_world_size()", ""),
+        ("multiply by the world size before", START, f"return dist.all_reduce(losses.sum()) / {ALL_TOKENS}"),
+        ("where it must be multiplied", "* dist", "/ dist"),
+        ("this rank's own number of tokens", "/ count", "/ len(losses)"),
+        ("no gradient flows through reduce", "losses.sum()", "dist.reduce(losses.sum())"),
+        (
+            "on a rank without tokens the result isn't connected",
+            "return",
+            "return torch.tensor(0.0) if not len(losses) else",
+        ),
     ],
     "accumulate": [
         ("the parts' means are averaged, but the last part is smaller than the others", *MICRO_MEAN),
@@ -157,6 +169,7 @@ RIGHT = [
     *[(name, "") for name in NAMES],
     ("shard", "", SHARE, ".tensor_split(dist.get_world_size())[dist.get_rank()]"),
     ("global_mean", "", START, "return torch.cat(dist.gather(numbers)).mean()"),
+    ("token_mean", "", START, "return losses.sum() / dist.reduce(torch.tensor(len(losses)))"),
     ("average_gradients", "", AVERAGE, "dist.all_reduce(p.grad).div_(dist.get_world_size())"),
     ("atomic_checkpoint", "", "torch.save(state, file)", "torch.save(state, temporary)"),
 ]

@@ -11,7 +11,7 @@ NAMES = [
     "global_mean",
     "gather_unequal",
     "average_gradients",
-    "one_bucket",
+    "token_mean",
     "accumulate",
     "global_batchnorm",
     "atomic_checkpoint",
