@@ -525,7 +525,7 @@ def test_no_text_is_over_another(tmp_path):
 
 
 PROGRAM = """
-import os, sys, time, torch
+import os, signal, sys, time, torch
 net = torch.nn.Linear(4, 4)
 optimizer = torch.optim.SGD(net.parameters(), 0.1)
 for step in range(int(sys.argv[1])):
@@ -535,6 +535,9 @@ print("made", sys.argv[1:])
 if "fail" in sys.argv:
     raise ValueError("as planned")
 if "hang" in sys.argv:
+    time.sleep(1000)
+if "SIG" in sys.argv[-1]:
+    os.kill(os.getpid(), getattr(signal, sys.argv[-1]))
     time.sleep(1000)
 """
 
@@ -568,6 +571,7 @@ def test_a_program_that_has_left_its_group(tmp_path):
     assert done.code == 1 and "timeline: the program made 1 step;" in done.err and "Traceback" not in done.err, done
 
 
+DRAWN = "timeline: rank 0 failed; what was recorded before is drawn"
 HANGS = "timeline: rank 0 made no step for 0.5 s, after 8; it stands in train.py:12, <module>"
 
 
@@ -578,7 +582,9 @@ HANGS = "timeline: rank 0 made no step for 0.5 s, after 8; it stands in train.py
         ((5,), ["--steps", 4], 1, "timeline: the program made 5 steps; --steps 4 records from step 7 on"),
         ((0,), [], 1, "timeline: no optimizer of torch.optim made a step"),
         ((3, "fail"), [], 1, "ValueError: as planned"),
-        ((8, "fail"), ["--steps", 4], 1, "timeline: rank 0 failed; what was recorded before is drawn"),
+        ((8, "fail"), ["--steps", 4], 1, DRAWN),
+        ((8, "SIGINT"), ["--steps", 4], 130, DRAWN),
+        ((8, "SIGTERM"), ["--steps", 4], 143, DRAWN),
         ((8, "hang"), ["--steps", 4, "--patience", 0.5], 1, HANGS),
     ],
 )
@@ -586,7 +592,15 @@ def test_a_program_with_too_few_steps(flags, options, code, says, tmp_path):
     done = program(tmp_path, *flags, options=options)
     assert done.code == code and says in done.out + done.err, done
     assert (tmp_path / "timeline.svg").exists() == (flags[0] == 8)
-    assert "made ['" in done.out
+    assert "made ['" in done.out and ("Traceback" in done.err) == ("fail" in flags)
+
+
+def test_a_full_disk_is_one_line_after_what_was_found(tmp_path):
+    (tmp_path / "timeline.json").symlink_to("/dev/full")
+    done = program(tmp_path, 100, options=["--steps", 1])
+    text = f"timeline: {tmp_path}/timeline.json can't be written: No space left on device\n"
+    assert done.err.endswith(text) and "Traceback" not in done.err, done
+    assert done.code == 1 and "rank 0    forward" in done.out and f"written   {tmp_path}/timeline.svg\n" in done.out
 
 
 def test_bad_flags_are_one_line(tmp_path):
