@@ -36,13 +36,13 @@ for step in range(100):
         if mode == "hang":
             time.sleep(1000)
 """
-OPTIONS = ("--steps", 4, "--patience", 8)
+OPTIONS = ("--steps", 4, "--patience", 5)
 SAYS = {
     "thread": (0, "2 tensors equal on all ranks after step 10"),
     "chdir": (0, "2 tensors equal on all ranks after step 10"),
-    "exit": (1, "rank 1 of"),
+    "exit": (1, "what was recorded before is drawn"),
     "fail": (1, "ValueError: as planned"),
-    "hang": (1, "timeline: rank 1 made no step for 8 s, after 9; it stands in train.py:24, <module>"),
+    "hang": (1, "timeline: rank 1 made no step for 5 s, after 9; it stands in train.py:24, <module>"),
 }
 
 
@@ -51,22 +51,14 @@ def drawn_ranks(folder):
     return [one["rank"] for one in found["ranks"]]
 
 
-@pytest.mark.parametrize("nproc", [2, 3])
-@pytest.mark.parametrize("mode", ["thread", "chdir", "fail", "hang"])
-def test_what_was_recorded_is_drawn(mode, nproc, tmp_path):
+@pytest.mark.parametrize("mode", SAYS)
+def test_what_was_recorded_is_drawn(mode, tmp_path):
     (tmp_path / "train.py").write_text(PROGRAM)
-    command = [ROOT / "timeline", "--nproc", nproc, *OPTIONS, "train.py", mode]
-    done = forker().run(*command, cwd=tmp_path)
+    done = forker().run(ROOT / "timeline", "--nproc", 3, *OPTIONS, "train.py", mode, cwd=tmp_path)
     code, text = SAYS[mode]
     assert done.code == code and text in " ".join((done.out + done.err).split()), done
-    assert drawn_ranks(tmp_path) == list(range(nproc))
+    assert drawn_ranks(tmp_path) == [0, 1, 2]
     assert f"written {tmp_path}/timeline.svg" in " ".join(done.out.split())
-
-
-def test_a_rank_that_ends_early(tmp_path):
-    (tmp_path / "train.py").write_text(PROGRAM)
-    done = forker().run(ROOT / "timeline", *OPTIONS, "train.py", "exit", cwd=tmp_path)
-    assert done.code == 1 and drawn_ranks(tmp_path) == [0, 1], done
 
 
 @pytest.mark.slow
