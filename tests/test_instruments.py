@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from world import ROOT, forker, shell
 
 from instruments.hooks import Hooks
 from instruments.program import Finished, run_program
+from instruments.tensors import tensors_in
 
 PROGRAM = """
 import os, sys, threading, time, torch
@@ -87,6 +89,12 @@ def test_files_with_our_names(tmp_path):
     for program in ["train.py"], ["-m", "train"]:
         done = forker().run(ROOT / "timeline", *OPTIONS, *program, "", cwd=tmp_path)
         assert done.code == 0 and all(done.out.count(f"own {name}\n") == 2 for name in names), done
+
+
+def test_tensors_are_found_in_an_object_that_holds_itself():
+    item = SimpleNamespace(values=[torch.ones(1)], name="item")
+    item.itself = item
+    assert {id(tensor) for tensor in tensors_in({"batch": item})} == {id(item.values[0])}
 
 
 class Log(Hooks):

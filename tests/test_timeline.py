@@ -31,7 +31,7 @@ from instruments.meeting import Place
 from instruments.program import Finished
 from mnist_ddp import ConvNet
 from timeline import compare, draw, events, gpu, memory, record
-from timeline.data import KINDS, Allocation, Span
+from timeline.data import KINDS, Allocation, Span, size_of
 from timeline.picture import picture_of
 from timeline.trace import trace_of
 
@@ -334,6 +334,9 @@ def test_silent_mistakes_are_said():
     lacks = said(picture_of(some, options()))["gradients"]
     some[1]["steps"] -= 1
     assert said(picture_of(some, options()))["weights"] == "not seen: the ranks ended at different steps (10 and 11)"
+    some[1]["inputs"], some[1]["gradients"].digests = "", {}
+    ended = "and gradients: not looked at, as the program ended before all steps were recorded"
+    assert said(picture_of(some, options()))["inputs"] == ended, "on one rank"
     assert lacks == "1 tensor with a gradient on some ranks only (2.bias); the others are equal"
 
 
@@ -414,6 +417,14 @@ def test_what_is_noted_of_a_message_and_its_runs(monkeypatch):
     assert [number for *_, number, _ in numbers] == [0, 0], "each is the first of its group"
 
 
+def test_a_warning_of_the_sampler_names_the_programs_line():
+    loader = torch.utils.data.DataLoader(torch.ones(4, 1), sampler=dist.data_sampler(range(4)))
+    with record.Recorder(Place(0, 1), STEPS).installed(), pytest.warns(UserWarning, match="set_epoch") as caught:
+        for _ in range(2):
+            list(loader)
+    assert caught[0].filename == __file__
+
+
 def test_each_step_puts_off_the_end_of_patience():
     recorder = record.Recorder(Place(0, 1), STEPS)
     recorder.last_step = 0.0
@@ -437,6 +448,13 @@ def test_messages_at_the_same_time_are_drawn_in_two_rows():
         before = drawing.y
         draw.draw_messages(drawing, [one | {"kind": "allreduce", "bytes": 4} for one in messages])
         assert drawing.y - before == rows * draw.ROW
+
+
+def test_sizes_are_rounded_and_of_changes_within_two_pixels_the_largest_is_drawn():
+    sizes = [size_of(count) for count in (652, 1234, 116_400, 1_234_567)]
+    assert sizes == ["652 B", "1.2 kB", "116 kB", "1.2 MB"]
+    points = draw.Drawing(draw.PLOT).points([0, 10, 11], {"layer": [1, 5, 9]})
+    assert points == [(draw.LEFT, [1]), (draw.LEFT + 10, [9])]
 
 
 def test_an_arrow_downwards_begins_at_the_lower_edge():
@@ -608,6 +626,7 @@ def test_a_program_with_too_few_steps(flags, options, code, says, tmp_path):
     assert done.code == code and says in done.out + done.err, done
     assert (tmp_path / "timeline.svg").exists() == (flags[0] == 8)
     assert "made ['" in done.out and ("Traceback" in done.err) == ("fail" in flags)
+    assert "run_program" not in done.err, "the error begins at the program's own line"
 
 
 def test_a_full_disk_is_one_line_after_what_was_found(tmp_path):
