@@ -229,6 +229,7 @@ def test_a_step_lies_between_two_of_the_first_optimizer_and_begins_with_its_firs
             inside = [span for span in one["spans"] if begin <= span[1] < end]
             assert Counter(what for what, *_ in inside)["optimizer"] == 2
             assert [what for what, *_ in inside[:3]] == ["data", "data", "forward"] and inside[0][1] == begin
+            assert inside[0].end <= inside[1].begin, "only the first batch is loaded from the step's begin on"
         assert len(one["weights"]) == 4, "the names of both models"
 
 
