@@ -7,9 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from world import ROOT, forker, shell
+from world import ROOT, forker, free_port, shell, wait_for
 
 from instruments.hooks import Hooks
+from instruments.meeting import Place, Store
 from instruments.program import Finished, run_program
 from instruments.tensors import tensors_in
 
@@ -89,6 +90,16 @@ def test_files_with_our_names(tmp_path):
     for program in ["train.py"], ["-m", "train"]:
         done = forker().run(ROOT / "timeline", *OPTIONS, *program, "", cwd=tmp_path)
         assert done.code == 0 and all(done.out.count(f"own {name}\n") == 2 for name in names), done
+
+
+def test_without_torchrun_the_ranks_meet_at_a_store_of_rank_0(monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    ranks = [Store("tool", Place(rank, 2), 30) for rank in range(2)]
+    notes = os.urandom(5_000_000)  # larger than a value may be
+    ranks[0].put("rank 0", notes)
+    wait_for(lambda: ranks[1].has("rank 0"))
+    assert ranks[1].get("rank 0") == notes and not ranks[1].has("rank 1")
 
 
 def test_tensors_are_found_in_an_object_that_holds_itself():
