@@ -140,6 +140,7 @@ class Hooks:
         )
 
     def _load(self, original: Callable, iterator: Any) -> Any:
+        __tracebackhide__ = True
         if self.is_elsewhere():
             return original(iterator)
         if self._waits_for_batch:

@@ -86,17 +86,16 @@ Meeting = Folder | Store
 
 def wait_until(
     condition: Callable[[], bool], seconds: float, report: Callable[[float], None]
-) -> bool:
-    """Whether the condition came true within so many seconds.  Calls report(seconds left) once."""
+) -> None:
+    """Wait at most so many seconds.  Calls report(seconds left) once."""
     began = time.monotonic()
     report_at = min(10, seconds / 2)
     is_reported = False
     while not condition():
         waited = time.monotonic() - began
         if waited > seconds:
-            return False
+            return
         if waited > report_at and not is_reported:
             is_reported = True
             report(seconds - waited)
         time.sleep(0.02)
-    return True

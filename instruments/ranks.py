@@ -14,6 +14,7 @@ import contextlib
 import os
 import pickle
 import shutil
+import signal
 import sys
 import tempfile
 import threading
@@ -85,6 +86,7 @@ def look_at(job: Job, nproc: int | None, show: Callable[[list[Notes]], int]) -> 
     try:
         if count == 1:
             os.environ["NPROC"] = "1"  # so that a program's own `launch` doesn't start others
+            signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
             return be_rank(job, Place(0, 1), meeting, show)
         try:
             run(be_started_rank, (job, folder), count)
@@ -165,6 +167,8 @@ def be_rank(job: Job, place: Place, meeting: Meeting, show: Callable | None) -> 
         if isinstance(error, SystemExit) and not error.code:
             return rank.end("ended")
         rank.end("failed")
+        if isinstance(error, KeyboardInterrupt):
+            raise SystemExit(130) from None  # as launcher.py ends after Ctrl-C
         raise without_our_frames(error) from error.__cause__
     rank.is_over.set()
     return rank.end("finished" if is_finished else "ended")

@@ -25,8 +25,7 @@ def equalities(recordings: list[Recording], last: int) -> Iterator[tuple[str, st
         yield "weights", text
     else:
         yield "weights", weights_in_words(recordings, weights, exchange, last)
-    has_ended = any(not recording["gradients"].digests for recording in recordings)
-    if has_ended and not any(recording["inputs"] for recording in recordings):
+    if any(not (one["gradients"].digests or one["inputs"]) for one in recordings):
         text = "and gradients: not looked at, as the program ended before all steps were recorded"
         yield "inputs", text
         return

@@ -116,6 +116,7 @@ class Recorder(Hooks):
             return original(*args, **kwargs)
 
     def load(self, iterator: Any, original: Callable) -> Any:
+        __tracebackhide__ = True
         # The sampler of a DataLoader without batches is _index_sampler itself.
         batches = iterator._index_sampler
         self.sampler = type(getattr(batches, "sampler", batches)).__name__

@@ -77,7 +77,8 @@ def of_the_run(recordings: list[Recording]) -> Iterator[Line]:
         missing = ", ".join(f"rank {rank}" for rank in range(ranks) if rank not in here)
         yield Line("ranks", f"without {missing}: no recorded step came from there")
     if len({recording["last"] for recording in recordings}) > 1:
-        text = "they made different numbers of steps: with DDP those with more wait for ever"
+        text = "they made different numbers of steps: with DDP, without its Join, those with more "
+        text += "wait for ever"
         yield Line("ranks", text)
     if ranks > 1 and not any(recording["has_group"] for recording in recordings):
         text = "they are in no process group: separate programs, which average nothing"

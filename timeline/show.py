@@ -48,11 +48,24 @@ def show(args: argparse.Namespace, notes: list[Notes]) -> int:
         print(f"timeline: {names}; what was recorded before is drawn", flush=True)
     picture = picture_of(usable, args)
     say(picture["findings"])  # before it is written: the disk may be full
-    svg, trace = Path(f"{args.out}.svg"), Path(f"{args.out}.json")
-    trace.write_text(json.dumps(trace_of(picture), separators=(",", ":")), encoding="utf-8")
-    svg.write_text(draw([picture]), encoding="utf-8")
-    say([Line("written", f"{svg}, {trace}")])
-    return 1 if broken else 0
+    trace = json.dumps(trace_of(picture), separators=(",", ":"))
+    is_written = write({f"{args.out}.svg": draw([picture]), f"{args.out}.json": trace})
+    return 0 if is_written and not broken else 1
+
+
+def write(files: dict[str, str]) -> bool:
+    """Write these texts, and say it; False, and a line, if one can't be written."""
+    written = []
+    for file, text in files.items():
+        try:
+            Path(file).write_text(text, encoding="utf-8")
+            written.append(file)
+        except OSError as problem:
+            error = f"timeline: {file} can't be written: {problem.strerror}"
+            print(error, file=sys.stderr, flush=True)
+    if written:
+        say([Line("written", ", ".join(written))])
+    return len(written) == len(files)
 
 
 def too_few_steps(recordings: list[Recording], steps: int, is_error: bool) -> int:
@@ -78,6 +91,4 @@ def draw_files(files: list[str], out: str) -> int:
         except (OSError, ValueError, KeyError, TypeError) as problem:
             print(f"timeline: {file} is no recording of timeline: {problem!r}", file=sys.stderr)
             return 2
-    Path(f"{out}.svg").write_text(draw(pictures), encoding="utf-8")
-    say([Line("written", f"{out}.svg")])
-    return 0
+    return 0 if write({f"{out}.svg": draw(pictures)}) else 1

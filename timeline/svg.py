@@ -1,6 +1,7 @@
 """Lines of SVG: lanes below each other, on one scale of time."""
 
 import itertools
+import re
 from collections.abc import Iterable, Sequence
 from html import escape
 
@@ -40,7 +41,7 @@ class Drawing:
         return LEFT + PLOT * time / self.longest
 
     def text(self, x: float, y: float, text: str, style: str = "") -> None:
-        self.lines.append(f'<text class="{style}" x="{x:.1f}" y="{y:.1f}">{escape(text)}</text>')
+        self.lines.append(f'<text class="{style}" x="{x:.1f}" y="{y:.1f}">{plain(text)}</text>')
 
     def row(self, name: str, value: str, y: float) -> None:
         """The name of a lane, and at its other end a figure."""
@@ -106,14 +107,19 @@ class Drawing:
         head = (
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
             f'viewBox="0 0 {width} {height}"\nrole="img" aria-labelledby="title told">'
-            f'<title id="title">{escape(title)}</title>'
+            f'<title id="title">{plain(title)}</title>'
         )
         lines = [
             head,
-            f'<desc id="told">{escape(description)}</desc>{STYLE}',
+            f'<desc id="told">{plain(description)}</desc>{STYLE}',
             f'<path class="page" d="M0,0h{width}v{height}h-{width}z"/>',
         ]
         return "\n".join([*lines, *self.lines, "</svg>\n"])
+
+
+def plain(text: str) -> str:
+    """As XML can hold it: without control characters and lone surrogates."""
+    return escape(re.sub(r"[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff]", "?", text))
 
 
 def text_width(text: str, size: int = 13) -> float:

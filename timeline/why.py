@@ -61,7 +61,9 @@ def slow_rank(ranks: dict[int, list[Step]]) -> str:
     if more < max(LEAST * length, wait / 2) or more > 2 * wait or usual < more / 2:
         return ""
     text = f"rank {slow} spends {ms(more)} ms more in {part} than the others"
-    without_core = {rank: [step.without_core for step in ranks[rank]] for rank in ranks}
+    without_core = {}
+    for rank, steps in ranks.items():
+        without_core[rank] = [step.without_core for step in steps]
     core = statistics.median(more_than_others(without_core, slow))
     if core > more / 2:
         text += f" ({ms(min(core, more))} ms of it without a core)"
@@ -78,7 +80,10 @@ def waits_for(ranks: dict[int, list[Step]], slow: int) -> list[float]:
 
 
 def spent_in(part: str, ranks: dict[int, list[Step]]) -> dict[int, list[int]]:
-    return {rank: [step.parts[part] for step in steps] for rank, steps in ranks.items()}
+    spent = {}
+    for rank, steps in ranks.items():
+        spent[rank] = [step.parts[part] for step in steps]
+    return spent
 
 
 def more_than_others(spent: dict[int, list[int]], slow: int) -> list[float]:
