@@ -209,13 +209,17 @@ def in_words(evidence: Evidence, fits: list[Fit], step: int, place: str) -> str:
     """What the optimizers got, as a combination of the shares' gradients."""
     first = fits[0].weights
     count = len(evidence.shares)
+    left = max(fit.left for fit in fits)
+    if not fits[0].is_clear:
+        return f"not the mean{place}; as the ranks' gradients are parallel, no more can be said"
     if not all(near(fit.weights, first) for fit in fits):
+        if left > 0.01:
+            return f"the ranks' gradients differ{place}, and are not made of the shares'"
         texts = []
         for column, fit in zip(evidence.plan.columns, fits, strict=True):
             texts.append(f"rank {column[0]} has {made_of(fit.weights, evidence.shares)}")
         return f"the ranks' gradients differ{place}: {'; '.join(texts)}"
     proper = evidence.plan.weights_of_shares(step, evidence.raw)
-    left = max(fit.left for fit in fits)
     ratios = [found / (right or 1e-9) for found, right in zip(first, proper, strict=True)]
     times = sum(ratios) / count
     uneven = max(ratios) - min(ratios)

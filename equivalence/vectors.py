@@ -49,6 +49,7 @@ class Fit(NamedTuple):
 
     weights: list[float]
     left: float  # the length of what they don't explain, relative to the target's
+    is_clear: bool = True  # no: the parts are parallel, so other weights fit as well
 
 
 def fit(target: Vector, parts: list[Vector]) -> Fit:
@@ -56,11 +57,15 @@ def fit(target: Vector, parts: list[Vector]) -> Fit:
     for row, one in enumerate(parts):
         for column, other in enumerate(parts):
             products[row, column] = dot(one, other)
+    lengths = products.diagonal().sqrt()
+    cosines = (products / lengths.outer(lengths))[lengths > 0][:, lengths > 0]
+    is_clear = len(cosines) == 0 or bool(torch.linalg.cond(cosines) < 1e8)
     right = torch.tensor([[dot(part, target)] for part in parts], dtype=torch.float64)
     # gelsd: also if two parts are equal, or one is 0
     weights = torch.linalg.lstsq(products, right, driver="gelsd").solution.flatten().tolist()
     made = combine(parts, weights)
-    return Fit(weights, distance({name: made[name] for name in target if name in made}, target))
+    left = distance({name: made[name] for name in target if name in made}, target)
+    return Fit(weights, left, is_clear)
 
 
 def spread(one: list[float], other: list[float]) -> float:

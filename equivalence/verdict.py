@@ -126,6 +126,8 @@ def in_an_epoch(evidence: Evidence) -> str:
     indices = [plan.ranks[column[0]].indices.get(key) or [] for column in plan.columns]
     if not all(indices):
         return ""
+    if any(len(set(some)) < len(some) for some in indices):
+        return ""  # drawn with replacement, where some come twice on one rank, too
     union = set().union(*indices)
     total = sum(len(set(some)) for some in indices)
     slack = 2 * len(indices) + sum(plan.examples(0))  # padding, or a last batch that is left out

@@ -111,3 +111,9 @@ def test_equivalence_names_it(name, n, label):
     wrong, right = (forker().run(*command, way, cwd=ROOT) for way in ("wrong", "right"))
     assert wrong.code == 1 and re.search(f"^verdict .*{label}", wrong.out), wrong
     assert right.code == 0 and right.out.startswith("verdict       THE SAME as one process"), right
+
+
+@pytest.mark.slow
+def test_equivalence_does_not_accuse_examples_that_are_drawn_with_replacement():
+    done = forker().run(ROOT / "equivalence", "-m", "demos.mistakes", "weighted", "right", cwd=ROOT)
+    assert done.code == 0, done

@@ -15,7 +15,7 @@ Named = Iterable[tuple[str, torch.Tensor]]
 class Gradients:
     """The gradients of the step after the recorded ones.
 
-    A projection is the sum of a tensor's elements, each with a sign of its own, the same on all
+    A projection is the sum of a tensor's elements, each times a random number, the same on all
     ranks.  So the projection of the ranks' mean is the mean of their projections: that says
     whether gradients were averaged, without sending them.
     """
@@ -56,5 +56,5 @@ class Gradients:
 def projection(name: str, gradient: torch.Tensor) -> float:
     values = local(gradient).to_dense().cpu().double()
     draw = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-    signs = torch.randint(2, values.shape, generator=draw) * 2 - 1
-    return (values * signs).sum().item()
+    factors = torch.randn(values.shape, generator=draw, dtype=torch.float64)
+    return (values * factors).sum().item()
