@@ -78,9 +78,14 @@ def test_a_wrong_way_is_named_and_a_right_one_the_same():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS)
-def test_all_ways(way):
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "sum"])
+def test_all_wrong_ways(way):
     check_wrong(way, 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["sum", "divided_twice", "uneven", "dropout_seed", "clip"])  # the others are as these
+def test_all_right_ways(way):
     check_right(way, 3)
 
 
