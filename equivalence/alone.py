@@ -100,7 +100,7 @@ def run_once(args: argparse.Namespace, folder: Path) -> str:
     environment = {n: v for n, v in os.environ.items() if not n.startswith("TORCHELASTIC_")}
     environment |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "NPROC": "1"}
-    environment |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+    environment |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
     own = [sys.executable, str(Path(__file__).parent), "--replay", str(folder)]
     own += ["--threads", str(args.threads), "--patience", str(args.patience)]
     command = [*own, *args.command, *args.alone]
