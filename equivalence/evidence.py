@@ -127,9 +127,9 @@ class Evidence:
         counts = self.plan.examples(0)
         return alone, sum(counts[column] for column in self.shares)
 
-    def is_by_chance(self, distance: float) -> bool:
-        """Whether other random numbers would move the gradients about as far."""
-        return self.changed_by("reseeded") > max(distance / 4, FACTOR * self.rounding())
+    def draws_random_numbers(self) -> bool:
+        """Whether a step computes something else if it is reseeded."""
+        return self.changed_by("reseeded") > FACTOR * self.rounding()
 
     # --------------------------------------------------------------------------- the yardsticks
 

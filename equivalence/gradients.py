@@ -86,7 +86,7 @@ def explain(evidence: Evidence, differences: Differences) -> Averaging:
     worst = max(evidence.steps, key=lambda step: max(steps[step] for steps in far))
     lines = missing_gradients(evidence, worst)
     if not evidence.has_shares:
-        if evidence.is_by_chance(differences.largest):
+        if evidence.draws_random_numbers():
             return undecided_by_chance(evidence, differences)
         return Averaging([*lines, explain_whole(evidence, differences, worst)])
     bad = wrong_tensors(evidence, differences, worst)
@@ -280,7 +280,7 @@ def one_batch(evidence: Evidence) -> OneBatch:
     if left is not None and left <= FACTOR * evidence.rounding(is_neutral=True):
         cause = kinds[0] if kinds else "dropout"
         apart += f"; without {cause} {left:.0e}"
-    elif evidence.changed_by("reseeded") > off / 4:
+    elif evidence.changed_by("reseeded") > off / FACTOR:
         cause = "random numbers"
     return OneBatch(Line("one batch", f"different from {batch} ({apart})", True), cause)
 

@@ -226,9 +226,9 @@ def spare_tensors(evidence: Evidence) -> list[Line]:
 
 
 def random_numbers(evidence: Evidence) -> list[Line]:
-    moved = evidence.changed_by("reseeded")
-    if moved <= FACTOR * evidence.rounding():
+    if not evidence.draws_random_numbers():
         return []
+    moved = evidence.changed_by("reseeded")
     lines = []
     if "dropout" not in evidence.result.notes.kinds:
         text = f"a step draws random numbers: others change its gradients by {moved:.0e}"
