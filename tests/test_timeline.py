@@ -560,6 +560,7 @@ def test_no_text_is_over_another(tmp_path):
 
 PROGRAM = """
 import os, signal, sys, time, torch
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job in the background ignores it
 net = torch.nn.Linear(4, 4)
 optimizer = torch.optim.SGD(net.parameters(), 0.1)
 for step in range(int(sys.argv[1])):
@@ -606,7 +607,7 @@ def test_a_program_that_has_left_its_group(tmp_path):
 
 
 DRAWN = "timeline: rank 0 failed; what was recorded before is drawn"
-HANGS = "timeline: rank 0 made no step for 0.5 s, after 8; it stands in train.py:12, <module>"
+HANGS = "timeline: rank 0 made no step for 0.5 s, after 8; it stands in train.py:13, <module>"
 
 
 @pytest.mark.parametrize(
