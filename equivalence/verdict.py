@@ -35,7 +35,11 @@ def judge(evidence: Evidence) -> tuple[int, list[Line]]:
     found = averaging(evidence)
     lines += [*found.lines, *spare_tensors(evidence)]
     if found.unknown:
-        return UNKNOWN, [Line("verdict", f"NOT FOUND OUT: {found.unknown}"), *lines]
+        reasons = labels_of_wrong(lines)
+        code, answer = conclude(reasons, "")
+        if not reasons:
+            code, answer = UNKNOWN, f"NOT FOUND OUT: {found.unknown}"
+        return code, [Line("verdict", answer), *lines]
     cause = ""
     are_equal = not any(line.label == "copies" for line in lines)  # the ranks' weights
     if evidence.has_shares and evidence.names and are_equal:
@@ -48,13 +52,17 @@ def judge(evidence: Evidence) -> tuple[int, list[Line]]:
     if evidence.is_blind and not change:
         text = "NOT FOUND OUT: the optimizer has no tensor of the models, and no weight changed"
         return UNKNOWN, [Line("verdict", text), *lines]
-    reasons = list(dict.fromkeys(line.label for line in lines if line.is_wrong))
+    reasons = labels_of_wrong(lines)
     if found.is_own and change and not change[0].is_wrong:
         reasons.remove("averaging")
         lines = [line._replace(text=line.text.removeprefix("WRONG: ")) for line in lines]
         lines.append(Line("note", "the weights are averaged after the step: that is the same"))
     code, answer = conclude(reasons, cause)
     return code, [Line("verdict", answer), *lines]
+
+
+def labels_of_wrong(lines: list[Line]) -> list[str]:
+    return list(dict.fromkeys(line.label for line in lines if line.is_wrong))
 
 
 def conclude(reasons: list[str], cause: str) -> tuple[int, str]:
