@@ -28,6 +28,7 @@ def parse_args() -> argparse.Namespace:
     add("--alone", default="", help='flags for the run in one process: --alone="--nproc 1"')
     add("--patience", type=float, default=120, help="seconds without a step (default: %(default)s)")
     add("--replay", help=argparse.SUPPRESS)
+    add("--parent", type=int, help=argparse.SUPPRESS)
     add("--threads", type=int, default=0, help=argparse.SUPPRESS)
     args = command.read(parser)
     args.alone = shlex.split(args.alone)

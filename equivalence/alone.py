@@ -2,7 +2,6 @@
 
 import argparse
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -43,7 +42,7 @@ class Request(NamedTuple):
 
 def run_all(args: argparse.Namespace, ranks: list[Notes], folder: Path) -> Alone:
     """Until all tests are made, or a run makes none."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # which ends the run, too
+    instrument.exit_at_sigterm()  # which ends the run in one process, too
     plan = Plan(ranks, args.steps)
     rates = plan.rates
     left = plan.all_tests()
@@ -102,6 +101,7 @@ def run_once(args: argparse.Namespace, folder: Path) -> str:
     environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "NPROC": "1"}
     environment |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
     own = [sys.executable, str(Path(__file__).parent), "--replay", str(folder)]
+    own += ["--parent", str(os.getpid())]
     own += ["--threads", str(args.threads), "--patience", str(args.patience)]
     command = [*own, *args.command, *args.alone]
     log = folder / "log"
@@ -116,7 +116,7 @@ def run_once(args: argparse.Namespace, folder: Path) -> str:
 
 def replay(args: argparse.Namespace) -> int:
     """The run itself; its result is a file in the folder."""
-    threading.Thread(target=end_with_parent, daemon=True).start()
+    threading.Thread(target=end_with, args=[args.parent], daemon=True).start()
     torch.set_num_threads(args.threads)
     folder = Path(args.replay)
     job = Job("equivalence", args.command, args.patience, replayer, (folder,))
@@ -129,9 +129,8 @@ def replay(args: argparse.Namespace) -> int:
     return instrument.be_rank(job, Place(0, 1), Folder(str(folder)), save)
 
 
-def end_with_parent() -> None:
-    """Its end may have been a kill -9."""
-    parent = os.getppid()
+def end_with(parent: int) -> None:
+    """End when the process that has started this one does, also by a kill -9."""
     while os.getppid() == parent:
         time.sleep(0.5)
     os._exit(1)

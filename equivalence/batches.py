@@ -1,6 +1,5 @@
 """Batches as a program sees them: tensors in nested lists, tuples, mappings and objects."""
 
-import contextlib
 import copy
 import dataclasses
 import hashlib
@@ -160,29 +159,3 @@ def set_random_state(state: RandomState, reseeded: bool = False) -> None:
         torch.cuda.set_rng_state(state.gpu)
     if reseeded:
         torch.manual_seed(torch.randint(2**31, ()).item())
-
-
-def indices_of(sampler: Any) -> list:
-    """Those of an epoch, if a sampler of torch's can be asked without a trace; else none."""
-    state, generators = random_state(), []
-    copied = copy.copy(sampler)
-    inner = copied
-    while inner is not None:
-        generator = getattr(inner, "generator", None)
-        if generator is not None:
-            generators.append((generator, generator.get_state()))
-        below = None
-        for name in "batch_sampler", "sampler":
-            if hasattr(inner, name):
-                below = copy.copy(getattr(inner, name))
-                setattr(inner, name, below)
-                break
-        inner = below
-    found = []
-    with contextlib.suppress(Exception):
-        for batch in copied:
-            found += batch if isinstance(batch, (list, tuple)) else [batch]
-    set_random_state(state)
-    for generator, old in generators:
-        generator.set_state(old)
-    return found

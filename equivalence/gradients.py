@@ -1,8 +1,4 @@
-"""The two questions about gradients.
-
-1. Do the optimizers get the mean of the shares' gradients?  That is the program's own part.
-2. Is that the gradient of the whole batch?  It isn't with BatchNorm, or a contrastive loss.
-"""
+"""Do the optimizers get the mean of the shares' gradients?  That is the program's own part."""
 
 import dataclasses
 from typing import NamedTuple
@@ -27,11 +23,6 @@ class Averaging(NamedTuple):
     unknown: str = ""  # why the question can't be answered
 
 
-class OneBatch(NamedTuple):
-    line: Line
-    cause: str = ""  # "BatchNorm", "dropout", "random numbers", if that explains the difference
-
-
 @dataclasses.dataclass
 class Differences:
     """Between the gradients that the optimizers got and those that they should get."""
@@ -43,9 +34,6 @@ class Differences:
     @property
     def largest(self) -> float:
         return max(max(steps) for steps in self.far)
-
-
-# ------------------------------------------------------------------ 1. what the optimizers get
 
 
 def averaging(evidence: Evidence) -> Averaging:
@@ -87,7 +75,7 @@ def explain(evidence: Evidence, differences: Differences) -> Averaging:
     lines = missing_gradients(evidence, worst)
     if not evidence.has_shares:
         if evidence.draws_random_numbers():
-            return undecided_by_chance(evidence, differences)
+            return undecided_by_chance(evidence, differences, lines)
         return Averaging([*lines, explain_whole(evidence, differences, worst)])
     bad = wrong_tensors(evidence, differences, worst)
     place = where(evidence, differences, bad)
@@ -102,7 +90,7 @@ def explain(evidence: Evidence, differences: Differences) -> Averaging:
         text = f"each rank's optimizer gets the gradients of its own share{place}: nobody averages"
         return Averaging([*lines, Line("averaging", f"WRONG: {text} them", True)], is_own=True)
     if is_of_a_set_size(evidence, fits, worst):
-        return undecided_by_size(evidence)
+        return undecided_by_size(evidence, lines)
     text = clipped_early(evidence, worst) or in_words(evidence, fits, worst, place)
     return Averaging([*lines, Line("averaging", f"WRONG: {text}", True)])
 
@@ -117,12 +105,14 @@ def explain_whole(evidence: Evidence, differences: Differences, worst: int) -> L
     return Line("gradients", f"{text}; rounding alone makes {rounding:.0e}", True)
 
 
-def undecided_by_chance(evidence: Evidence, differences: Differences) -> Averaging:
+def undecided_by_chance(
+    evidence: Evidence, differences: Differences, notes: list[Line]
+) -> Averaging:
     text = f"apart from one process's by {differences.largest:.0e}; other random numbers move them "
     text += f"by {evidence.changed_by('reseeded'):.0e}"
     why = "a step draws random numbers, other ones on each rank, and with several optimizers, or "
     why += "one batch for all ranks, the ranks' shares are not looked at: draw none, and try again"
-    return Averaging([Line("gradients", text)], unknown=why)
+    return Averaging([*notes, Line("gradients", text)], unknown=why)
 
 
 def is_of_a_set_size(evidence: Evidence, fits: list[Fit], step: int) -> bool:
@@ -132,19 +122,18 @@ def is_of_a_set_size(evidence: Evidence, fits: list[Fit], step: int) -> bool:
     """
     alone, total = evidence.sizes()
     proper = evidence.plan.weights_of_shares(step, evidence.raw)
-    ones = [1.0] * len(proper)
-    if not alone or alone == total or not near(proper, ones):
+    if not alone or alone == total or not near(proper, [1.0] * len(proper)):
         return False
     return all(near(fit.weights, [alone / total] * len(proper)) for fit in fits)
 
 
-def undecided_by_size(evidence: Evidence) -> Averaging:
+def undecided_by_size(evidence: Evidence, notes: list[Line]) -> Averaging:
     alone, total = evidence.sizes()
     text = f"{alone / total:.4g} times one process's: the loss is a sum over examples, or a sum "
     text += f"that is divided by a size that is set ({alone} in one process)"
     why = "the loss is a sum, or divided by a batch size that is set and not counted: give "
     why += f'--alone="FLAGS" that set it to {total}, or let the loss be a mean'
-    return Averaging([Line("averaging", text)], unknown=why)
+    return Averaging([*notes, Line("averaging", text)], unknown=why)
 
 
 def missing_gradients(evidence: Evidence, step: int) -> list[Line]:
@@ -258,43 +247,6 @@ def multiple(times: float, count: int, is_sum: bool, place: str) -> str:
             f"1/{count} of one process's gradients{place}: divided by the number of processes twice"
         )
     return f"{times:.4g} times one process's gradients{place}"
-
-
-# --------------------------------------------------------------------- 2. is it one batch's?
-
-
-def one_batch(evidence: Evidence) -> OneBatch:
-    wanted = evidence.raws("whole")
-    rounding = evidence.rounding()
-    made = [evidence.plan.mean(step, evidence.raw) for step in evidence.steps]
-    off = vectors.median(vectors.distances(made, wanted))
-    counts = evidence.plan.examples(0)
-    examples = sum(counts[column] for column in evidence.shares)
-    batch = f"all {examples} examples in one batch"
-    apart = f"apart by {off:.0e}; rounding alone makes {rounding:.0e}"
-    if off <= FACTOR * rounding:
-        return OneBatch(Line("one batch", f"right: that is the gradient of {batch} ({apart})"))
-    cause = ""
-    left = without_layers(evidence)
-    kinds = sorted(evidence.result.notes.kinds)  # BatchNorm first
-    if left is not None and left <= FACTOR * evidence.rounding(is_neutral=True):
-        cause = kinds[0] if kinds else "dropout"
-        apart += f"; without {cause} {left:.0e}"
-    elif evidence.changed_by("reseeded") > off / FACTOR:
-        cause = "random numbers"
-    return OneBatch(Line("one batch", f"different from {batch} ({apart})", True), cause)
-
-
-def without_layers(evidence: Evidence) -> float | None:
-    """The same distance without BatchNorm and dropout; None if that was not tried."""
-    if Test("whole", 0, 0, True) not in evidence.result.steps:
-        return None
-    made = []
-    for step in evidence.steps:
-        shares = [evidence.raw(Test("share", step, c, True)) for c in evidence.shares]
-        weights = evidence.plan.weights_of_shares(step, evidence.raw)
-        made.append(vectors.combine(shares, weights))
-    return vectors.median(vectors.distances(made, evidence.raws("whole", is_neutral=True)))
 
 
 # ---------------------------------------------------------------------------------- in words

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,14 +15,9 @@ from instruments.program import Finished
 from instruments.tensors import parameters_of, tensors_in, whole
 from torch import nn
 from torch.nn.utils import clip_grad
-from torch.utils.data import dataloader
 
-from equivalence.batches import (
-    clone,
-    count_examples,
-    indices_of,
-    random_state,
-)
+from equivalence.batches import clone, count_examples, random_state
+from equivalence.loaders import Loaders
 from equivalence.notes import Event, Notes, Step
 
 BATCH_NORM = nn.modules.batchnorm._BatchNorm
@@ -42,10 +38,9 @@ class Recorder(Hooks):
         self.events: dict[str, list[Event]] = {}
         self.seen: Counter = Counter()
         self.counts: list[Counter] = []
-        self.indices: dict[str, list] = {}
         self.examples: dict[str, int] = {}
-        self.samplers: list[Any] = []  # one for each loader
-        self.looks: dict[str, tuple[Any, int, int]] = {}  # iterator, steps at its begin, batches
+        self.loaders = Loaders()
+        self.looks: dict[str, tuple[weakref.ref, int, int]] = {}  # iterator, steps before, batches
         self.own_optimizers: set[int] = set()
         self.stepping = 0  # optimizers inside optimizers
         self.has_gradients = False  # an optimizer's step has begun, and its gradients are noted
@@ -89,7 +84,7 @@ class Recorder(Hooks):
     def load(self, iterator: Any, original: Callable) -> Any:
         if not torch.is_grad_enabled():
             return original()
-        key = self.key_of(iterator)
+        key = self.loaders.name_of(iterator)
         if self.has_stepped:
             self.new_step()
         self.fetched += 1
@@ -98,27 +93,16 @@ class Recorder(Hooks):
         self.examples.setdefault(key, count_examples(batch))
         return self.event(key, batch)
 
-    def key_of(self, iterator: Any) -> str:
-        """A loader has one sampler, and an iterator for each epoch."""
-        sampler = iterator._index_sampler
-        for number, known in enumerate(self.samplers):
-            if known is sampler:
-                return f"loader {number}"
-        key = f"loader {len(self.samplers)}"
-        self.samplers.append(sampler)
-        is_stream = iterator._dataset_kind == dataloader._DatasetKind.Iterable  # it never ends
-        self.indices[key] = [] if is_stream else indices_of(sampler)
-        return key
-
     def forget_a_look(self, key: str, iterator: Any) -> None:
         """If no step was made with the batches of the iterator before: `next(iter(loader))`."""
-        last, begun, count = self.looks.get(key, (iterator, len(self.counts), 0))
-        if last is iterator:
-            self.looks[key] = (iterator, begun, count + 1)
+        own = weakref.ref(iterator)
+        last, begun, count = self.looks.get(key, (own, len(self.counts), 0))
+        if last() is iterator:
+            self.looks[key] = (own, begun, count + 1)
             return
         if begun == len(self.counts):
             self.forget(key, count)
-        self.looks[key] = (iterator, len(self.counts), 1)
+        self.looks[key] = (own, len(self.counts), 1)
 
     def forget(self, key: str, count: int) -> None:
         self.seen[key] -= count
@@ -127,7 +111,7 @@ class Recorder(Hooks):
     def loss_function(self, name: str, original: Callable, *args: Any, **kwargs: Any) -> Any:
         """Without a DataLoader the targets come in here."""
         is_inside = self.inside and self.inside[-1].what != "optimizer"
-        if self.samplers or is_inside or self.is_elsewhere() or not torch.is_grad_enabled():
+        if self.loaders.owners or is_inside or self.is_elsewhere() or not torch.is_grad_enabled():
             return original(*args, **kwargs)
         if len(args) > 1:
             args = (args[0], self.event(f"target of {name}", args[1]), *args[2:])
@@ -150,7 +134,7 @@ class Recorder(Hooks):
             self.step.begun.add(id(module))
             self.model_begins(module)
         self.note_state()
-        if self.samplers:
+        if self.loaders.owners:
             return None
         name = f"inputs of {type(unwrapped(module)).__name__}"
         args, new_kwargs = self.event(name, (args, dict(kwargs)))
@@ -232,7 +216,7 @@ class Recorder(Hooks):
         self.has_gradients = False
         if optimizer is self.optimizer:
             self.has_stepped = True
-            if not self.samplers:
+            if not self.loaders.owners:
                 self.new_step()
 
     # -------------------------------------------------------------------------------- the notes
@@ -271,7 +255,7 @@ class Recorder(Hooks):
             kinds=self.find_kinds(),
             precision=self.precision,
             optimizers=len(self.own_optimizers),
-            indices=self.indices,
+            indices=self.loaders.indices,
             examples=self.examples,
             size=sum(tensor.nbytes for tensor in tensors),
         )

@@ -5,7 +5,8 @@ import torch
 from equivalence import vectors
 from equivalence.batches import digests_of_examples
 from equivalence.evidence import ALONE, Evidence
-from equivalence.gradients import Line, averaging, one_batch, some_of
+from equivalence.gradients import Line, averaging, some_of
+from equivalence.one_batch import one_batch
 from equivalence.plan import FACTOR, Test
 
 SAME, DIFFERENT, UNKNOWN = 0, 1, 2  # exit codes
@@ -35,10 +36,9 @@ def judge(evidence: Evidence) -> tuple[int, list[Line]]:
     found = averaging(evidence)
     lines += [*found.lines, *spare_tensors(evidence)]
     if found.unknown:
-        reasons = labels_of_wrong(lines)
-        code, answer = conclude(reasons, "")
-        if not reasons:
-            code, answer = UNKNOWN, f"NOT FOUND OUT: {found.unknown}"
+        code, answer = UNKNOWN, f"NOT FOUND OUT: {found.unknown}"
+        if reasons := labels_of_wrong(lines):  # these are certain
+            code, answer = conclude(reasons, "")
         return code, [Line("verdict", answer), *lines]
     cause = ""
     are_equal = not any(line.label == "copies" for line in lines)  # the ranks' weights

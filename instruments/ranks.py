@@ -86,7 +86,7 @@ def look_at(job: Job, nproc: int | None, show: Callable[[list[Notes]], int]) -> 
     try:
         if count == 1:
             os.environ["NPROC"] = "1"  # so that a program's own `launch` doesn't start others
-            signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+            exit_at_sigterm()
             return be_rank(job, Place(0, 1), meeting, show)
         try:
             run(be_started_rank, (job, folder), count)
@@ -99,6 +99,11 @@ def look_at(job: Job, nproc: int | None, show: Callable[[list[Notes]], int]) -> 
         return show(collect(meeting, count))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def exit_at_sigterm() -> None:
+    """So that what a process has to say, or to remove, before its end is done."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
 
 
 def translate_variables() -> None:

@@ -81,6 +81,8 @@ def test_a_wrong_way_is_named_and_a_right_one_the_same():
 @pytest.mark.parametrize("way", [way for way in WAYS if way != "sum"])
 def test_all_wrong_ways(way):
     check_wrong(way, 3)
+    if way == "clip":  # of three norms two might be equal
+        check_wrong(way, 2)
 
 
 @pytest.mark.slow
@@ -104,7 +106,8 @@ if what == "fails" and dist.get_rank() == 1: raise ValueError("as planned")
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.inner = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 4))
+        norm = [nn.BatchNorm1d(32)] if what == "BatchNorm" else []
+        self.inner = nn.Sequential(nn.Linear(8, 32), *norm, nn.Tanh(), nn.Linear(32, 4))
     def forward(self, x):  # a layer that sees how large the batch is
         is_odd = what in ("float32", "bfloat16") and len(x) == 24
         return self.inner(x) * (1 + value * is_odd)
@@ -116,6 +119,7 @@ if what == "copies" and dist.get_rank() == 1: net.inner[0].bias.data += value
 model = nn.parallel.DistributedDataParallel(net) if n > 1 and what != "lost" else net
 if what == "copies" and dist.get_rank() == 1: net.inner[0].bias.data += value
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
+if what == "BatchNorm": optimizer = torch.optim.AdamW(model.parameters(), 0.01)
 others = [torch.optim.SGD(net.inner[:1].parameters(), 0.1)] if what == "two optimizers" else []
 is_first = dist.get_rank() == 0
 torch.manual_seed(dist.get_rank())
@@ -204,6 +208,12 @@ def test_examples_and_copies(train):
     assert "all 3 ranks have the same, and do the same work 3 times: give each its share" in lines["examples"]
     _, lines, _ = train("copies", 0.5, nproc=3, code=1)
     assert lines["copies"] == "the ranks' weights differ from the start: inner.0.bias"
+
+
+def test_batchnorm_differs_by_design_and_an_optimizers_state_is_each_steps_own(train):
+    _, lines, _ = train("BatchNorm", nproc=3, code=0)
+    assert lines["verdict"] == "THE SAME, but for BatchNorm: each process normalises its own share"
+    assert lines["averaging"].startswith("right: ") and lines["weights"].startswith("right: ")
 
 
 @pytest.mark.slow

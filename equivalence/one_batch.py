@@ -1,0 +1,50 @@
+"""Is the mean of the shares' gradients that of the whole batch?
+
+It isn't with BatchNorm, or a contrastive loss.
+"""
+
+from typing import NamedTuple
+
+from equivalence import vectors
+from equivalence.evidence import Evidence
+from equivalence.gradients import Line
+from equivalence.plan import FACTOR, Test
+
+
+class OneBatch(NamedTuple):
+    line: Line
+    cause: str = ""  # "BatchNorm", "dropout", "random numbers", if that explains the difference
+
+
+def one_batch(evidence: Evidence) -> OneBatch:
+    wanted = evidence.raws("whole")
+    rounding = evidence.rounding()
+    made = [evidence.plan.mean(step, evidence.raw) for step in evidence.steps]
+    off = vectors.median(vectors.distances(made, wanted))
+    counts = evidence.plan.examples(0)
+    examples = sum(counts[column] for column in evidence.shares)
+    batch = f"all {examples} examples in one batch"
+    apart = f"apart by {off:.0e}; rounding alone makes {rounding:.0e}"
+    if off <= FACTOR * rounding:
+        return OneBatch(Line("one batch", f"right: that is the gradient of {batch} ({apart})"))
+    cause = ""
+    left = without_layers(evidence)
+    kinds = sorted(evidence.result.notes.kinds)  # BatchNorm first
+    if left is not None and left <= FACTOR * evidence.rounding(is_neutral=True):
+        cause = kinds[0] if kinds else "dropout"
+        apart += f"; without {cause} {left:.0e}"
+    elif evidence.changed_by("reseeded") > off / FACTOR:
+        cause = "random numbers"
+    return OneBatch(Line("one batch", f"different from {batch} ({apart})", True), cause)
+
+
+def without_layers(evidence: Evidence) -> float | None:
+    """The same distance without BatchNorm and dropout; None if that was not tried."""
+    if Test("whole", 0, 0, True) not in evidence.result.steps:
+        return None
+    made = []
+    for step in evidence.steps:
+        shares = [evidence.raw(Test("share", step, c, True)) for c in evidence.shares]
+        weights = evidence.plan.weights_of_shares(step, evidence.raw)
+        made.append(vectors.combine(shares, weights))
+    return vectors.median(vectors.distances(made, evidence.raws("whole", is_neutral=True)))
