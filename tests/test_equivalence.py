@@ -98,6 +98,7 @@ from torch.utils.data import DataLoader, TensorDataset, DistributedSampler
 import torch.distributed as dist
 
 what, value = sys.argv[-2], float(sys.argv[-1])
+is_short = what in ("steps", "BatchNorm")  # epochs of one step
 dist.init_process_group("gloo")
 n = dist.get_world_size()
 if what == "fails alone" and n == 1: raise ValueError("not alone")
@@ -124,7 +125,7 @@ others = [torch.optim.SGD(net.inner[:1].parameters(), 0.1)] if what == "two opti
 is_first = dist.get_rank() == 0
 torch.manual_seed(dist.get_rank())
 noise = 0.0
-for epoch in range(int(value) if what == "steps" else 3):
+for epoch in range(int(value) if is_short else 3):
     place = {"num_replicas": 1, "rank": 0} if what == "same" else {}
     sampler = DistributedSampler(data, shuffle=what != "same", **place)
     for x, y in DataLoader(data, 8 if what == "set size" else 24 // n, sampler=sampler):
@@ -143,7 +144,7 @@ for epoch in range(int(value) if what == "steps" else 3):
         if what != "no step" or is_first: optimizer.step()
         for other in others: other.step()
         optimizer.zero_grad()
-        if what == "steps": break
+        if is_short: break
 torch.save(net.state_dict(), f"weights{dist.get_rank()}.pt")
 """
 
@@ -158,7 +159,7 @@ def train(tmp_path):
     return run
 
 
-@pytest.mark.parametrize(("what", "small", "large"), [("float32", 1e-7, 1e-5), ("bfloat16", 1e-3, 1e-1)])
+@pytest.mark.parametrize(("what", "small", "large"), [("float32", 1e-7, 5e-6), ("bfloat16", 1e-3, 1e-1)])
 @pytest.mark.slow
 def test_the_yardstick_is_rounding(train, what, small, large):
     """A layer that makes this relative difference between a whole batch and its shares."""
@@ -210,8 +211,9 @@ def test_examples_and_copies(train):
     assert lines["copies"] == "the ranks' weights differ from the start: inner.0.bias"
 
 
-def test_batchnorm_differs_by_design_and_an_optimizers_state_is_each_steps_own(train):
-    _, lines, _ = train("BatchNorm", nproc=3, code=0)
+def test_batchnorm_differs_by_design_and_a_short_program_runs_again(train):
+    """AdamW's state is each step's own, BatchNorm's averages each rank's."""
+    _, lines, _ = train("BatchNorm", 12, nproc=3, code=0)
     assert lines["verdict"] == "THE SAME, but for BatchNorm: each process normalises its own share"
     assert lines["averaging"].startswith("right: ") and lines["weights"].startswith("right: ")
 
