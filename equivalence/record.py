@@ -221,12 +221,20 @@ class Recorder(Hooks):
 
     # -------------------------------------------------------------------------------- the notes
 
-    def named_tensors(self, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-        """Parameters and buffers, each once; a second model's names begin with its class."""
-        number = list(self.models).index(id(model))
-        prefix = f"{type(model).__name__} {number + 1}: " if number else ""
-        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            yield prefix + plain_name(name), tensor
+    def named_tensors(self, model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+        """Parameters and buffers, each once, with the name that the first model gives it.
+
+        A second model's names begin with its class.
+        """
+        names: dict[int, str] = {}
+        for number, other in enumerate(self.models.values()):
+            prefix = f"{type(other).__name__} {number + 1}: " if number else ""
+            own = [*other.named_parameters(), *other.named_buffers()]
+            for name, tensor in own:
+                names.setdefault(id(tensor), prefix + plain_name(name))
+            if other is model:
+                break
+        return [(names[id(tensor)], tensor) for _, tensor in own]
 
     def find_kinds(self) -> set[str]:
         found = {"dropout"} if self.has_dropout else set()
@@ -239,11 +247,10 @@ class Recorder(Hooks):
         return found
 
     def notes(self, is_own_thread: bool = True) -> Notes:
-        parameters, names = set(), []
+        names = {}  # each once, in their order
         for model in self.models.values():
-            parameters |= {id(parameter) for parameter in model.parameters()}
-        for model in self.models.values():
-            names += [name for name, t in self.named_tensors(model) if id(t) in parameters]
+            parameters = {id(parameter) for parameter in model.parameters()}
+            names |= {name: 1 for name, t in self.named_tensors(model) if id(t) in parameters}
         tensors = list(tensors_in([list(self.events.values()), [vars(s) for s in self.noted]]))
         return Notes(
             rank=self.place.rank,
@@ -251,7 +258,7 @@ class Recorder(Hooks):
             steps=self.noted,
             events=self.events,
             counts=self.counts,
-            parameters=names,
+            parameters=list(names),
             kinds=self.find_kinds(),
             precision=self.precision,
             optimizers=len(self.own_optimizers),
