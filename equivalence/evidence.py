@@ -41,17 +41,17 @@ class Evidence:
         """Whether the optimizers get one process's gradients, and not the mean of the shares'."""
         if self.is_blind:
             return False
-        worst, from_mean = 0.0, 0.0
+        is_mean = self.gradients_from("mean") <= self.exact_mean
+        return not is_mean and self.gradients_from("whole") <= FACTOR * self.rounding()
+
+    def gradients_from(self, kind: str) -> float:
+        """How far they are from the test's, in most of the steps."""
+        goal = [self.tensors("gradients", Test(kind, step)) for step in self.steps]
+        far = 0.0
         for column in self.columns:
             found = [self.of_column("gradients", k, column, self.names) for k in self.steps]
-            for kind in "whole", "mean":
-                goal = [self.tensors("gradients", Test(kind, step)) for step in self.steps]
-                far = vectors.distances(found, goal)
-                if kind == "whole":
-                    worst = max(worst, vectors.median(far))
-                else:
-                    from_mean = max(from_mean, *far)
-        return from_mean > self.exact_mean and worst <= FACTOR * self.rounding()
+            far = max(far, vectors.median(vectors.distances(found, goal)))
+        return far
 
     def names_with(self, steps: list[Step]) -> list[str]:
         """The parameters that have a gradient at an optimizer."""
