@@ -11,6 +11,7 @@ from equivalence.plan import FACTOR, Test
 
 SAME, DIFFERENT, UNKNOWN = 0, 1, 2  # exit codes
 UNSTEADY = 0.01  # so far apart a step's gradients may not be from its own, computed again
+SCHEDULE = 0.01  # so much a schedule may differ in a few steps, if an epoch has other steps
 SAMPLER = "give each its share (a DistributedSampler)"
 
 
@@ -155,8 +156,9 @@ def larger_alone(evidence: Evidence) -> list[Line]:
     if not alone or alone == total:
         return []
     count = len(evidence.plan.ranks)
-    text = f"alone the program takes {alone} examples in a step, with {count} processes "
-    return [Line("note", f"{text}{total}: an epoch has fewer steps, and other rates may be best")]
+    steps = "fewer" if total > alone else "more"
+    text = f"alone the program takes {alone} examples in a step, with {count} processes {total}: "
+    return [Line("note", f"{text}an epoch has {steps} steps, and other rates may be best")]
 
 
 # ------------------------------------------------------------------- weights, learning rates
@@ -184,14 +186,20 @@ def differ(values: list[torch.Tensor]) -> bool:
 
 def learning_rate(evidence: Evidence) -> list[Line]:
     count = len(evidence.plan.ranks)
+    size, total = evidence.sizes()
     for step in evidence.steps:
         many = evidence.plan.ranks[0].steps[step].rates
         alone = evidence.result.steps[Test("whole", step)].rates
         for one, other in zip(many, alone, strict=False):
-            if abs(one - other) > 1e-6 * abs(other):
-                times = f" ({one / other:.4g} times)" if other else ""
-                text = f"{one:.6g} with {count} processes, {other:.6g} with one{times}"
-                return [Line("learning rate", f"{text}, in step {step + 1}", True)]
+            apart = abs(one - other) / max(abs(other), 1e-150)
+            if apart < 1e-6:
+                continue
+            text = f"{one:.6g} with {count} processes, {other:.6g} with one"
+            if size and size != total and apart < SCHEDULE:
+                text += f", in step {step + 1}: as a schedule does that counts an epoch's steps"
+                return [Line("learning rate", text)]
+            text += f" ({one / other:.4g} times)" if other else ""
+            return [Line("learning rate", f"{text}, in step {step + 1}", True)]
     return []
 
 

@@ -247,8 +247,14 @@ def clipped(ranks, result):
     for rank in range(3):
         for step in range(3): ranks[rank].steps[step].norms = [2.0 if rank == 1 else 1.0]
 
-def rates(ranks, result):
-    for rank in range(3): ranks[rank].steps[2].rates = [0.3]
+def rates(ranks, result, rate=0.3):
+    for rank in range(3): ranks[rank].steps[2].rates = [rate]
+
+def schedule(ranks, result, rate=0.1001):
+    rates(ranks, result, rate)
+    result.notes.examples = {"loader 0": 25}  # 24 with three processes: an epoch has other steps
+
+def no_schedule(ranks, result): schedule(ranks, result, 0.11)
 
 def copies(ranks, result): ranks[2].steps[2].weights["inner.0.bias"] += 1
 
@@ -273,7 +279,7 @@ EDITS = {
     "other": gradients(lambda g, share: torch.ones_like(g)),
     "rounding": whole_batch(2e-7),
     "more than rounding": whole_batch(5e-6),
-    **{f.__name__: f for f in (clipped, rates, copies, update, left_out, reseeded)},
+    **{f.__name__: f for f in (clipped, rates, schedule, no_schedule, copies, update, left_out, reseeded)},
 }
 
 original = verdict.judge
@@ -291,8 +297,9 @@ def judge(evidence):
 verdict.judge = judge
 """
 DIFFERENT = "DIFFERENT from one process in: "
+ROUNDING = " as one process, up to rounding"
 JUDGED = {  # the verdict, a line, and what it says
-    "nothing": ("THE SAME as one process, up to rounding", "weights", "right: .*"),
+    "nothing": (f"THE SAME{ROUNDING}", "weights", "right: .*"),
     "sum": (f"{DIFFERENT}averaging", "averaging", "WRONG: 3 times one process's gradients: summed, not averaged"),
     "twice": (f"{DIFFERENT}averaging", "averaging", "WRONG: 1/3 of one process's gradients: divided .* twice"),
     "factor": (f"{DIFFERENT}averaging", "averaging", "WRONG: 1.0001 times one process's gradients"),
@@ -309,7 +316,7 @@ JUDGED = {  # the verdict, a line, and what it says
         r"WRONG: 2 times one process's gradients of inner.2.bias \(the other 3 .*\), in step 2 only",
     ),
     "other": (f"{DIFFERENT}averaging", "averaging", "WRONG: they are not made of the shares' gradients .*"),
-    "rounding": ("THE SAME as one process, up to rounding", "one batch", "right: .*"),
+    "rounding": (f"THE SAME{ROUNDING}", "one batch", "right: .*"),
     "more than rounding": (
         "DIFFERENT from one process: the loss, or a layer, depends on which examples are in a batch together",
         "one batch",
@@ -321,6 +328,8 @@ JUDGED = {  # the verdict, a line, and what it says
         "learning rate",
         r"0.3 with 3 processes, 0.1 with one \(3 times\), in step 3",
     ),
+    "schedule": (f"THE SAME{ROUNDING}", "note", "alone .* 25 .*, with 3 processes 24: an epoch has more .*"),
+    "no_schedule": (f"{DIFFERENT}learning rate", "learning rate", r"0.11 with .* \(1.1 times\), in step 3"),
     "copies": (f"{DIFFERENT}copies, weights", "copies", "the ranks' weights differ after step 2: inner.0.bias"),
     "update": (f"{DIFFERENT}weights", "weights", "they don't change as in one process .*"),
     "left_out": (f"{DIFFERENT}examples", "examples", ".* the ranks leave out 160 of 480"),
