@@ -150,8 +150,10 @@ def unknown(text: str) -> int:
 
 def say(texts: list[tuple[str, str]]) -> None:
     width = max(60, shutil.get_terminal_size().columns - 1)
+    lines = []
     for label, text in texts:
-        print(textwrap.fill(f"{label:13} {text}", width, subsequent_indent=" " * 14), flush=True)
+        lines.append(textwrap.fill(f"{label:13} {text}", width, subsequent_indent=" " * 14))
+    print("\n".join(lines), flush=True)
 
 
 if __name__ == "__main__":

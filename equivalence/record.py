@@ -127,6 +127,7 @@ class Recorder(Hooks):
             return None
         if self.has_stepped and self.fetched > 1:  # more than the batch that began this step
             self.new_step()
+            self.fetched = 1  # in advance
         for kind in "cpu", "cuda":
             if torch.is_autocast_enabled(kind):
                 self.note_precision(torch.get_autocast_dtype(kind))

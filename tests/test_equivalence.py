@@ -346,6 +346,37 @@ def test_what_is_wrong_is_named(tmp_path):
         assert lines["verdict"] == verdict and re.fullmatch(text, lines.get(label, "")), (name, lines)
 
 
+MICRO = """
+import torch
+from torch import nn
+import torch.distributed as dist
+from torch.utils.data import DataLoader, TensorDataset, DistributedSampler
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+data = TensorDataset(torch.randn(768, 8), torch.randint(4, (768,)))
+model = nn.parallel.DistributedDataParallel(nn.Linear(8, 4))
+optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+count = 4 // dist.get_world_size()  # micro-batches
+batches = iter(DataLoader(data, 8, sampler=DistributedSampler(data)))
+x, y = next(batches)
+for step in range(18):
+    for micro in range(count):
+        loss = nn.functional.cross_entropy(model(x), y) / count
+        x, y = next(batches)  # in advance
+        loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_batches_in_advance_and_micro_batches_that_depend_on_the_processes(tmp_path):
+    (tmp_path / "train.py").write_text(MICRO)
+    _, lines, _ = answer("train.py", nproc=4, cwd=tmp_path, code=0)
+    assert lines["verdict"] == "THE SAME as one process, up to rounding"
+    assert lines["examples"] == "8 + 8 + 8 + 8 in a step, none on two ranks"
+
+
 @pytest.mark.slow
 def test_a_batch_size_that_the_loss_is_divided_by(train):
     """With 8 examples on each rank one process gets 24, and divides by what its flags say."""
@@ -423,7 +454,8 @@ def test_vectors_and_their_fits():
     same = vectors.fit(one, [other, other])
     assert same.left == pytest.approx(1) and not same.is_clear
     assert vectors.median([4.0, 1.0, 3.0, 2.0]) == 3.0
-    assert vectors.distance(one, other) == pytest.approx(5**0.5 / 2)
+    tiny = [vectors.combine([part], [1e-9]) for part in (one, other)]
+    assert vectors.distance(one, other) == vectors.distance(*tiny) == pytest.approx(5**0.5 / 2)
 
 
 def test_batches_are_joined_split_and_told_apart():
@@ -435,5 +467,6 @@ def test_batches_are_joined_split_and_told_apart():
         [[1, 2, 0]],
         [[3, 4, 5]],
     ]
+    assert batches.join([torch.ones(1, 2, 3), torch.ones(1, 4, 3)]).shape == (2, 4, 3)
     assert len(set(batches.digests_of_examples(whole))) == 2
     assert batches.digest(batches.clone(short)) == batches.digest(short) != batches.digest(long)
