@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import hashlib
 import itertools
+import pickle
 import random
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ import numpy
 import torch
 import torch.nn.functional as F
 from instruments.tensors import bytes_of, tensors_in
+from torch import nn
 
 PADDING = {"labels": -100}  # what Hugging Face's losses leave out; everything else is padded with 0
 
@@ -19,14 +21,19 @@ PADDING = {"labels": -100}  # what Hugging Face's losses leave out; everything e
 def parts_of(value: Any) -> dict | None:
     """The parts of a list, tuple, mapping or object by index or name; None if it is a leaf.
 
-    A list of numbers or strings is a leaf.
+    A list of numbers or strings is a leaf, and so is an object without tensors.
     """
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, (list, tuple)):
-        nested = any(isinstance(part, (torch.Tensor, Mapping, list, tuple)) for part in value)
+        kinds = (torch.Tensor, numpy.ndarray, Mapping, list, tuple)
+        nested = any(isinstance(part, kinds) for part in value)
         return dict(enumerate(value)) if nested else None
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+    if isinstance(value, (torch.Tensor, nn.Module, type)):
+        return None
+    if dataclasses.is_dataclass(value):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if any(True for _ in tensors_in(value)):
         return dict(vars(value))
     return None
 
@@ -65,6 +72,42 @@ def clone(value: Any) -> Any:
         return same[0].detach().clone() if isinstance(same[0], torch.Tensor) else same[0]
 
     return mapped(cloned, [value])
+
+
+class Own:
+    """In place of what no other process can read: it takes its own."""
+
+
+def to_plain(value: Any, depth: int = 8) -> Any:
+    """A copy without the program's own classes: dictionaries of tensors, numbers and texts."""
+    parts = parts_of(value)
+    if parts is not None and depth:
+        return {name: to_plain(part, depth - 1) for name, part in parts.items()}
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, numpy.ndarray) and value.dtype.kind in "biuf":
+        return torch.from_numpy(value.copy())
+    try:
+        pickle.dumps(value)
+    except Exception:  # whatever an object's own methods raise
+        return Own()
+    return value
+
+
+def from_plain(plain: Any, own: Any) -> Any:
+    """What to_plain was given, as an object like `own`."""
+    if isinstance(plain, Own):
+        return own
+    if isinstance(plain, torch.Tensor):
+        copied = plain.clone()
+        return copied.numpy() if isinstance(own, numpy.ndarray) else copied
+    parts = parts_of(own)
+    if parts is None or not isinstance(plain, dict):
+        return plain
+    made = {}
+    for name, part in plain.items():
+        made[name] = from_plain(part, parts.get(name))
+    return with_parts(own, made)
 
 
 def join(batches: list) -> Any:

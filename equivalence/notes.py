@@ -13,7 +13,7 @@ from equivalence.vectors import Vector
 class Event(NamedTuple):
     """Data that came into the program."""
 
-    value: Any
+    value: Any  # without the program's own classes
     state: RandomState  # after it
 
 

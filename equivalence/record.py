@@ -16,7 +16,7 @@ from instruments.tensors import parameters_of, tensors_in, whole
 from torch import nn
 from torch.nn.utils import clip_grad
 
-from equivalence.batches import clone, count_examples, random_state
+from equivalence.batches import count_examples, random_state, to_plain
 from equivalence.loaders import Loaders
 from equivalence.notes import Event, Notes, Step
 
@@ -78,7 +78,7 @@ class Recorder(Hooks):
     def event(self, key: str, value: Any) -> Any:
         """Data come into the program.  Returns them."""
         self.seen[key] += 1
-        self.events.setdefault(key, []).append(Event(clone(value), random_state()))
+        self.events.setdefault(key, []).append(Event(to_plain(value), random_state()))
         return value
 
     def load(self, iterator: Any, original: Callable) -> Any:

@@ -9,7 +9,7 @@ from instruments.program import Finished
 from instruments.tensors import local, parameters_of, whole
 from torch import nn
 
-from equivalence.batches import clone, set_random_state
+from equivalence.batches import clone, from_plain, set_random_state
 from equivalence.notes import Notes, Step
 from equivalence.plan import Plan, Test
 from equivalence.record import BATCH_NORM, DROPOUT, Recorder
@@ -55,7 +55,7 @@ class Replayer(Recorder):
             return value
         batch, state = found
         set_random_state(state, reseeded=self.is_reseeded())
-        return clone(batch)
+        return from_plain(batch, own=value)
 
     def is_reseeded(self) -> bool:
         return self.test is not None and self.test.kind == "reseeded"

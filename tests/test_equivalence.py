@@ -1,10 +1,14 @@
 """equivalence/: what it says of programs whose truth is known, with two processes and three."""
 
+import dataclasses
 import json
 import os
+import pickle
 import re
 from pathlib import Path
+from typing import NamedTuple
 
+import numpy
 import pytest
 import torch
 from world import ROOT, forker, gone, shell
@@ -470,3 +474,38 @@ def test_batches_are_joined_split_and_told_apart():
     assert batches.join([torch.ones(1, 2, 3), torch.ones(1, 4, 3)]).shape == (2, 4, 3)
     assert len(set(batches.digests_of_examples(whole))) == 2
     assert batches.digest(batches.clone(short)) == batches.digest(short) != batches.digest(long)
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    images: torch.Tensor
+    more: dict
+    function: object = None
+
+
+class Pair(NamedTuple):
+    x: torch.Tensor
+    y: numpy.ndarray
+
+
+class Graph:
+    def __init__(self, nodes):
+        self.nodes = nodes
+
+
+def test_a_batch_of_the_programs_own_classes_is_sent_without_them():
+    ones, twos = torch.ones(2, 3), 2 * torch.ones(2, 3)
+
+    def batch(x):
+        return Batch(x, {"pair": Pair(x, x.numpy()), "list": [Graph(x), x], "names": ["a"]}, lambda: x)
+
+    sent = pickle.dumps(batches.to_plain(batch(twos)))
+    assert __name__.encode() not in sent
+    own = batch(ones)
+    made = batches.from_plain(pickle.loads(sent), own)
+    pair, (graph, tensor) = made.more["pair"], made.more["list"]
+    assert (type(made), type(pair), type(pair.y), type(graph)) == (Batch, Pair, numpy.ndarray, Graph)
+    assert made.function is own.function and made.more["names"] == ["a"]
+    for value in made.images, pair.x, torch.from_numpy(pair.y), graph.nodes, tensor:
+        assert value.equal(twos)
+    assert own.images.equal(ones) and own.more["list"][0].nodes.equal(ones)
