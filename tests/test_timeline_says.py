@@ -155,21 +155,21 @@ def test_steps_of_two_kinds_are_said():
 # ---------------------------------------------------------------------------------------------- why
 
 
-def made(extra, part="", core=0, moving=0, loading=2, ranks=3, also=0):
+def made(extra, part="", core=0, moving=0, loading=(2,), ranks=3, also=0):
     """Recordings of steps in closed form: each rank loads, computes 10 + 20 ms, and waits for the last.
 
-    extra: ms that rank 1 spends more in a part, in each step; core: ms that each has no core; moving: of messages;
-    also: that rank 2 spends more in forward.
+    extra: ms that rank 1 spends more in a part, in each step; loading: of each step, by turns; core: ms that each has
+    no core; moving: of messages; also: that rank 2 spends more in forward.
     """
     found = []
     for rank in range(ranks):
         spans, messages, cuts, waits, now = [], [], [], [0], 0
-        for more in extra:
+        for step, more in enumerate(extra):
             cuts.append(now)
-            late = now
-            for what, length in ("data", loading), ("forward", 10), ("backward", 20), ("optimizer", 3):
+            late, load = now, loading[step % len(loading)]
+            for what, length in ("data", load), ("forward", 10), ("backward", 20), ("optimizer", 3):
                 if what == "optimizer":
-                    last = late + (loading + 30 + (more if part != "optimizer" else 0)) * MS
+                    last = late + (load + 30 + (more if part != "optimizer" else 0)) * MS
                     message = {"kind": "allreduce", "bytes": 4, "peer": None, "issued": now, "begin": now}
                     messages.append(message | {"until": max(now, last), "last": 1, "end": max(now, last) + moving * MS})
                     spans.append(Span("wait", now, messages[-1]["end"]))
@@ -179,7 +179,7 @@ def made(extra, part="", core=0, moving=0, loading=2, ranks=3, also=0):
                 spans.append(Span(what, now, now + (length + own) * MS))
                 now = spans[-1].end
             if part == "optimizer":
-                now = late + (loading + 33 + moving + more) * MS if rank == 1 else now
+                now = late + (load + 33 + moving + more) * MS if rank == 1 else now
             waits.append(waits[-1] + core * MS)
         recording = {"rank": rank, "spans": spans, "messages": messages, "cuts": [*cuts, now], "core_waits": waits}
         found.append(recording)
@@ -211,7 +211,9 @@ def test_why_is_silent_where_it_is_chance_or_nothing():
 
 
 def test_why_says_what_all_ranks_spend():
-    assert why.why(made([0] * 8, loading=40), 0, 7) == "each rank waits 40.0 of 73.0 ms for its next batch"
+    assert why.why(made([0] * 8, loading=(40,)), 0, 7) == "each rank waits 40.0 of 73.0 ms for its next batch"
+    by_turns = made([0] * 9, loading=(900, 60, 2, 60, 2, 60, 2, 60, 2))  # two workers, which begin in the first step
+    assert why.why(by_turns, 0, 8) == "each rank waits 31.0 of 64.0 ms for its next batch"
     found = why.why(made([0] * 8, moving=30), 0, 7)
     assert found == "messages take 30.0 of 65.0 ms in which each rank does nothing else"
     found = why.why(made([0] * 8, core=12), 0, 7)
@@ -220,7 +222,7 @@ def test_why_says_what_all_ranks_spend():
     for message in one_waits[0]["messages"]:
         message["until"] = message["end"]  # no bytes move for rank 0
     assert why.why(one_waits, 0, 7) == ""
-    alone = why.why(made([0] * 8, loading=40, ranks=1), 0, 7)
+    alone = why.why(made([0] * 8, loading=(40,), ranks=1), 0, 7)
     assert alone == "the process waits 40.0 of 73.0 ms for its next batch"
 
 

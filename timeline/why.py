@@ -106,15 +106,17 @@ def typical_length(ranks: dict[int, list[Step]]) -> float:
 def what_all_spend(ranks: dict[int, list[Step]]) -> list[str]:
     """Loading, messages that nothing hides, and cores that others have."""
     length = typical_length(ranks)
-    loading, messages, core = [], [], []
+    loading, messages, core, lengths = [], [], [], []
     for steps in ranks.values():
-        loading.append(statistics.median(step.parts["loading"] for step in steps))
+        loading.append(average([step.parts["loading"] for step in steps]))
+        lengths.append(average([step.length for step in steps]))
         messages.append(statistics.median(step.waits_for[None] for step in steps))
         core.append(statistics.median(step.without_core for step in steps))
     texts = []
     who = "each rank" if len(ranks) > 1 else "the process"
-    if min(loading) > MUCH * length:
-        texts.append(f"{who} waits {ms(min(loading))} of {ms(length)} ms for its next batch")
+    if min(loading) > MUCH * max(lengths):
+        text = f"{who} waits {ms(min(loading))} of {ms(max(lengths))} ms for its next batch"
+        texts.append(text)
     if min(messages) > MUCH * length:
         text = f"messages take {ms(min(messages))} of {ms(length)} ms in which {who} does nothing"
         texts.append(f"{text} else")
@@ -122,6 +124,14 @@ def what_all_spend(ranks: dict[int, list[Step]]) -> list[str]:
         text = f"{who} is ready, but has no core for {ms(min(core))} of {ms(length)} ms"
         texts.append(text)
     return texts
+
+
+def average(times: list[int]) -> float:
+    """Of several steps, as workers of a DataLoader bring their batches together, and then none.
+
+    The longest is left out, which may be an epoch's first, when they start.
+    """
+    return statistics.mean(sorted(times)[:-1] or times)
 
 
 # -------------------------------------------------------------------------------- kinds of steps
