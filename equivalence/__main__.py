@@ -125,7 +125,11 @@ def answer(args: argparse.Namespace, notes: list, folder: Path, started: float) 
     needed += [Test("rounded", step) for step in range(args.steps)]
     if not all(test in alone.result.steps for test in needed):
         count = len(alone.result.steps)
-        return unknown(f"in one process the program made only {count} of the steps that are needed")
+        text = f"in one process the program made only {count} of the steps that are needed"
+        if alone.problem:
+            sys.stderr.write(alone.problem)
+            text += " (its error is above)"
+        return unknown(text)
     if alone.result.unmatched:
         names = ", ".join(alone.result.unmatched[:3])
         return unknown(

@@ -96,9 +96,15 @@ class Replayer(Recorder):
 
     def backward(self, original: Callable) -> Any:
         found = super().backward(original)
+        if found is None:  # torch.autograd.grad returns gradients, and leaves .grad as it is
+            self.note_raw()
+        return found
+
+    def note_raw(self) -> None:
+        """The gradients; in the test `mean` they are replaced."""
         test = self.test
         if test is None or self.has_gradients:
-            return found
+            return
         named = {}
         for model in self.models.values():
             for name, tensor in self.named_tensors(model):
@@ -109,7 +115,6 @@ class Replayer(Recorder):
                 if name in named:
                     local(named[name].grad).copy_(value)
         self.step.raw = {name: whole(tensor.grad) for name, tensor in named.items()}
-        return found
 
     def raw_of(self, test: Test) -> Vector:
         if test in self.plan.known:
@@ -157,6 +162,8 @@ class Replayer(Recorder):
         return Kept(state, values, options)
 
     def gradients_are_there(self, optimizer: Any) -> None:
+        if not self.step.raw:
+            self.note_raw()
         super().gradients_are_there(optimizer)
         self.plan.trained |= set(self.step.gradients)
 

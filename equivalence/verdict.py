@@ -26,21 +26,18 @@ def judge(evidence: Evidence) -> tuple[int, list[Line]]:
     if evidence.names and not any(vectors.length(one) for one in evidence.raws("whole")):
         text = "all are 0 in one process, too: look at the loss"
         lines.append(Line("gradients", text))
-        return UNKNOWN, [Line("verdict", "NOT FOUND OUT: nothing is trained"), *lines]
+        return not_found_out("nothing is trained", lines)
     again = evidence.changed_by("again")
     if again > UNSTEADY:
         text = (
             f"the same step, computed again, has other gradients (apart by {again:.0e}), so they "
         )
         text += "can't be compared. Does the program compute with data that no DataLoader returns?"
-        return UNKNOWN, [Line("verdict", f"NOT FOUND OUT: {text}"), *lines]
+        return not_found_out(text, lines)
     found = averaging(evidence)
     lines += [*found.lines, *spare_tensors(evidence)]
     if found.unknown:
-        code, answer = UNKNOWN, f"NOT FOUND OUT: {found.unknown}"
-        if reasons := labels_of_wrong(lines):  # these are certain
-            code, answer = conclude(reasons, "")
-        return code, [Line("verdict", answer), *lines]
+        return not_found_out(found.unknown, lines)
     cause = ""
     are_equal = not any(line.label == "copies" for line in lines)  # the ranks' weights
     if evidence.has_shares and evidence.names and are_equal:
@@ -51,14 +48,22 @@ def judge(evidence: Evidence) -> tuple[int, list[Line]]:
     lines += change
     lines += random_numbers(evidence)
     if evidence.is_blind and not change:
-        text = "NOT FOUND OUT: the optimizer has no tensor of the models, and no weight changed"
-        return UNKNOWN, [Line("verdict", text), *lines]
+        text = "the optimizer has no tensor of the models, and no weight changed"
+        return not_found_out(text, lines)
     reasons = labels_of_wrong(lines)
     if found.is_own and change and not change[0].is_wrong:
         reasons.remove("averaging")
         lines = [line._replace(text=line.text.removeprefix("WRONG: ")) for line in lines]
         lines.append(Line("note", "the weights are averaged after the step: that is the same"))
     code, answer = conclude(reasons, cause)
+    return code, [Line("verdict", answer), *lines]
+
+
+def not_found_out(why: str, lines: list[Line]) -> tuple[int, list[Line]]:
+    """What is wrong for certain is said all the same."""
+    code, answer = UNKNOWN, f"NOT FOUND OUT: {why}"
+    if reasons := labels_of_wrong(lines):
+        code, answer = conclude(reasons, "")
     return code, [Line("verdict", answer), *lines]
 
 
@@ -87,8 +92,8 @@ def with_numbers_not_finite(
     text = f"infinite or NaN in step {step + 1} {', '.join(places)}"
     if ALONE in places:
         text += ": find out why there, before you compare"
-        verdict = Line("verdict", "NOT FOUND OUT: gradients are infinite or NaN")
-        return UNKNOWN, [verdict, *lines, Line("gradients", text)]
+        lines.append(Line("gradients", text))
+        return not_found_out("gradients are infinite or NaN", lines)
     text += ", and not in one process"
     code, verdict = conclude(["gradients"], "")
     return code, [Line("verdict", verdict), *lines, Line("gradients", f"WRONG: {text}")]
@@ -104,7 +109,8 @@ def examples(evidence: Evidence) -> list[Line]:
     )
     text, is_wrong = " + ".join(map(str, most)) + " in a step", False
     if len(evidence.shares) < count:
-        text += f": all {count} ranks have the same, and do the same work {count} times: {SAMPLER}"
+        who, times = ("both", "twice") if count == 2 else (f"all {count}", f"{count} times")
+        text += f": {who} ranks have the same, and do the same work {times}: {SAMPLER}"
         is_wrong = True
     elif count > 1:
         text += twice_in_steps(evidence)
