@@ -207,7 +207,8 @@ class Plan:
     def weights_of_shares(self, step: int, raw: Callable[[Test], Vector]) -> list[float]:
         """How much each counts in the gradient of the whole batch: that is measured.
 
-        If it can't be, as BatchNorm or dropout makes other gradients: like its examples.
+        If it can't be, as BatchNorm or dropout makes other gradients: like its examples.  A share
+        that would count negatively has a loss that is no mean, or sum, of its examples'.
         """
         if step in self.weights:
             return self.weights[step]
@@ -222,7 +223,8 @@ class Plan:
         noise = vectors.fit(wanted, [rounded]).left
         near = FACTOR * max(found.left, noise, 1e-7)
         weights = found.weights
-        if found.left > max(LEFT, FACTOR * noise) or vectors.spread(weights, counted) < near:
+        is_explained = found.left <= max(LEFT, FACTOR * noise) and min(weights) >= 0
+        if not is_explained or vectors.spread(weights, counted) < near:
             weights = counted
         elif vectors.spread(weights, [1.0] * len(shares)) < near:
             weights = [1.0] * len(shares)  # the loss is a sum

@@ -241,9 +241,9 @@ def gradients(change, names=None, steps=(0, 1, 2), on=(0, 1, 2)):
                     found[name] = change(found[name], share)
     return edit
 
-def whole_batch(size):
+def whole_batch(size, steps=(0, 1, 2)):
     def edit(ranks, result):
-        for step in range(3):
+        for step in steps:
             tests = [Test(kind, step) for kind in ("whole", "rounded", "again", "reseeded")]
             raws = [result.steps[test].raw for test in tests if test in result.steps]
             for name, tensor in raws[0].items():
@@ -251,6 +251,12 @@ def whole_batch(size):
                 moved *= size * tensor.norm() / moved.norm()
                 for raw in raws: raw[name] = raw[name] + moved
     return edit
+
+def sign(ranks, result):
+    for kind in "whole", "rounded", "again", "reseeded":
+        share = result.steps[Test("share", 0, 1)].raw
+        raw = result.steps[Test(kind, 0)].raw
+        for name in raw: raw[name] -= 2 / 3 * share[name]
 
 def clipped(ranks, result):
     gradients(lambda g, share: g * 1.5)(ranks, result)
@@ -289,6 +295,9 @@ EDITS = {
     "other": gradients(lambda g, share: torch.ones_like(g)),
     "rounding": whole_batch(2e-7),
     "more than rounding": whole_batch(5e-6),
+    "a corner": whole_batch(5e-3, [1]),
+    "one step": whole_batch(5e-2, [1]),
+    "sign": sign,
     **{f.__name__: f for f in (clipped, rates, schedule, no_schedule, copies, update, left_out, reseeded)},
 }
 
@@ -308,6 +317,7 @@ verdict.judge = judge
 """
 DIFFERENT = "DIFFERENT from one process in: "
 ROUNDING = " as one process, up to rounding"
+BATCH = "DIFFERENT from one process: the loss, or a layer, depends on which examples are in a batch together"
 JUDGED = {  # the verdict, a line, and what it says
     "nothing": (f"THE SAME{ROUNDING}", "weights", "right: .*"),
     "sum": (f"{DIFFERENT}averaging", "averaging", "WRONG: 3 times one process's gradients: summed, not averaged"),
@@ -327,11 +337,14 @@ JUDGED = {  # the verdict, a line, and what it says
     ),
     "other": (f"{DIFFERENT}averaging", "averaging", "WRONG: they are not made of the shares' gradients .*"),
     "rounding": (f"THE SAME{ROUNDING}", "one batch", "right: .*"),
-    "more than rounding": (
-        "DIFFERENT from one process: the loss, or a layer, depends on which examples are in a batch together",
+    "more than rounding": (BATCH, "one batch", "different from all 24 examples .*"),
+    "a corner": (f"THE SAME{ROUNDING}", "one batch", "right: .*"),
+    "one step": (
+        BATCH,
         "one batch",
-        "different from all 24 examples .*",
+        "different from all 24 examples in one batch in step 2 .*",
     ),
+    "sign": (BATCH, "averaging", "right: .*"),
     "clipped": (f"{DIFFERENT}averaging", "averaging", r"WRONG: clip_grad_norm_ .* \(of length 1, 2, 1\): average .*"),
     "rates": (
         f"{DIFFERENT}learning rate",
@@ -353,7 +366,7 @@ def test_what_is_wrong_is_named(tmp_path):
     said = json.loads((tmp_path / "said.json").read_text())
     for name, (verdict, label, text) in JUDGED.items():
         lines = dict(reversed(said[name]))  # the first of those with one label
-        assert lines["verdict"] == verdict and re.fullmatch(text, lines.get(label, "")), (name, lines)
+        assert re.fullmatch(verdict, lines["verdict"]) and re.fullmatch(text, lines.get(label, "")), (name, lines)
 
 
 MICRO = """
