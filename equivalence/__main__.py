@@ -42,17 +42,19 @@ def parse_args() -> argparse.Namespace:
 def main() -> int:
     args = parse_args()
     # These import torch, which takes seconds.
-    from instruments.ranks import UsageError
+    from instruments.ranks import UsageError, end_process_if_threads_live_on
 
     from equivalence.alone import replay
 
     try:
-        return replay(args) if args.replay else compare(args)
+        code = replay(args) if args.replay else compare(args)
     except UsageError as problem:
         print(f"equivalence: error: {problem}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
+    end_process_if_threads_live_on(code)
+    return code
 
 
 def compare(args: argparse.Namespace) -> int:
@@ -107,8 +109,9 @@ def answer(args: argparse.Namespace, notes: list, folder: Path, started: float) 
             f"not all ranks came through {args.steps + 1} steps of an optimizer ({each})"
         )
     if made <= args.steps:
+        steps = "1 step" if made == 1 else f"{made} steps"
         return unknown(
-            f"the program made {made} steps, and {args.steps + 1} are needed: let it make more, or "
+            f"the program made {steps}, and {args.steps + 1} are needed: let it make more, or "
             "give fewer --steps"
         )
     if len(ranks) < 2:

@@ -95,7 +95,7 @@ def test_all_right_ways(way):
 
 
 PROGRAM = """
-import sys, torch
+import sys, threading, time, torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, DistributedSampler
 import torch.distributed as dist
@@ -104,6 +104,7 @@ what, value = sys.argv[-2], float(sys.argv[-1])
 is_short = what in ("steps", "BatchNorm")  # epochs of one step
 dist.init_process_group("gloo")
 n = dist.get_world_size()
+if what == "float32": threading.Thread(target=time.sleep, args=(1000,)).start()  # it would never end
 if what == "fails alone" and n == 1: raise ValueError("not alone")
 if what == "fails" and dist.get_rank() == 1: raise ValueError("as planned")
 

@@ -52,14 +52,17 @@ def check(args: argparse.Namespace) -> None:
 def main() -> int:
     args = parse_args()
     error = vars(args).pop("error")  # not sent to the processes
-    from timeline import show  # imports torch, which takes seconds
+    from instruments.ranks import end_process_if_threads_live_on  # imports torch: seconds
+    from timeline import show
 
     if args.draw:
         return show.draw_files(args.draw, args.out)
     try:
-        return show.record_and_show(args)
+        code = show.record_and_show(args)
     except show.UsageError as problem:
         error(str(problem))
+    end_process_if_threads_live_on(code)
+    return code
 
 
 if __name__ == "__main__":
