@@ -450,6 +450,14 @@ def test_the_ranks_are_as_those_of_torchrun_and_one_process_is_this_one(monkeypa
     assert total == n * (n + 1) / 2 and threads == (3 if n > 1 else 1)  # a rank's share of the cores
 
 
+def _leaves(rank, n):
+    sys.exit(0 if rank else None)
+
+
+def test_sys_exit_without_an_error_is_an_end_like_another():
+    assert dist.launch(_leaves, nproc=2) is None
+
+
 @pytest.mark.parametrize(
     ("gpus", "env", "nproc", "n"),
     [(0, None, None, 2), (0, "3", None, 3), (0, "3", 2, 2), (3, None, None, 3), (3, "2", None, 2), (3, None, 4, 4)],
