@@ -95,7 +95,7 @@ def answer(args: argparse.Namespace, notes: list, folder: Path, started: float) 
 
     from equivalence.alone import run_all
     from equivalence.evidence import Evidence
-    from equivalence.plan import Test
+    from equivalence.plan import Plan, Test
     from equivalence.verdict import judge
 
     ranks = [one.value for one in notes]
@@ -116,6 +116,8 @@ def answer(args: argparse.Namespace, notes: list, folder: Path, started: float) 
         )
     if len(ranks) < 2:
         return unknown("there is only one process: give --nproc 2")
+    if reason := Plan(ranks, args.steps).why_not_one_batch():
+        return unknown(reason)
     alone = run_all(args, ranks, folder)
     if alone.result is None:
         sys.stderr.write(alone.problem)

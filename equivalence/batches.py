@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from instruments.tensors import bytes_of, tensors_in
 from torch import nn
 
-PADDING = {"labels": -100}  # what Hugging Face's losses leave out; everything else is padded with 0
+IGNORED = -100  # torch's losses leave these targets out; everything else is padded with 0
 
 
 def parts_of(value: Any) -> dict | None:
@@ -111,18 +111,35 @@ def from_plain(plain: Any, own: Any) -> Any:
 
 
 def join(batches: list) -> Any:
-    """One batch with the examples of all of them; shorter ones are padded at their ends."""
+    """One batch with the examples of all of them; shorter ones are padded at their ends.
+
+    A tensor that does not have a row for each example is taken once.
+    """
+    count = count_examples(batches[0])
 
     def joined(same: list, key: Any) -> Any:
         if isinstance(same[0], (list, tuple)):
             return type(same[0])(itertools.chain(*same))
-        if not isinstance(same[0], torch.Tensor) or same[0].dim() == 0:
+        if not isinstance(same[0], torch.Tensor) or same[0].dim() == 0 or len(same[0]) != count:
             return same[0]
         shapes = [tensor.shape[1:] for tensor in same]
         longest = [max(sizes) for sizes in zip(*shapes, strict=True)]
-        return torch.cat([_padded(tensor, longest, PADDING.get(key, 0)) for tensor in same])
+        is_target = key == "labels" or any((tensor == IGNORED).any() for tensor in same)
+        return torch.cat([_padded(tensor, longest, IGNORED * is_target) for tensor in same])
 
     return mapped(joined, batches) if len(batches) > 1 else batches[0]
+
+
+def why_not_joined(batches: list) -> str:
+    """If tensors that differ between the batches have no row for each example; else ""."""
+    counts = [count_examples(batch) for batch in batches]
+    for same in zip(*[tensors_in(batch) for batch in batches], strict=False):
+        if same[0].dim() == 0 or all(tensor.equal(same[0]) for tensor in same):
+            continue
+        if [len(tensor) for tensor in same] != counts:
+            sizes = [len(tensor) for tensor in tensors_in(batches[0]) if tensor.dim()]
+            return ", ".join(map(str, dict.fromkeys(sizes)))
+    return ""
 
 
 def _padded(tensor: torch.Tensor, longest: list[int], value: int) -> torch.Tensor:

@@ -175,9 +175,13 @@ def near(one: list[float], other: list[float]) -> bool:
 
 
 def is_own(evidence: Evidence, fits: list[Fit]) -> bool:
+    """Each gets its own share's; if the program clips them, they may be shorter."""
     for column, fit in zip(evidence.columns, fits, strict=True):
         own = [float(column == share) for share in evidence.shares]
-        if fit.left > 1e-3 or not near(fit.weights, own):
+        if any(evidence.plan.ranks[evidence.plan.columns[column][0]].steps[0].norms):
+            length = sum(weight * is_its for weight, is_its in zip(fit.weights, own, strict=True))
+            own = [length * is_its for is_its in own]
+        if fit.left > 1e-3 or not any(own) or not near(fit.weights, own):
             return False
     return True
 

@@ -16,6 +16,7 @@ KINK = 0.01  # one step of several may be off by so much, where rounding crosses
 class OneBatch(NamedTuple):
     line: Line
     cause: str = ""  # "BatchNorm", "dropout", "random numbers", if that explains the difference
+    unknown: str = ""  # why that can't be found out
 
 
 def one_batch(evidence: Evidence) -> OneBatch:
@@ -42,6 +43,12 @@ def one_batch(evidence: Evidence) -> OneBatch:
         cause = kinds[0] if kinds else "dropout"
         apart += f"; without {cause} {left:.0e}"
     elif evidence.changed_by("reseeded") > off / FACTOR:
+        if left is not None:
+            why = (
+                f"without {' and '.join(kinds)} the gradient still differs from that of one batch "
+            )
+            why += f"(apart by {left:.0e}), and the step draws random numbers: switch them off"
+            return OneBatch(Line("one batch", f"different from {batch} ({apart})"), unknown=why)
         cause = "random numbers"
     return OneBatch(Line("one batch", f"different from {batch} ({apart})", True), cause)
 

@@ -9,7 +9,14 @@ import torch
 from instruments.tensors import local
 
 from equivalence import vectors
-from equivalence.batches import RandomState, count_examples, digest, join, split
+from equivalence.batches import (
+    RandomState,
+    count_examples,
+    digest,
+    join,
+    split,
+    why_not_joined,
+)
 from equivalence.notes import Notes
 from equivalence.vectors import Vector
 
@@ -123,6 +130,16 @@ class Plan:
             found.setdefault(names, column)
         self.distinct_columns[step] = sorted(found.values())
         return self.distinct_columns[step]
+
+    def why_not_one_batch(self) -> str:
+        """Why one batch can't be made of the ranks'; "" if it can."""
+        for step in range(self.steps):
+            shares = [self.batches(step, column) for column in self.distinct(step)]
+            for same in zip(*shares, strict=False):
+                if sizes := why_not_joined(list(same)):
+                    text = f"the tensors of a batch have {sizes} rows, so the ranks' batches can't "
+                    return f"{text}become one: each tensor needs a row for each example"
+        return ""
 
     def examples(self, step: int) -> list[int]:
         """How many each column has."""

@@ -1,5 +1,8 @@
 """The answer, and the lines below it."""
 
+import itertools
+from collections import Counter
+
 import torch
 
 from equivalence import vectors
@@ -32,7 +35,8 @@ def judge(evidence: Evidence) -> tuple[int, list[Line]]:
         text = (
             f"the same step, computed again, has other gradients (apart by {again:.0e}), so they "
         )
-        text += "can't be compared. Does the program compute with data that no DataLoader returns?"
+        text += "can't be compared. Does the program compute with data that no DataLoader returns, "
+        text += "or with parameters that no module has?"
         return not_found_out(text, lines)
     found = averaging(evidence)
     lines += [*found.lines, *spare_tensors(evidence)]
@@ -44,6 +48,8 @@ def judge(evidence: Evidence) -> tuple[int, list[Line]]:
         batch = one_batch(evidence)
         lines.append(batch.line)
         cause = batch.cause
+        if batch.unknown:
+            return not_found_out(batch.unknown, lines)
     change = weights(evidence)
     lines += change
     lines += random_numbers(evidence)
@@ -143,12 +149,13 @@ def in_an_epoch(evidence: Evidence) -> str:
         return ""
     if any(len(set(some)) < len(some) for some in indices):
         return ""  # drawn with replacement, where some come twice on one rank, too
-    union = set().union(*indices)
-    total = sum(len(set(some)) for some in indices)
+    owners = Counter(itertools.chain(*(set(some) for some in indices)))
+    union = set(owners)
+    total = owners.total()
     slack = 2 * len(indices) + sum(plan.examples(0))  # padding, or a last batch that is left out
     text = ""
     if total > len(union) + slack:
-        twice = total - len(union)
+        twice = sum(count > 1 for count in owners.values())
         text += f". In an epoch {twice} of {len(union)} come on more than one rank: {SAMPLER}"
     reach = set(evidence.result.notes.indices.get(key) or [])
     if len(reach) > len(union) + slack:
@@ -223,11 +230,10 @@ def weights(evidence: Evidence) -> list[Line]:
         forced = evidence.result.steps[Test("whole", step)].forced
         size = vectors.length({name: forced[name] for name in evidence.parameters})
         unit = max(unit, 6e-8 * size / max(1e-150, vectors.length(expected[step])))
-    if not evidence.has_shares:
-        for step in evidence.steps:
-            rounded = evidence.update("rounded", step)
-            if rounded:
-                unit = max(unit, vectors.distance(rounded, expected[step]))
+    for step in evidence.steps:
+        rounded, exact = evidence.update("rounded", step), evidence.update("whole", step)
+        if rounded and exact:
+            unit = max(unit, vectors.distance(rounded, exact))
     is_right = far <= max(evidence.exact, FACTOR * unit)
     text = "right: they change" if is_right else "they don't change"
     text += f" as in one process (apart by {far:.0e}; rounding {unit:.0e})"

@@ -264,6 +264,14 @@ def clipped(ranks, result):
     for rank in range(3):
         for step in range(3): ranks[rank].steps[step].norms = [2.0 if rank == 1 else 1.0]
 
+def clipped_own(ranks, result):
+    for rank in range(3):
+        for step in range(3):
+            found = ranks[rank].steps[step]
+            found.norms = [1.0 + rank]
+            for name in found.gradients:
+                found.gradients[name] = result.steps[Test("share", step, rank)].raw[name] / 2
+
 def rates(ranks, result, rate=0.3):
     for rank in range(3): ranks[rank].steps[2].rates = [rate]
 
@@ -299,7 +307,7 @@ EDITS = {
     "a corner": whole_batch(5e-3, [1]),
     "one step": whole_batch(5e-2, [1]),
     "sign": sign,
-    **{f.__name__: f for f in (clipped, rates, schedule, no_schedule, copies, update, left_out, reseeded)},
+    **{f.__name__: f for f in (clipped, clipped_own, rates, schedule, no_schedule, copies, update, left_out, reseeded)},
 }
 
 original = verdict.judge
@@ -356,7 +364,7 @@ JUDGED = {  # the verdict, a line, and what it says
     "no_schedule": (f"{DIFFERENT}learning rate", "learning rate", r"0.11 with .* \(1.1 times\), in step 3"),
     "copies": (f"{DIFFERENT}copies, weights", "copies", "the ranks' weights differ after step 2: inner.0.bias"),
     "update": (f"{DIFFERENT}weights", "weights", "they don't change as in one process .*"),
-    "left_out": (f"{DIFFERENT}examples", "examples", ".* the ranks leave out 160 of 480"),
+    "left_out": (f"{DIFFERENT}examples", "examples", ".* epoch 160 of 320 come .* leave out 160 of 480"),
     "reseeded": ("THE SAME, but for random numbers that each step draws", "one batch", "different .*"),
 }
 
@@ -491,6 +499,12 @@ def test_batches_are_joined_split_and_told_apart():
         [[1, 2, 0]],
         [[3, 4, 5]],
     ]
+    targets = [torch.tensor([[1, 2], [3, -100]]), torch.tensor([[4]])]  # in a tuple: of no name
+    assert batches.join(targets).tolist() == [[1, 2], [3, -100], [4, -100]]
+    graphs = [(torch.ones(n, 3), torch.ones(2, n), torch.zeros(7)) for n in (4, 5)]
+    assert batches.why_not_joined(graphs) == "4, 2, 7" and batches.why_not_joined(targets) == ""
+    rows, same = batches.join([(torch.ones(2, 1), torch.arange(7)), (torch.ones(3, 1), torch.arange(7))])
+    assert rows.shape == (5, 1) and same.equal(torch.arange(7))
     assert batches.join([torch.ones(1, 2, 3), torch.ones(1, 4, 3)]).shape == (2, 4, 3)
     assert len(set(batches.digests_of_examples(whole))) == 2
     assert batches.digest(batches.clone(short)) == batches.digest(short) != batches.digest(long)
