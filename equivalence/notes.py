@@ -39,6 +39,7 @@ class Notes:
     events: dict[str, list[Event]]  # by where they come from: a loader, a model's inputs
     counts: list[Counter]  # how many events there were at each step of the optimizer
     parameters: list[str]  # names; what else a step's weights have are buffers
+    loose: int  # parameters with gradients that an optimizer has, and none of the modules
     kinds: set[str]  # "BatchNorm", "dropout", if the models have them
     precision: float  # of the coarsest number format in which a module computes
     optimizers: int  # that the program itself calls

@@ -48,6 +48,7 @@ class Recorder(Hooks):
         self.fetched = 0  # batches, since this step began
         self.precision = 0.0
         self.has_dropout = False
+        self.loose = 0
 
     @property
     def step(self) -> Step:
@@ -202,11 +203,14 @@ class Recorder(Hooks):
             self.step_is_complete()
             self.step.rates = [float(group["lr"]) for group in optimizer.param_groups]
         known = {id(parameter) for parameter in parameters_of(optimizer)}
+        loose = {id(one) for one in parameters_of(optimizer) if one.grad is not None}
         for model in self.models.values():
             for name, tensor in self.named_tensors(model):
+                loose.discard(id(tensor))
                 if id(tensor) in known:
                     gradient = tensor.grad
                     self.step.gradients[name] = None if gradient is None else whole(gradient)
+        self.loose = max(self.loose, len(loose))
 
     def step_is_complete(self) -> None:
         if len(self.noted) > self.length:
@@ -260,6 +264,7 @@ class Recorder(Hooks):
             events=self.events,
             counts=self.counts,
             parameters=list(names),
+            loose=self.loose,
             kinds=self.find_kinds(),
             precision=self.precision,
             optimizers=len(self.own_optimizers),

@@ -53,16 +53,24 @@ def judge(evidence: Evidence) -> tuple[int, list[Line]]:
     change = weights(evidence)
     lines += change
     lines += random_numbers(evidence)
-    if evidence.is_blind and not change:
-        text = "the optimizer has no tensor of the models, and no weight changed"
-        return not_found_out(text, lines)
     reasons = labels_of_wrong(lines)
     if found.is_own and change and not change[0].is_wrong:
         reasons.remove("averaging")
         lines = [line._replace(text=line.text.removeprefix("WRONG: ")) for line in lines]
         lines.append(Line("note", "the weights are averaged after the step: that is the same"))
+    if why := not_compared(evidence, has_changed=bool(change)):
+        return not_found_out(why, lines)
     code, answer = conclude(reasons, cause)
     return code, [Line("verdict", answer), *lines]
+
+
+def not_compared(evidence: Evidence, has_changed: bool) -> str:
+    """Parameters of an optimizer that were not seen in the models; "" if there are none."""
+    if evidence.is_blind and not has_changed:
+        return "the optimizer has no tensor of the models, and no weight changed"
+    if not evidence.is_blind and any(rank.loose for rank in evidence.plan.ranks):
+        return "the optimizer has parameters of no module that was called: they are not compared"
+    return ""
 
 
 def not_found_out(why: str, lines: list[Line]) -> tuple[int, list[Line]]:

@@ -124,6 +124,8 @@ if what == "copies" and dist.get_rank() == 1: net.inner[0].bias.data += value
 model = nn.parallel.DistributedDataParallel(net) if n > 1 and what != "by hand" else net
 if what == "copies" and dist.get_rank() == 1: net.inner[0].bias.data += value
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
+loose = torch.ones((), requires_grad=what == "loose")  # a parameter of no module
+if what == "loose": optimizer.add_param_group({"params": [loose]})
 if what == "BatchNorm": optimizer = torch.optim.AdamW(model.parameters(), 0.01)
 others = [torch.optim.SGD(net.inner[:1].parameters(), 0.1)] if what == "two optimizers" else []
 torch.manual_seed(dist.get_rank())
@@ -135,6 +137,7 @@ for epoch in range(int(value) if is_short else 3):
         noise += 1.0  # changes from step to step, whatever the data are
         with torch.autocast("cpu", torch.bfloat16, enabled=what == "bfloat16"):
             loss = nn.functional.cross_entropy(model(x), y)
+        if what == "loose": loss = loss + 1e-4 * loose**2
         if what == "zero": loss = loss * 0
         if what == "unsteady": loss = loss * noise
         if what == "set size": loss = loss * len(x) / value
@@ -189,7 +192,7 @@ n = dist.get_world_size()
 torch.manual_seed(0)
 data = TensorDataset(torch.randn(480, 8), torch.randn(480, 8))
 net = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 16))
-model = nn.parallel.DistributedDataParallel(net) if n > 1 and what != "by hand" else net
+model = nn.parallel.DistributedDataParallel(net) if n > 1 else net
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
 for a, b in DataLoader(data, 24 // n, sampler=DistributedSampler(data)):
     with torch.autocast("cpu", torch.bfloat16, enabled=sys.argv[1] == "bfloat16"):
@@ -429,6 +432,7 @@ NOT_FOUND = {
     "unsteady": (0, "NOT FOUND OUT: the same step, computed again, has other gradients .*", ""),
     "NaN": (0, "NOT FOUND OUT: gradients are infinite or NaN", ""),
     "two optimizers": (0, "NOT FOUND OUT: a step draws random numbers, other ones on each rank, .*", ""),
+    "loose": (0, "NOT FOUND OUT: the optimizer has parameters of no module that was called: .*", ""),
     "steps": (3, "NOT FOUND OUT: the program made 3 steps, and 4 are needed: .* fewer --steps", ""),
     "fails alone": (0, r'NOT FOUND OUT: the program failed in one process.*--alone="FLAGS"', "ValueError: not alone"),
     "fails": (0, "", "rank 1 of 2 failed first: (?s:.*)ValueError: as planned"),
