@@ -116,9 +116,10 @@ def answer(args: argparse.Namespace, notes: list, folder: Path, started: float) 
         )
     if len(ranks) < 2:
         return unknown("there is only one process: give --nproc 2")
-    if reason := Plan(ranks, args.steps).why_not_one_batch():
+    plan = Plan(ranks, args.steps)
+    if reason := plan.why_not_one_batch():
         return unknown(reason)
-    alone = run_all(args, ranks, folder)
+    alone = run_all(args, plan, folder)
     if alone.result is None:
         sys.stderr.write(alone.problem)
         return unknown(

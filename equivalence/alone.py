@@ -40,11 +40,10 @@ class Request(NamedTuple):
     known: dict[Test, dict]
 
 
-def run_all(args: argparse.Namespace, ranks: list[Notes], folder: Path) -> Alone:
+def run_all(args: argparse.Namespace, plan: Plan, folder: Path) -> Alone:
     """Until all tests are made, or a run makes none."""
     instrument.exit_at_sigterm()  # which ends the run in one process, too
-    plan = Plan(ranks, args.steps)
-    rates = plan.rates
+    ranks, rates = plan.ranks, plan.rates
     left = plan.all_tests()
     found: Result | None = None
     for _ in range(MOST_RUNS):

@@ -196,7 +196,8 @@ class Recorder(Hooks):
 
     def gradients_are_there(self, optimizer: Any) -> None:
         if self.has_gradients and self.stepping == 1:
-            return  # a closure that is called again, at other weights
+            self.step.is_repeated = True
+            return
         self.has_gradients = True
         if optimizer is self.optimizer and len(self.counts) < self.steps:
             self.counts.append(self.seen.copy())

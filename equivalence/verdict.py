@@ -238,10 +238,12 @@ def weights(evidence: Evidence) -> list[Line]:
         forced = evidence.result.steps[Test("whole", step)].forced
         size = vectors.length({name: forced[name] for name in evidence.parameters})
         unit = max(unit, 6e-8 * size / max(1e-150, vectors.length(expected[step])))
-    for step in evidence.steps:
-        rounded, exact = evidence.update("rounded", step), evidence.update("whole", step)
-        if rounded and exact:
-            unit = max(unit, vectors.distance(rounded, exact))
+    is_repeated = any(step.is_repeated for step in evidence.plan.ranks[0].steps)
+    if is_repeated or not evidence.has_shares:  # rounding of more than one gradient
+        for step in evidence.steps:
+            rounded, exact = evidence.update("rounded", step), evidence.update("whole", step)
+            if rounded and exact:
+                unit = max(unit, vectors.distance(rounded, exact))
     is_right = far <= max(evidence.exact, FACTOR * unit)
     text = "right: they change" if is_right else "they don't change"
     text += f" as in one process (apart by {far:.0e}; rounding {unit:.0e})"
