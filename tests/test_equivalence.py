@@ -256,6 +256,12 @@ def whole_batch(size, steps=(0, 1, 2)):
                 for raw in raws: raw[name] = raw[name] + moved
     return edit
 
+def lost_layer(ranks, result):
+    for rank in range(3):
+        for step in range(3):
+            share = result.steps[Test("share", step, 0)].raw["inner.0.weight"]
+            ranks[rank].steps[step].gradients["inner.0.weight"] = share / 3
+
 def sign(ranks, result):
     for kind in "whole", "rounded", "again", "reseeded":
         share = result.steps[Test("share", 0, 1)].raw
@@ -288,8 +294,15 @@ def copies(ranks, result): ranks[2].steps[2].weights["inner.0.bias"] += 1
 
 def update(ranks, result):
     for rank in range(3): ranks[rank].steps[3].weights["inner.0.bias"] *= 1.01
+    result.after[Test("rounded", 2)]["inner.0.bias"] *= 1.01
+
+def inner_steps(ranks, result):  # of LBFGS, each with its own rounding
+    update(ranks, result)
+    ranks[0].steps[0].is_repeated = True
 
 def left_out(ranks, result): ranks[1].indices = ranks[0].indices
+
+def shared(ranks, result): ranks[1].indices = ranks[2].indices = ranks[0].indices
 
 def reseeded(ranks, result):
     whole_batch(0.1)(ranks, result)
@@ -302,6 +315,7 @@ EDITS = {
     "factor": gradients(lambda g, share: 1.0001 * g),
     "own": gradients(lambda g, share: 0 * g + share, on=[1]),
     "lost": gradients(lambda g, share: g - share / 3),
+    "lost layer": lost_layer,
     "NaN": gradients(lambda g, share: g * float("nan"), steps=[1], on=[2]),
     "layer": gradients(lambda g, share: 2 * g, ["inner.2.bias"], [1]),
     "other": gradients(lambda g, share: torch.ones_like(g)),
@@ -310,6 +324,8 @@ EDITS = {
     "a corner": whole_batch(5e-3, [1]),
     "one step": whole_batch(5e-2, [1]),
     "sign": sign,
+    "shared": shared,
+    "inner_steps": inner_steps,
     **{f.__name__: f for f in (clipped, clipped_own, rates, schedule, no_schedule, copies, update, left_out, reseeded)},
 }
 
@@ -337,6 +353,11 @@ JUDGED = {  # the verdict, a line, and what it says
     "factor": (f"{DIFFERENT}averaging", "averaging", "WRONG: 1.0001 times one process's gradients"),
     "own": (f"{DIFFERENT}averaging", "averaging", "WRONG: the ranks' gradients differ: rank 0 has .*; rank 1 has .*"),
     "lost": (f"{DIFFERENT}averaging", "averaging", "WRONG: rank 1's examples don't count in the gradients"),
+    "lost layer": (
+        f"{DIFFERENT}averaging",
+        "averaging",
+        r"WRONG: rank 1's and rank 2's examples don't count in the gradients of inner.0.weight \(the .*",
+    ),
     "NaN": (
         f"{DIFFERENT}gradients",
         "gradients",
@@ -358,6 +379,7 @@ JUDGED = {  # the verdict, a line, and what it says
     ),
     "sign": (BATCH, "averaging", "right: .*"),
     "clipped": (f"{DIFFERENT}averaging", "averaging", r"WRONG: clip_grad_norm_ .* \(of length 1, 2, 1\): average .*"),
+    "clipped_own": (f"THE SAME{ROUNDING}", "averaging", "each rank's .* own share: nobody averages them"),
     "rates": (
         f"{DIFFERENT}learning rate",
         "learning rate",
@@ -367,7 +389,9 @@ JUDGED = {  # the verdict, a line, and what it says
     "no_schedule": (f"{DIFFERENT}learning rate", "learning rate", r"0.11 with .* \(1.1 times\), in step 3"),
     "copies": (f"{DIFFERENT}copies, weights", "copies", "the ranks' weights differ after step 2: inner.0.bias"),
     "update": (f"{DIFFERENT}weights", "weights", "they don't change as in one process .*"),
+    "inner_steps": (f"THE SAME{ROUNDING}", "weights", "right: .*"),
     "left_out": (f"{DIFFERENT}examples", "examples", ".* epoch 160 of 320 come .* leave out 160 of 480"),
+    "shared": (f"{DIFFERENT}examples", "examples", ".* epoch 160 of 160 come .* leave out 320 of 480"),
     "reseeded": ("THE SAME, but for random numbers that each step draws", "one batch", "different .*"),
 }
 
@@ -376,6 +400,7 @@ def test_what_is_wrong_is_named(tmp_path):
     (tmp_path / "train.py").write_text(PROGRAM)
     answer("train.py", "plain", 0, nproc=3, cwd=tmp_path, code=0, before=JUDGE_ALSO, path=[ROOT])
     said = json.loads((tmp_path / "said.json").read_text())
+    assert said.keys() == JUDGED.keys()
     for name, (verdict, label, text) in JUDGED.items():
         lines = dict(reversed(said[name]))  # the first of those with one label
         assert re.fullmatch(verdict, lines["verdict"]) and re.fullmatch(text, lines.get(label, "")), (name, lines)
