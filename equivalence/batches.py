@@ -142,6 +142,12 @@ def why_not_joined(batches: list) -> str:
     return ""
 
 
+def are_columns(batch: Any, count: int) -> bool:
+    """Whether so many examples are the second dimension of all tensors, as with (time, batch)."""
+    shapes = [tensor.shape for tensor in tensors_in(batch) if tensor.dim() > 1]
+    return bool(shapes) and all(shape[0] != count == shape[1] for shape in shapes)
+
+
 def _padded(tensor: torch.Tensor, longest: list[int], value: int) -> torch.Tensor:
     """The tensor with sizes `longest` in all dimensions but the first."""
     missing = [size - here for size, here in zip(longest, tensor.shape[1:], strict=True)]

@@ -22,7 +22,11 @@ class Evidence:
         self.shapes = {}
         for one in whole:
             self.shapes |= {name: tensor.shape for name, tensor in one.forced.items()}
-        self.parameters = [name for name in result.notes.parameters if name in self.shapes]
+        trained = set().union(*(one.gradients for one in whole))
+        in_all = set(self.shapes).intersection(*(one.forced for one in whole))
+        # Not those of a model that an evaluation calls now and then.
+        known = (trained & set(self.shapes)) | in_all
+        self.parameters = [name for name in result.notes.parameters if name in known]
         self.names = self.names_with(whole)  # of the tensors that are compared
         self.is_blind = not self.names  # the optimizer's parameters are others than the model's
         if self.is_blind:
@@ -82,9 +86,9 @@ class Evidence:
         """How a step changed the weights; {} if that was not seen."""
         test = Test(kind, step)
         after = self.result.after.get(test, {})
-        if not all(name in after for name in self.parameters):
-            return {}
         before = self.result.steps[test].forced
+        if not all(name in after and name in before for name in self.parameters):
+            return {}
         return {name: after[name].double() - before[name].double() for name in self.parameters}
 
     def changed_by(self, kind: str) -> float:
@@ -108,6 +112,20 @@ class Evidence:
         before = self.of_column("weights", step, column, self.parameters)
         after = self.of_column("weights", step + 1, column, self.parameters)
         return vectors.difference(after, before)
+
+    @functools.cached_property
+    def different_copies(self) -> tuple[int, list[str]]:
+        """The first step that begins with weights that differ between the ranks, and which."""
+        for step in range(len(self.steps) + 1):
+            names = []
+            for name in self.parameters:
+                for same in zip(*self.plan.columns, strict=True):
+                    values = [self.plan.ranks[rank].steps[step].weights.get(name) for rank in same]
+                    if differ([value for value in values if value is not None]):
+                        names.append(name)
+            if names:
+                return step, names
+        return len(self.steps) + 1, []
 
     def not_finite(self, step: int) -> list[str]:
         """Where the gradients of a step are infinite or NaN."""
@@ -155,6 +173,11 @@ class Evidence:
         The mean of the shares' is compared to the last bits; one process's own, up to rounding.
         """
         return self.exact_mean if self.has_shares else FACTOR * self.rounding()
+
+
+def differ(values: list[torch.Tensor]) -> bool:
+    first = values[0] if values else None
+    return any(value.shape != first.shape or not value.equal(first) for value in values)
 
 
 def names_not_finite(step: Step) -> list[str]:

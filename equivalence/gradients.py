@@ -9,6 +9,7 @@ from equivalence.plan import FACTOR, Test
 from equivalence.vectors import Fit, Vector
 
 NEAR = 0.002  # coefficients that differ by less are the same
+TURNED = 0.001  # a vector has another direction if so much of it is left over
 
 
 class Line(NamedTuple):
@@ -70,8 +71,7 @@ def averaging(evidence: Evidence) -> Averaging:
 
 def explain(evidence: Evidence, differences: Differences) -> Averaging:
     """What they got, from the worst step and its tensors."""
-    far = differences.far
-    worst = max(evidence.steps, key=lambda step: max(steps[step] for steps in far))
+    worst = worst_step(evidence, differences)
     lines = missing_gradients(evidence, worst)
     if not evidence.has_shares:
         if evidence.draws_random_numbers():
@@ -91,8 +91,17 @@ def explain(evidence: Evidence, differences: Differences) -> Averaging:
         return Averaging([*lines, Line("averaging", f"WRONG: {text} them", True)], is_own=True)
     if is_of_a_set_size(evidence, fits, worst):
         return undecided_by_size(evidence, lines)
-    text = clipped_early(evidence, worst) or in_words(evidence, fits, worst, place)
+    text = "" if len(bad) < len(evidence.names) else clipped_early(evidence, worst)
+    text = text or in_words(evidence, fits, worst, place)
     return Averaging([*lines, Line("averaging", f"WRONG: {text}", True)])
+
+
+def worst_step(evidence: Evidence, differences: Differences) -> int:
+    """Of those that begin with equal weights, if one is wrong: there the shares are exact."""
+    far = [max(steps[step] for steps in differences.far) for step in evidence.steps]
+    unequal, _ = evidence.different_copies
+    wrong = [step for step in evidence.steps if step < unequal and far[step] > evidence.exact]
+    return max(wrong or evidence.steps, key=lambda step: far[step])
 
 
 def explain_whole(evidence: Evidence, differences: Differences, worst: int) -> Line:
@@ -146,13 +155,18 @@ def missing_gradients(evidence: Evidence, step: int) -> list[Line]:
 
 
 def wrong_tensors(evidence: Evidence, differences: Differences, step: int) -> list[str]:
-    found = []
+    """Clipping shortens all of a rank's tensors: then those that have another direction, too."""
+    limit = max(evidence.exact, 1e-5)
+    is_clipped = any(rank.steps[step].norms for rank in evidence.plan.ranks)
+    found, turned = [], []
     for name in evidence.names:
         goal = {name: differences.goal[step][name]}
-        apart = [vectors.distance({name: one[step][name]}, goal) for one in differences.found]
-        if max(apart) > max(evidence.exact, 1e-5):
+        values = [{name: one[step][name]} for one in differences.found]
+        if max(vectors.distance(value, goal) for value in values) > limit:
             found.append(name)
-    return found or evidence.names
+        if is_clipped and max(vectors.fit(value, [goal]).left for value in values) > TURNED:
+            turned.append(name)
+    return turned or found or evidence.names
 
 
 def where(evidence: Evidence, differences: Differences, bad: list[str]) -> str:
@@ -160,7 +174,9 @@ def where(evidence: Evidence, differences: Differences, bad: list[str]) -> str:
     text = ""
     right = len(evidence.names) - len(bad)
     if right:
-        text += f" of {some_of(bad)} (the other {right} of {len(evidence.names)} tensors are right)"
+        is_clipped = any(rank.steps[0].norms for rank in evidence.plan.ranks)
+        are = "differ at most in length" if is_clipped else "are right"
+        text += f" of {some_of(bad)} (the other {right} of {len(evidence.names)} tensors {are})"
     wrong = []
     for step in evidence.steps:
         if max(steps[step] for steps in differences.far) > evidence.exact:
@@ -175,12 +191,11 @@ def near(one: list[float], other: list[float]) -> bool:
 
 
 def is_own(evidence: Evidence, fits: list[Fit]) -> bool:
-    """Each gets its own share's; if the program clips them, they may be shorter."""
+    """Each gets its own share's; clipped, or weighted, they have another length."""
     for column, fit in zip(evidence.columns, fits, strict=True):
         own = [float(column == share) for share in evidence.shares]
-        if any(evidence.plan.ranks[evidence.plan.columns[column][0]].steps[0].norms):
-            length = sum(weight * is_its for weight, is_its in zip(fit.weights, own, strict=True))
-            own = [length * is_its for is_its in own]
+        length = sum(weight * is_its for weight, is_its in zip(fit.weights, own, strict=True))
+        own = [length * is_its for is_its in own]
         if fit.left > 1e-3 or not any(own) or not near(fit.weights, own):
             return False
     return True
@@ -229,12 +244,19 @@ def in_words(evidence: Evidence, fits: list[Fit], step: int, place: str) -> str:
         names = " and ".join(f"rank {evidence.plan.columns[column][0]}'s" for column in lost)
         return f"{names} examples don't count in the gradients{place}{rest}"
     if uneven > 2 * NEAR * max(abs(ratio) for ratio in ratios):
-        return (
-            f"the shares count {percent(first)}{place}, in one process {percent(proper)}: the mean "
-            f"of means is not the mean (unequal numbers of examples, tokens or labels?){rest}"
-        )
+        are_equal = step < evidence.different_copies[0]
+        return f"{mean_of_means(first, proper, are_equal, place)}{rest}"
     is_sum = near(proper, [1.0] * count)
     return f"{multiple(times, count, is_sum, place)}{rest}"
+
+
+def mean_of_means(found: list[float], proper: list[float], are_equal: bool, place: str) -> str:
+    """are_equal: the ranks' weights; else it can't be measured how much a share should count."""
+    text = f"the shares count {percent(found)}{place}"
+    if not are_equal:
+        return f"{text}: as the ranks' weights differ, that may be right"
+    text += f", in one process {percent(proper)}: the mean of means is not the mean"
+    return f"{text} (unequal numbers of examples, tokens or labels?)"
 
 
 def multiple(times: float, count: int, is_sum: bool, place: str) -> str:

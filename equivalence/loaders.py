@@ -5,7 +5,7 @@ import copy
 import weakref
 from typing import Any
 
-from torch.utils.data import dataloader
+from torch.utils.data import BatchSampler, dataloader
 
 from equivalence.batches import random_state, set_random_state
 
@@ -16,6 +16,7 @@ class Loaders:
     def __init__(self) -> None:
         self.owners: list[weakref.ref] = []  # a loader's sampler, or its iterator
         self.indices: dict[str, list] = {}
+        self.batch_sizes: dict[str, int] = {}
 
     def name_of(self, iterator: Any) -> str:
         """A new one takes the name of one that is gone: many programs build one for each epoch."""
@@ -34,6 +35,8 @@ class Loaders:
         name = f"loader {len(known)}"
         is_stream = iterator._dataset_kind == dataloader._DatasetKind.Iterable  # it never ends
         self.indices[name] = [] if is_stream else indices_of(sampler)
+        if type(sampler) is BatchSampler:  # a subclass may split its batches
+            self.batch_sizes[name] = sampler.batch_size
         return name
 
 

@@ -46,4 +46,5 @@ class Notes:
     optimizers: int  # that the program itself calls
     indices: dict[str, list]  # of an epoch, as a loader's sampler says
     examples: dict[str, int]  # in the first batch of each loader
+    batch_sizes: dict[str, int]  # that each loader's sampler makes, if it is torch's own
     size: int  # bytes of all tensors here

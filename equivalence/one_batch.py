@@ -27,9 +27,7 @@ def one_batch(evidence: Evidence) -> OneBatch:
     off = vectors.median(far)
     if off <= FACTOR * rounding and max(far) > KINK:
         off = max(far)
-    counts = evidence.plan.examples(0)
-    examples = sum(counts[column] for column in evidence.shares)
-    batch = f"all {examples} examples in one batch"
+    batch = f"all{number_of_examples(evidence)} examples in one batch"
     if min(far) <= FACTOR * rounding < off:
         wrong = [str(k + 1) for k in evidence.steps if far[k] > FACTOR * rounding]
         batch += f" in step {', '.join(wrong)}"
@@ -51,6 +49,15 @@ def one_batch(evidence: Evidence) -> OneBatch:
             return OneBatch(Line("one batch", f"different from {batch} ({apart})"), unknown=why)
         cause = "random numbers"
     return OneBatch(Line("one batch", f"different from {batch} ({apart})", True), cause)
+
+
+def number_of_examples(evidence: Evidence) -> str:
+    """With a space before it; "" if the steps have different ones."""
+    totals = set()
+    for step in evidence.steps:
+        counts = evidence.plan.examples(step)
+        totals.add(sum(counts[column] for column in evidence.shares))
+    return f" {totals.pop()}" if len(totals) == 1 else ""
 
 
 def without_layers(evidence: Evidence) -> float | None:

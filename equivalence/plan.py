@@ -11,6 +11,7 @@ from instruments.tensors import local
 from equivalence import vectors
 from equivalence.batches import (
     RandomState,
+    are_columns,
     count_examples,
     digest,
     join,
@@ -53,6 +54,7 @@ class Plan:
         self.ranks, self.steps = ranks, steps
         self.per_step = {key: self.rate(key) for key in ranks[0].events}
         used = [key for key, rate in self.per_step.items() if rate]
+        used = [key for key in used if self.is_in_each_step(key)] or used
         loaders = [key for key in used if key.startswith("loader")]
         self.keys = loaders or used
         self.rates = {key: (rates or {}).get(key, self.per_step[key]) for key in self.keys}
@@ -69,6 +71,11 @@ class Plan:
         """Batches per step.  A DataLoader may be asked for some in advance."""
         counts = self.ranks[0].counts
         return (counts[self.steps][key] - counts[0][key]) // self.steps
+
+    def is_in_each_step(self, key: str) -> bool:
+        """An evaluation that computes gradients is not, even if it needs many batches."""
+        counts = [one[key] for one in self.ranks[0].counts[: self.steps + 1]]
+        return all(before < after for before, after in itertools.pairwise(counts))
 
     def all_tests(self) -> list[Test]:
         steps, shares = range(self.steps), self.distinct(0)
@@ -133,6 +140,11 @@ class Plan:
 
     def why_not_one_batch(self) -> str:
         """Why one batch can't be made of the ranks'; "" if it can."""
+        for key in self.keys:
+            size = self.ranks[0].batch_sizes.get(key)
+            first = self.ranks[0].events[key][0].value
+            if size and are_columns(first, size):
+                return f"a batch's {size} examples are the columns of its tensors, not their rows"
         for step in range(self.steps):
             shares = [self.batches(step, column) for column in self.distinct(step)]
             for same in zip(*shares, strict=False):
@@ -209,7 +221,9 @@ class Plan:
             source = 0 if is_buffer and test.is_neutral else column
             value = self.value("weights", name, test.step, source, tensor.shape)
             if value is None:
-                if not is_buffer:
+                steps = range(self.steps)  # an evaluation of another model is not in each
+                others = [self.value("weights", name, k, source, tensor.shape) for k in steps]
+                if not is_buffer and all(other is None for other in others):
                     self.unmatched.add(name)
                 continue
             if test.kind == "rounded" and value.is_floating_point():

@@ -17,15 +17,12 @@ from torch import nn
 from torch.nn.utils import clip_grad
 
 from equivalence.batches import count_examples, random_state, to_plain
+from equivalence.layers import DROPOUTS, drops, kinds_in, without_dropout
 from equivalence.loaders import Loaders
 from equivalence.notes import Event, Notes, Step
 
-BATCH_NORM = nn.modules.batchnorm._BatchNorm
-DROPOUT = nn.modules.dropout._DropoutNd
-ATTENTION = "scaled_dot_product_attention"
 LOSSES = [name for name in dir(F) if name.endswith("_loss") or name in ("cross_entropy", "kl_div")]
 LOSSES += ["binary_cross_entropy", "binary_cross_entropy_with_logits"]
-DROPOUTS = [name for name in dir(F) if name.rstrip("123d").endswith("dropout") and name[0] != "_"]
 
 
 class Recorder(Hooks):
@@ -70,7 +67,7 @@ class Recorder(Hooks):
         ]
         for name in LOSSES:
             found.append((F, name, functools.partial(self.loss_function, name)))
-        for name in [*DROPOUTS, ATTENTION]:
+        for name in DROPOUTS:
             found.append((F, name, functools.partial(self.dropout, name)))
         return found
 
@@ -168,18 +165,10 @@ class Recorder(Hooks):
         """What is called by nn.Dropout, and by programs themselves."""
         if torch.compiler.is_compiling():
             return original(*args, **kwargs)
-        place, flag = (4, "dropout_p") if name == ATTENTION else (1, "p")
-        rate = kwargs.get(flag, args[place] if len(args) > place else 0.5 * (name != ATTENTION))
-        is_training = True
-        if name != ATTENTION:
-            is_training = kwargs.get("training", args[2] if len(args) > 2 else True)
-        if rate and is_training and torch.is_grad_enabled():
+        if drops(name, args, kwargs):
             self.has_dropout = True
             if self.leaves_out_dropout():
-                if name == ATTENTION:
-                    args, kwargs["dropout_p"] = args[:4], 0.0
-                else:
-                    args, kwargs["training"] = args[:2], False
+                args, kwargs = without_dropout(name, args, kwargs)
         return original(*args, **kwargs)
 
     def leaves_out_dropout(self) -> bool:
@@ -242,16 +231,6 @@ class Recorder(Hooks):
                 break
         return [(names[id(tensor)], tensor) for _, tensor in own]
 
-    def find_kinds(self) -> set[str]:
-        found = {"dropout"} if self.has_dropout else set()
-        for model in self.models.values():
-            for part in model.modules():
-                if isinstance(part, BATCH_NORM):
-                    found.add("BatchNorm")
-                elif isinstance(part, DROPOUT) and part.p:
-                    found.add("dropout")
-        return found
-
     def notes(self, is_own_thread: bool = True) -> Notes:
         names = {}  # each once, in their order
         for model in self.models.values():
@@ -266,11 +245,12 @@ class Recorder(Hooks):
             counts=self.counts,
             parameters=list(names),
             loose=self.loose,
-            kinds=self.find_kinds(),
+            kinds=kinds_in(self.models.values()) | ({"dropout"} if self.has_dropout else set()),
             precision=self.precision,
             optimizers=len(self.own_optimizers),
             indices=self.loaders.indices,
             examples=self.examples,
+            batch_sizes=self.loaders.batch_sizes,
             size=sum(tensor.nbytes for tensor in tensors),
         )
 

@@ -10,9 +10,10 @@ from instruments.tensors import local, parameters_of, whole
 from torch import nn
 
 from equivalence.batches import clone, from_plain, set_random_state
+from equivalence.layers import BATCH_NORM, DROPOUT
 from equivalence.notes import Notes, Step
 from equivalence.plan import Plan, Test
-from equivalence.record import BATCH_NORM, DROPOUT, Recorder
+from equivalence.record import Recorder
 from equivalence.vectors import Vector
 
 

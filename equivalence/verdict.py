@@ -3,8 +3,6 @@
 import itertools
 from collections import Counter
 
-import torch
-
 from equivalence import vectors
 from equivalence.batches import digests_of_examples
 from equivalence.evidence import ALONE, Evidence
@@ -43,8 +41,8 @@ def judge(evidence: Evidence) -> tuple[int, list[Line]]:
     if found.unknown:
         return not_found_out(found.unknown, lines)
     cause = ""
-    are_equal = not any(line.label == "copies" for line in lines)  # the ranks' weights
-    if evidence.has_shares and evidence.names and are_equal:
+    _, unequal = evidence.different_copies
+    if evidence.has_shares and evidence.names and not unequal:
         batch = one_batch(evidence)
         lines.append(batch.line)
         cause = batch.cause
@@ -187,22 +185,11 @@ def larger_alone(evidence: Evidence) -> list[Line]:
 
 def copies(evidence: Evidence) -> list[Line]:
     """Weights that differ between the ranks."""
-    for step in range(len(evidence.steps) + 1):
-        different = []
-        for name in evidence.parameters:
-            for same in zip(*evidence.plan.columns, strict=True):
-                values = [evidence.plan.ranks[rank].steps[step].weights.get(name) for rank in same]
-                if differ([value for value in values if value is not None]):
-                    different.append(name)
-        if different:
-            when = "from the start" if step == 0 else f"after step {step}"
-            return [Line("copies", f"the ranks' weights differ {when}: {some_of(different)}", True)]
-    return []
-
-
-def differ(values: list[torch.Tensor]) -> bool:
-    first = values[0] if values else None
-    return any(value.shape != first.shape or not value.equal(first) for value in values)
+    step, names = evidence.different_copies
+    if not names:
+        return []
+    when = "from the start" if step == 0 else f"after step {step}"
+    return [Line("copies", f"the ranks' weights differ {when}: {some_of(names)}", True)]
 
 
 def learning_rate(evidence: Evidence) -> list[Line]:

@@ -133,7 +133,10 @@ noise = 0.0
 for epoch in range(int(value) if is_short else 3):
     place = {"num_replicas": 1, "rank": 0} if what == "same" else {}
     sampler = DistributedSampler(data, shuffle=what != "same", **place)
-    for x, y in DataLoader(data, 8 if what == "set size" else 24 // n, sampler=sampler):
+    loader = DataLoader(data, 8 if what == "set size" else 24 // n, sampler=sampler)
+    if what == "columns": loader.collate_fn = lambda items: tuple(torch.stack(part, -1) for part in zip(*items))
+    for x, y in loader:
+        if what == "columns": x = x.T
         noise += 1.0  # changes from step to step, whatever the data are
         with torch.autocast("cpu", torch.bfloat16, enabled=what == "bfloat16"):
             loss = nn.functional.cross_entropy(model(x), y)
@@ -154,6 +157,8 @@ for epoch in range(int(value) if is_short else 3):
         for other in others: other.step()
         optimizer.zero_grad()
         if is_short: break
+        if what == "plain" and noise % 2 == 0:  # an evaluation that computes gradients
+            for part, _ in DataLoader(data, 4, sampler=range(dist.get_rank(), 50, n)): net(part)
     if epoch == 7:  # when some of the shares are known
         with torch.no_grad(): net.inner(x)  # a part of the model gets no second names
 torch.save(net.state_dict(), f"weights{dist.get_rank()}.pt")
@@ -281,6 +286,23 @@ def clipped_own(ranks, result):
             for name in found.gradients:
                 found.gradients[name] = result.steps[Test("share", step, rank)].raw[name] / 2
 
+def clipped_layer(ranks, result):  # nobody averages it
+    clipped_own(ranks, result)
+    for rank in range(3):
+        for step in range(3):
+            found = ranks[rank].steps[step].gradients
+            for name in found.keys() - {"inner.2.bias"}:
+                found[name] = result.steps[Test("mean", step)].gradients[name] / (1 + rank)
+
+def uneven_copies(ranks, result):
+    gradients(lambda g, share: g + 0.1 * share)(ranks, result)
+    ranks[2].steps[0].weights["inner.0.bias"] += 1
+
+def then_copies(ranks, result):  # where they differ, the shares are not exact
+    gradients(lambda g, share: 3 * g, steps=[0])(ranks, result)
+    gradients(lambda g, share: torch.ones_like(g), steps=[2])(ranks, result)
+    ranks[2].steps[1].weights["inner.0.bias"] += 1
+
 def rates(ranks, result, rate=0.3):
     for rank in range(3): ranks[rank].steps[2].rates = [rate]
 
@@ -326,7 +348,8 @@ EDITS = {
     "sign": sign,
     "shared": shared,
     "inner_steps": inner_steps,
-    **{f.__name__: f for f in (clipped, clipped_own, rates, schedule, no_schedule, copies, update, left_out, reseeded)},
+    **{f.__name__: f for f in (clipped, clipped_own, clipped_layer, uneven_copies, then_copies, rates, schedule)},
+    **{f.__name__: f for f in (no_schedule, copies, update, left_out, reseeded)},
 }
 
 original = verdict.judge
@@ -380,6 +403,21 @@ JUDGED = {  # the verdict, a line, and what it says
     "sign": (BATCH, "averaging", "right: .*"),
     "clipped": (f"{DIFFERENT}averaging", "averaging", r"WRONG: clip_grad_norm_ .* \(of length 1, 2, 1\): average .*"),
     "clipped_own": (f"THE SAME{ROUNDING}", "averaging", "each rank's .* own share: nobody averages them"),
+    "clipped_layer": (
+        f"THE SAME{ROUNDING}",
+        "averaging",
+        r"each rank's .* of inner.2.bias \(the other 3 of 4 tensors differ at most in length\): nobody .*",
+    ),
+    "uneven_copies": (
+        f"{DIFFERENT}copies, averaging, weights",
+        "averaging",
+        "WRONG: the shares count .*: as the ranks' weights differ, that may be right",
+    ),
+    "then_copies": (
+        f"{DIFFERENT}copies, averaging, weights",
+        "averaging",
+        "WRONG: 3 times one process's gradients, in step 1, 3 only: summed, not averaged",
+    ),
     "rates": (
         f"{DIFFERENT}learning rate",
         "learning rate",
@@ -407,7 +445,7 @@ def test_what_is_wrong_is_named(tmp_path):
 
 
 MICRO = """
-import torch
+import copy, torch
 from torch import nn
 import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset, DistributedSampler
@@ -419,8 +457,13 @@ model = nn.parallel.DistributedDataParallel(nn.Linear(8, 4))
 optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
 count = 4 // dist.get_world_size()  # micro-batches
 batches = iter(DataLoader(data, 8, sampler=DistributedSampler(data)))
+smooth = copy.deepcopy(model.module)
 x, y = next(batches)
 for step in range(18):
+    if step % 2:  # an evaluation that computes gradients, of another model, too
+        for part, _ in DataLoader(data, 16, sampler=range(dist.get_rank(), 50, dist.get_world_size())):
+            model.module(part)
+            smooth(part)
     for micro in range(count):
         loss = nn.functional.cross_entropy(model(x), y) / count
         x, y = next(batches)  # in advance
@@ -430,7 +473,7 @@ for step in range(18):
 """
 
 
-def test_batches_in_advance_and_micro_batches_that_depend_on_the_processes(tmp_path):
+def test_batches_in_advance_micro_batches_that_depend_on_the_processes_and_an_evaluation(tmp_path):
     (tmp_path / "train.py").write_text(MICRO)
     _, lines, _ = answer("train.py", nproc=4, cwd=tmp_path, code=0)
     assert lines["verdict"] == "THE SAME as one process, up to rounding"
@@ -458,6 +501,7 @@ NOT_FOUND = {
     "NaN": (0, "NOT FOUND OUT: gradients are infinite or NaN", ""),
     "two optimizers": (0, "NOT FOUND OUT: a step draws random numbers, other ones on each rank, .*", ""),
     "loose": (0, "NOT FOUND OUT: the optimizer has parameters of no module that was called: .*", ""),
+    "columns": (0, "NOT FOUND OUT: a batch's 12 examples are the columns of its tensors, not their rows", ""),
     "steps": (3, "NOT FOUND OUT: the program made 3 steps, and 4 are needed: .* fewer --steps", ""),
     "fails alone": (0, r'NOT FOUND OUT: the program failed in one process.*--alone="FLAGS"', "ValueError: not alone"),
     "fails": (0, "", "rank 1 of 2 failed first: (?s:.*)ValueError: as planned"),
@@ -534,6 +578,8 @@ def test_batches_are_joined_split_and_told_apart():
     assert batches.why_not_joined(graphs) == "4, 2, 7" and batches.why_not_joined(targets) == ""
     rows, same = batches.join([(torch.ones(2, 1), torch.arange(7)), (torch.ones(3, 1), torch.arange(7))])
     assert rows.shape == (5, 1) and same.equal(torch.arange(7))
+    columns = [(torch.ones(5, 4), torch.ones(5, 4, 2), torch.ones(4)), (torch.ones(4, 4),), (torch.ones(4),)]
+    assert [batches.are_columns(one, 4) for one in columns] == [True, False, False]
     assert batches.join([torch.ones(1, 2, 3), torch.ones(1, 4, 3)]).shape == (2, 4, 3)
     assert len(set(batches.digests_of_examples(whole))) == 2
     assert batches.digest(batches.clone(short)) == batches.digest(short) != batches.digest(long)
