@@ -11,9 +11,8 @@ from typing import NamedTuple
 
 import torch
 from instruments import ranks as instrument
-from instruments.meeting import Folder, Place
+from instruments.meeting import Folder, Place, serve_store, variables_of_one
 from instruments.ranks import Job
-from torch.distributed import TCPStore
 
 from equivalence.notes import Notes
 from equivalence.plan import Plan, Test
@@ -93,12 +92,9 @@ def merged(old: Result | None, new: Result) -> Result:
 
 def run_once(args: argparse.Namespace, folder: Path) -> str:
     """Returns what the program printed, if it failed."""
-    # As under torchrun, which serves the store: so nobody else can take its port.
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = serve_store()
     environment = {n: v for n, v in os.environ.items() if not n.startswith("TORCHELASTIC_")}
-    environment |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "NPROC": "1"}
-    environment |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+    environment |= variables_of_one(store)
     own = [sys.executable, str(Path(__file__).parent), "--replay", str(folder)]
     own += ["--parent", str(os.getpid())]
     own += ["--threads", str(args.threads), "--patience", str(args.patience)]

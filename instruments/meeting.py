@@ -99,3 +99,15 @@ def wait_until(
             is_reported = True
             report(seconds - waited)
         time.sleep(0.02)
+
+
+def serve_store() -> torch_dist.TCPStore:
+    """As torchrun does for its processes: so nobody else can take its port."""
+    return torch_dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def variables_of_one(store: torch_dist.TCPStore) -> dict[str, str]:
+    """Those that torchrun would set for one process; NPROC is that of `launch`."""
+    found = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    found |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "NPROC": "1"}
+    return found | {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}

@@ -25,7 +25,16 @@ from typing import Any, NamedTuple
 from torch import distributed as torch_dist
 
 from instruments.hooks import Hooks
-from instruments.meeting import Folder, Meeting, Place, Store, read_place, wait_until
+from instruments.meeting import (
+    Folder,
+    Meeting,
+    Place,
+    Store,
+    read_place,
+    serve_store,
+    variables_of_one,
+    wait_until,
+)
 from instruments.program import (
     LIBRARIES,
     Refused,
@@ -85,7 +94,8 @@ def look_at(job: Job, nproc: int | None, show: Callable[[list[Notes]], int]) -> 
     meeting = Folder(folder)
     try:
         if count == 1:
-            os.environ["NPROC"] = "1"  # so that a program's own `launch` doesn't start others
+            store = serve_store()
+            os.environ.update(variables_of_one(store))
             exit_at_sigterm()
             return be_rank(job, Place(0, 1), meeting, show)
         try:

@@ -97,6 +97,16 @@ def test_files_with_our_names(tmp_path):
         assert done.code == 0 and all(done.out.count(f"own {name}") == 2 for name in names), done
 
 
+def test_one_process_of_a_program_in_another_folder(tmp_path):
+    """It has its neighbours, and torchrun's variables."""
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "neighbour.py").write_text("print('neighbour')")
+    (home / "train.py").write_text(f"import neighbour{PROGRAM}")
+    done = forker().run(ROOT / "timeline", "--nproc", 1, *STEPS, home / "train.py", "", cwd=tmp_path)
+    assert done.code == 0 and "neighbour" in done.out and drawn_ranks(tmp_path) == [0], done
+
+
 def test_without_torchrun_the_ranks_meet_at_a_store_of_rank_0(monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(free_port()))

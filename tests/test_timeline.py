@@ -440,8 +440,8 @@ def test_the_shortest_step_is_drawn_also_if_it_is_the_last():
 
 
 def test_messages_at_the_same_time_are_drawn_in_two_rows():
-    for second, rows in (5, 2), (12, 1):
-        drawing, times = draw.Drawing(20), ((0, 0, 0, 10), (second, second, second, 15))
+    for spans, rows in ([(0, 10), (5, 15)], 2), ([(0, 10), (12, 15)], 1), ([(0, 2), (5, 12), (8, 16)], 2):
+        drawing, times = draw.Drawing(20), [(begin, begin, begin, end) for begin, end in spans]
         messages = [dict(zip(("issued", "begin", "until", "end"), one, strict=True)) for one in times]
         before = drawing.y
         draw.draw_messages(drawing, [one | {"kind": "allreduce", "bytes": 4} for one in messages])
@@ -507,6 +507,10 @@ def test_the_trace_is_as_perfetto_wants_it():
                 flows.setdefault(event["id"], []).append(event["ph"])
         assert all(phases == ["s", "f"] for phases in flows.values())
         assert bool(flows) == (name == "mnist_pipeline")
+        for one in trace["timeline"]["ranks"]:  # microseconds of parts that are in nanoseconds
+            parts = [(begin, end) for _, begin, end, *_ in one["parts"]]
+            lengths = [end - begin for begin, end in slices[one["rank"], 1]]
+            assert sum(lengths) == pytest.approx(sum(end - begin for begin, end in parts) / 1000)
         for spans in slices.values():  # those of a thread are apart, or inside each other
             open_ends = []
             for begin, end in sorted(spans, key=lambda span: (span[0], -span[1])):

@@ -61,7 +61,8 @@ def trained(how):
     rank = dist.get_rank()
     torch.manual_seed(0)
     net = Net(how)
-    optimizer = torch.optim.SGD(net.parameters(), 0.01)
+    scale = torch.ones((), requires_grad=True)  # a parameter of no module, which nobody averages
+    optimizer = torch.optim.SGD([*net.parameters(), *[scale] * (how == "loose")], 0.01)
     if how == "closure":
         optimizer = torch.optim.LBFGS(net.parameters(), 0.01, max_iter=2)
     inputs = torch.full((5, 4), 1.0 + (0 if how == "same" else rank))
@@ -74,6 +75,8 @@ def trained(how):
         loss = mse_loss(output, torch.zeros(5, 2))
         if how == "zero":
             loss = 0 * loss
+        if how == "loose":
+            loss = loss * scale
         if how == "NaN" and rank == 1:
             loss = loss / 0 * 0
         loss.backward()
@@ -107,6 +110,7 @@ SAYS = {  # inputs, gradients
         "equal on all ranks: a mistake in data parallelism.*",
         "equal on all ranks, as each rank computes the same",
     ),
+    "loose": (OTHER, "different on the ranks, the optimizer's parameter 4 first, so not averaged: .*"),
     "sum": (OTHER, "equal on all ranks: the sum of the ranks' own, not the mean"),
     "rank 0": (OTHER, "equal on all ranks: those of rank 0 alone, not the mean of all"),
     "clipped": (OTHER, r"equal on all ranks: [\d.e-]+ times the mean of the ranks' own \(clipped, or unscaled\?\)"),
@@ -124,7 +128,7 @@ def test_inputs_and_gradients_are_said_as_far_as_they_were_seen(how):
         assert re.fullmatch(sentence, text[subject]), text
     if how == "NaN":
         assert text["weights"].startswith("not finite on 3 of 3 ranks after step 10 (rank 0: layers.0.weight")
-    assert ("mistake" in text["weights"]) == (how == "nobody")
+    assert ("mistake" in text["weights"]) == (how in ("nobody", "loose"))
 
 
 def test_what_was_not_seen_is_no_accusation():
