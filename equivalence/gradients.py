@@ -7,6 +7,7 @@ from equivalence import vectors
 from equivalence.evidence import Evidence
 from equivalence.plan import FACTOR, Test
 from equivalence.vectors import Fit, Vector
+from equivalence.words import made_of, percent, some_of
 
 NEAR = 0.002  # coefficients that differ by less are the same
 TURNED = 0.001  # a vector has another direction if so much of it is left over
@@ -77,7 +78,7 @@ def explain(evidence: Evidence, differences: Differences) -> Averaging:
         if evidence.draws_random_numbers():
             return undecided_by_chance(evidence, differences, lines)
         return Averaging([*lines, explain_whole(evidence, differences, worst)])
-    bad = wrong_tensors(evidence, differences, worst)
+    bad = wrong_tensors(evidence, differences)
     place = where(evidence, differences, bad)
     parts = []
     for column in evidence.shares:
@@ -154,19 +155,30 @@ def missing_gradients(evidence: Evidence, step: int) -> list[Line]:
     return [Line("note", f"no gradient: {some_of(missing)}")] if missing else []
 
 
-def wrong_tensors(evidence: Evidence, differences: Differences, step: int) -> list[str]:
+def wrong_tensors(evidence: Evidence, differences: Differences) -> list[str]:
     """Clipping shortens all of a rank's tensors: then those that have another direction, too."""
-    limit = max(evidence.exact, 1e-5)
-    is_clipped = any(rank.steps[step].norms for rank in evidence.plan.ranks)
     found, turned = [], []
     for name in evidence.names:
-        goal = {name: differences.goal[step][name]}
-        values = [{name: one[step][name]} for one in differences.found]
-        if max(vectors.distance(value, goal) for value in values) > limit:
+        apart = [apart_in(evidence, differences, step, name) for step in evidence.steps]
+        if any(is_far for is_far, _ in apart):
             found.append(name)
-        if is_clipped and max(vectors.fit(value, [goal]).left for value in values) > TURNED:
+        if any(is_turned for _, is_turned in apart):
             turned.append(name)
     return turned or found or evidence.names
+
+
+def apart_in(
+    evidence: Evidence, differences: Differences, step: int, name: str
+) -> tuple[bool, bool]:
+    """Whether a step's tensor is wrong; and, if gradients are clipped, in more than its length."""
+    unequal, _ = evidence.different_copies
+    limit = max(evidence.exact, 1e-5 if step < unequal else TURNED)
+    goal = {name: differences.goal[step][name]}
+    values = [{name: one[step][name]} for one in differences.found]
+    is_far = max(vectors.distance(value, goal) for value in values) > limit
+    if not any(rank.steps[step].norms for rank in evidence.plan.ranks):
+        return is_far, False
+    return is_far, max(vectors.fit(value, [goal]).left for value in values) > TURNED
 
 
 def where(evidence: Evidence, differences: Differences, bad: list[str]) -> str:
@@ -273,22 +285,3 @@ def multiple(times: float, count: int, is_sum: bool, place: str) -> str:
             f"1/{count} of one process's gradients{place}: divided by the number of processes twice"
         )
     return f"{times:.4g} times one process's gradients{place}"
-
-
-# ---------------------------------------------------------------------------------- in words
-
-
-def made_of(weights: list[float], shares: list[int]) -> str:
-    parts = [f"{weight:.3g} x share {c}" for c, weight in zip(shares, weights, strict=True)]
-    return " + ".join(parts)
-
-
-def percent(weights: list[float]) -> str:
-    total = sum(weights)
-    return " and ".join(f"{100 * weight / total:.1f} %" for weight in weights)
-
-
-def some_of(names: list[str]) -> str:
-    names = list(dict.fromkeys(names))
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more

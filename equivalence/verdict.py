@@ -6,9 +6,10 @@ from collections import Counter
 from equivalence import vectors
 from equivalence.batches import digests_of_examples
 from equivalence.evidence import ALONE, Evidence
-from equivalence.gradients import Line, averaging, some_of
+from equivalence.gradients import Line, averaging
 from equivalence.one_batch import one_batch
 from equivalence.plan import FACTOR, Test
+from equivalence.words import some_of
 
 SAME, DIFFERENT, UNKNOWN = 0, 1, 2  # exit codes
 UNSTEADY = 0.01  # so far apart a step's gradients may not be from its own, computed again
