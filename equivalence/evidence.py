@@ -142,8 +142,12 @@ class Evidence:
         """Examples in a step: as the program itself takes them in one process, and of all ranks."""
         key = self.plan.keys[0]
         alone = self.result.notes.examples.get(key, 0) * self.plan.rates[key]
-        counts = self.plan.examples(0)
-        return alone, sum(counts[column] for column in self.shares)
+        return alone, self.examples(0)
+
+    def examples(self, step: int) -> int:
+        """Of all ranks together."""
+        counts = self.plan.examples(step)
+        return sum(counts[column] for column in self.shares)
 
     def draws_random_numbers(self) -> bool:
         """Whether a step computes something else if it is reseeded."""

@@ -1,16 +1,15 @@
 """Do the optimizers get the mean of the shares' gradients?  That is the program's own part."""
 
-import dataclasses
 from typing import NamedTuple
 
 from equivalence import vectors
+from equivalence.differences import Differences, where, worst_step, wrong_tensors
 from equivalence.evidence import Evidence
 from equivalence.plan import FACTOR, Test
-from equivalence.vectors import Fit, Vector
+from equivalence.vectors import Fit
 from equivalence.words import made_of, percent, some_of
 
 NEAR = 0.002  # coefficients that differ by less are the same
-TURNED = 0.001  # a vector has another direction if so much of it is left over
 
 
 class Line(NamedTuple):
@@ -23,19 +22,6 @@ class Averaging(NamedTuple):
     lines: list[Line]
     is_own: bool = False  # each rank's optimizer gets its own share's gradients
     unknown: str = ""  # why the question can't be answered
-
-
-@dataclasses.dataclass
-class Differences:
-    """Between the gradients that the optimizers got and those that they should get."""
-
-    found: list[list[Vector]]  # of each column, in each step
-    goal: list[Vector]
-    far: list[list[float]]  # the distances
-
-    @property
-    def largest(self) -> float:
-        return max(max(steps) for steps in self.far)
 
 
 def averaging(evidence: Evidence) -> Averaging:
@@ -92,17 +78,8 @@ def explain(evidence: Evidence, differences: Differences) -> Averaging:
         return Averaging([*lines, Line("averaging", f"WRONG: {text} them", True)], is_own=True)
     if is_of_a_set_size(evidence, fits, worst):
         return undecided_by_size(evidence, lines)
-    text = "" if len(bad) < len(evidence.names) else clipped_early(evidence, worst)
-    text = text or in_words(evidence, fits, worst, place)
+    text = clipped_early(evidence, differences, worst) or in_words(evidence, fits, worst, place)
     return Averaging([*lines, Line("averaging", f"WRONG: {text}", True)])
-
-
-def worst_step(evidence: Evidence, differences: Differences) -> int:
-    """Of those that begin with equal weights, if one is wrong: there the shares are exact."""
-    far = [max(steps[step] for steps in differences.far) for step in evidence.steps]
-    unequal, _ = evidence.different_copies
-    wrong = [step for step in evidence.steps if step < unequal and far[step] > evidence.exact]
-    return max(wrong or evidence.steps, key=lambda step: far[step])
 
 
 def explain_whole(evidence: Evidence, differences: Differences, worst: int) -> Line:
@@ -155,49 +132,6 @@ def missing_gradients(evidence: Evidence, step: int) -> list[Line]:
     return [Line("note", f"no gradient: {some_of(missing)}")] if missing else []
 
 
-def wrong_tensors(evidence: Evidence, differences: Differences) -> list[str]:
-    """Clipping shortens all of a rank's tensors: then those that have another direction, too."""
-    found, turned = [], []
-    for name in evidence.names:
-        apart = [apart_in(evidence, differences, step, name) for step in evidence.steps]
-        if any(is_far for is_far, _ in apart):
-            found.append(name)
-        if any(is_turned for _, is_turned in apart):
-            turned.append(name)
-    return turned or found or evidence.names
-
-
-def apart_in(
-    evidence: Evidence, differences: Differences, step: int, name: str
-) -> tuple[bool, bool]:
-    """Whether a step's tensor is wrong; and, if gradients are clipped, in more than its length."""
-    unequal, _ = evidence.different_copies
-    limit = max(evidence.exact, 1e-5 if step < unequal else TURNED)
-    goal = {name: differences.goal[step][name]}
-    values = [{name: one[step][name]} for one in differences.found]
-    is_far = max(vectors.distance(value, goal) for value in values) > limit
-    if not any(rank.steps[step].norms for rank in evidence.plan.ranks):
-        return is_far, False
-    return is_far, max(vectors.fit(value, [goal]).left for value in values) > TURNED
-
-
-def where(evidence: Evidence, differences: Differences, bad: list[str]) -> str:
-    """Which tensors and steps, if not all."""
-    text = ""
-    right = len(evidence.names) - len(bad)
-    if right:
-        is_clipped = any(rank.steps[0].norms for rank in evidence.plan.ranks)
-        are = "differ at most in length" if is_clipped else "are right"
-        text += f" of {some_of(bad)} (the other {right} of {len(evidence.names)} tensors {are})"
-    wrong = []
-    for step in evidence.steps:
-        if max(steps[step] for steps in differences.far) > evidence.exact:
-            wrong.append(str(step + 1))
-    if len(wrong) < len(evidence.steps):
-        text += f", in step {', '.join(wrong)} only"
-    return text
-
-
 def near(one: list[float], other: list[float]) -> bool:
     return vectors.spread(one, other) < NEAR * max(abs(weight) for weight in other)
 
@@ -213,8 +147,14 @@ def is_own(evidence: Evidence, fits: list[Fit]) -> bool:
     return True
 
 
-def clipped_early(evidence: Evidence, step: int) -> str:
-    """If clip_grad_norm_ got other gradients on each rank."""
+def clipped_early(evidence: Evidence, differences: Differences, step: int) -> str:
+    """If clip_grad_norm_ got other gradients on each rank, and they were averaged after it.
+
+    After a tensor that nobody averages they are clipped in another way on each rank, too.
+    """
+    first = differences.found[0][step]
+    if any(vectors.distance(steps[step], first) > evidence.exact for steps in differences.found):
+        return ""
     norms = []
     for column in evidence.plan.columns:
         norms.append(evidence.plan.ranks[column[0]].steps[step].norms)

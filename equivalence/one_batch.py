@@ -53,10 +53,7 @@ def one_batch(evidence: Evidence) -> OneBatch:
 
 def number_of_examples(evidence: Evidence) -> str:
     """With a space before it; "" if the steps have different ones."""
-    totals = set()
-    for step in evidence.steps:
-        counts = evidence.plan.examples(step)
-        totals.add(sum(counts[column] for column in evidence.shares))
+    totals = {evidence.examples(step) for step in evidence.steps}
     return f" {totals.pop()}" if len(totals) == 1 else ""
 
 

@@ -181,6 +181,11 @@ class Plan:
                     return found
         return None
 
+    def has_weight(self, name: str, column: int, shape: torch.Size) -> bool:
+        """In some step: an evaluation of another model is not in each."""
+        found = [self.value("weights", name, step, column, shape) for step in range(self.steps)]
+        return any(value is not None for value in found)
+
     # --------------------------------------------------------------- what the run is given
 
     def test(self, number: int) -> Test | None:
@@ -221,9 +226,7 @@ class Plan:
             source = 0 if is_buffer and test.is_neutral else column
             value = self.value("weights", name, test.step, source, tensor.shape)
             if value is None:
-                steps = range(self.steps)  # an evaluation of another model is not in each
-                others = [self.value("weights", name, k, source, tensor.shape) for k in steps]
-                if not is_buffer and all(other is None for other in others):
+                if not is_buffer and not self.has_weight(name, column, tensor.shape):
                     self.unmatched.add(name)
                 continue
             if test.kind == "rounded" and value.is_floating_point():

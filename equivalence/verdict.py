@@ -42,8 +42,8 @@ def judge(evidence: Evidence) -> tuple[int, list[Line]]:
     if found.unknown:
         return not_found_out(found.unknown, lines)
     cause = ""
-    _, unequal = evidence.different_copies
-    if evidence.has_shares and evidence.names and not unequal:
+    _, different = evidence.different_copies
+    if evidence.has_shares and evidence.names and not different:
         batch = one_batch(evidence)
         lines.append(batch.line)
         cause = batch.cause

@@ -278,6 +278,11 @@ def clipped(ranks, result):
     for rank in range(3):
         for step in range(3): ranks[rank].steps[step].norms = [2.0 if rank == 1 else 1.0]
 
+def clipped_scalar(ranks, result):  # a tensor of one element has no other direction
+    gradients(lambda g, share: g + share, ["inner.0.weight", "inner.0.bias", "inner.2.weight"])(ranks, result)
+    for rank in range(3):
+        for step in range(3): ranks[rank].steps[step].norms = [1.0 + rank]
+
 def clipped_own(ranks, result):
     for rank in range(3):
         for step in range(3):
@@ -293,6 +298,13 @@ def clipped_layer(ranks, result):  # nobody averages it
             found = ranks[rank].steps[step].gradients
             for name in found.keys() - {"inner.2.bias"}:
                 found[name] = result.steps[Test("mean", step)].gradients[name] / (1 + rank)
+
+def clipped_half(ranks, result):  # half of the layer is averaged
+    clipped_layer(ranks, result)
+    for rank in range(3):
+        for step in range(3):
+            mean = result.steps[Test("mean", step)].gradients["inner.2.bias"]
+            ranks[rank].steps[step].gradients["inner.2.bias"] += mean / 2
 
 def uneven_copies(ranks, result):
     gradients(lambda g, share: g + 0.1 * share)(ranks, result)
@@ -348,8 +360,8 @@ EDITS = {
     "sign": sign,
     "shared": shared,
     "inner_steps": inner_steps,
-    **{f.__name__: f for f in (clipped, clipped_own, clipped_layer, uneven_copies, then_copies, rates, schedule)},
-    **{f.__name__: f for f in (no_schedule, copies, update, left_out, reseeded)},
+    **{f.__name__: f for f in (clipped, clipped_scalar, clipped_own, clipped_layer, clipped_half, uneven_copies)},
+    **{f.__name__: f for f in (then_copies, rates, schedule, no_schedule, copies, update, left_out, reseeded)},
 }
 
 original = verdict.judge
@@ -402,11 +414,17 @@ JUDGED = {  # the verdict, a line, and what it says
     ),
     "sign": (BATCH, "averaging", "right: .*"),
     "clipped": (f"{DIFFERENT}averaging", "averaging", r"WRONG: clip_grad_norm_ .* \(of length 1, 2, 1\): average .*"),
+    "clipped_scalar": (f"{DIFFERENT}averaging", "averaging", r"WRONG: clip_grad_norm_ .* \(of length 1, 2, 3\): .*"),
     "clipped_own": (f"THE SAME{ROUNDING}", "averaging", "each rank's .* own share: nobody averages them"),
     "clipped_layer": (
         f"THE SAME{ROUNDING}",
         "averaging",
         r"each rank's .* of inner.2.bias \(the other 3 of 4 tensors differ at most in length\): nobody .*",
+    ),
+    "clipped_half": (
+        f"{DIFFERENT}averaging",
+        "averaging",
+        "WRONG: the ranks' gradients differ of inner.2.bias .*: rank 0 has .*",
     ),
     "uneven_copies": (
         f"{DIFFERENT}copies, averaging, weights",
