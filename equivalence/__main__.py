@@ -16,6 +16,7 @@ if not __package__:  # as `python PATH/equivalence`, from any folder
 from instruments import command  # noqa: E402
 
 import equivalence  # noqa: E402
+from equivalence import progress  # noqa: E402
 
 LEFT_OUT = "an epoch's last batch, evaluation and resume were not looked at"
 
@@ -27,9 +28,6 @@ def parse_args() -> argparse.Namespace:
     add("--steps", type=int, default=3, help="to compare (default: %(default)s)")
     add("--alone", default="", help='flags for the run in one process: --alone="--nproc 1"')
     add("--patience", type=float, default=120, help="seconds without a step (default: %(default)s)")
-    add("--replay", help=argparse.SUPPRESS)
-    add("--parent", type=int, help=argparse.SUPPRESS)
-    add("--threads", type=int, default=0, help=argparse.SUPPRESS)
     args = command.read(parser)
     args.alone = shlex.split(args.alone)
     if not args.command:
@@ -44,10 +42,8 @@ def main() -> int:
     # These import torch, which takes seconds.
     from instruments.ranks import UsageError, end_process_if_threads_live_on
 
-    from equivalence.alone import replay
-
     try:
-        code = replay(args) if args.replay else compare(args)
+        code = compare(args)
     except UsageError as problem:
         print(f"equivalence: error: {problem}", file=sys.stderr)
         return 2
@@ -62,9 +58,8 @@ def compare(args: argparse.Namespace) -> int:
     import torch
     from instruments import ranks as instrument
 
-    from equivalence.record import recorder
+    from equivalence.record import QuietRecorder
 
-    args.threads = args.threads or 1
     started = time.perf_counter()
     folder = Path(tempfile.mkdtemp(prefix="equivalence-"))
 
@@ -74,11 +69,12 @@ def compare(args: argparse.Namespace) -> int:
         return answer(args, sorted(notes), folder, started)
 
     torch.set_num_threads(1)  # or nothing could be forked after it
-    logs = [str(folder), args.threads]
-    job = instrument.Job("equivalence", args.command, args.patience, recorder, (args.steps, *logs))
+    arguments = (args.steps, str(folder))
+    job = instrument.Job("equivalence", args.command, args.patience, QuietRecorder, arguments)
     try:
         return instrument.look_at(job, args.nproc, show)
     except SystemExit as end:  # the program failed
+        progress.show("")
         if isinstance(end.code, str):
             for log in sorted(folder.glob("log*")):
                 sys.stderr.write(log.read_text(encoding="utf-8", errors="replace")[-2000:])
@@ -93,7 +89,7 @@ def compare(args: argparse.Namespace) -> int:
 def answer(args: argparse.Namespace, notes: list, folder: Path, started: float) -> int:
     from instruments.ranks import NO_STEP
 
-    from equivalence.alone import run_all
+    from equivalence.alone import run_all, why_no_room
     from equivalence.evidence import Evidence
     from equivalence.plan import Plan, Test
     from equivalence.verdict import judge
@@ -117,7 +113,7 @@ def answer(args: argparse.Namespace, notes: list, folder: Path, started: float) 
     if len(ranks) < 2:
         return unknown("there is only one process: give --nproc 2")
     plan = Plan(ranks, args.steps)
-    if reason := plan.why_not_one_batch():
+    if reason := plan.why_not_one_batch() or why_no_room(plan):
         return unknown(reason)
     alone = run_all(args, plan, folder)
     if alone.result is None:
@@ -159,6 +155,7 @@ def unknown(text: str) -> int:
 
 
 def say(texts: list[tuple[str, str]]) -> None:
+    progress.show("")
     width = max(60, shutil.get_terminal_size().columns - 1)
     lines = []
     for label, text in texts:

@@ -1,23 +1,21 @@
 """Run B: the program in one process, as often as the tests need."""
 
 import argparse
+import contextlib
 import os
-import subprocess
-import sys
-import threading
-import time
+import re
+import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
 from instruments import ranks as instrument
-from instruments.meeting import Folder, Place, serve_store, variables_of_one
+from instruments.meeting import Folder, Place
 from instruments.ranks import Job
 
-from equivalence.notes import Notes
 from equivalence.plan import Plan, Test
 from equivalence.replay import Replayer, Result
 
+MEMORY = "/proc/meminfo"
 MOST_RUNS = 8  # an infinite data set needs one, a program of few steps more
 
 
@@ -29,42 +27,45 @@ class Alone(NamedTuple):
     problem: str = ""  # what the program printed, if it failed
 
 
-class Request(NamedTuple):
-    """What a run gets."""
-
-    ranks: list[Notes]
-    steps: int
-    rates: dict[str, int]
-    tests: list[Test]
-    known: dict[Test, dict]
-
-
 def run_all(args: argparse.Namespace, plan: Plan, folder: Path) -> Alone:
-    """Until all tests are made, or a run makes none."""
+    """Until all tests are made, or a run makes none that is new."""
     instrument.exit_at_sigterm()  # which ends the run in one process, too
     ranks, rates = plan.ranks, plan.rates
     left = plan.all_tests()
     found: Result | None = None
     for _ in range(MOST_RUNS):
         left = with_their_states(left) if found else left
-        known = {test: step.raw for test, step in found.steps.items()} if found else {}
-        torch.save(Request(ranks, args.steps, rates, left, known), folder / "request.pt")
-        problem = run_once(args, folder)
-        if not (folder / "result.pt").exists():
+        own = Plan(ranks, args.steps, rates)
+        own.tests = left
+        own.known = {test: step.raw for test, step in found.steps.items()} if found else {}
+        one, problem = run_once(args, folder, own)
+        if one is None:
             return Alone(plan, None, problem)
-        one: Result = torch.load(folder / "result.pt", weights_only=False)
-        (folder / "result.pt").unlink()
         if one.rates != rates and any(one.rates.values()):
             rates = one.rates  # it takes other batches in a step: plan again
             plan = Plan(ranks, args.steps, rates)
             continue
         if not one.steps:
             return Alone(plan, found, problem)
+        before = len(found.steps) if found else 0
         found = merged(found, one)
         left = [test for test in plan.all_tests() if test not in found.steps]
-        if not left:
+        if not left or len(found.steps) == before:
             break
-    return Alone(plan, found)
+    return Alone(plan, found, problem)
+
+
+def why_no_room(plan: Plan) -> str:
+    """Why the memory that is free is not enough; "" if it is, or if that isn't known."""
+    weights = sum(tensor.nbytes for tensor in plan.ranks[0].steps[0].weights.values())
+    copies = sum(3 if test.has_update else 1 for test in plan.all_tests())
+    needed = 2 * copies * weights  # once more while they are compared
+    with contextlib.suppress(OSError, TypeError):  # not on macOS
+        free = 1024 * int(re.search(r"MemAvailable: *(\d+)", Path(MEMORY).read_text())[1])
+        if needed > free:
+            text = f"its notes take {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB of memory are "
+            return f"{text}free: give --steps 2, or make the model smaller"
+    return ""
 
 
 def with_their_states(left: list[Test]) -> list[Test]:
@@ -90,49 +91,38 @@ def merged(old: Result | None, new: Result) -> Result:
     return new._replace(steps=steps, after=after, unmatched=unmatched)
 
 
-def run_once(args: argparse.Namespace, folder: Path) -> str:
-    """Returns what the program printed, if it failed."""
-    store = serve_store()
-    environment = {n: v for n, v in os.environ.items() if not n.startswith("TORCHELASTIC_")}
-    environment |= variables_of_one(store)
-    own = [sys.executable, str(Path(__file__).parent), "--replay", str(folder)]
-    own += ["--parent", str(os.getpid())]
-    own += ["--threads", str(args.threads), "--patience", str(args.patience)]
-    command = [*own, *args.command, *args.alone]
-    log = folder / "log"
-    with open(log, "w", encoding="utf-8") as file:
-        out = subprocess.run(command, env=environment, stdout=file, stderr=file)
-    text = log.read_text(encoding="utf-8", errors="replace")
-    return text if out.returncode else ""
+def run_once(args: argparse.Namespace, folder: Path, plan: Plan) -> tuple[Result | None, str]:
+    """What a run has found (None: nothing), and what the program printed, if it failed."""
+    _, run = instrument.import_launcher()
+    place = tempfile.mkdtemp(prefix="alone-", dir=folder)
+    job = Job("equivalence", [*args.command, *args.alone], args.patience, Replayer, (plan,))
+    error = ""
+    try:
+        run(replay, (job, place), nproc=1)
+    except SystemExit as end:
+        if isinstance(end.code, int):
+            raise  # after Ctrl-C or SIGTERM
+        error = end.code
+    printed = Path(place, "log").read_text(encoding="utf-8", errors="replace") + f"{error}\n"
+    for one in instrument.collect(Folder(place), 1):
+        return one.value, printed if one.ending in ("failed", "stuck") else ""
+    return None, printed
 
 
 # ------------------------------------------------------------------------- in that process
 
 
-def replay(args: argparse.Namespace) -> int:
-    """The run itself; its result is a file in the folder."""
-    threading.Thread(target=end_with, args=[args.parent], daemon=True).start()
-    torch.set_num_threads(args.threads)
-    folder = Path(args.replay)
-    job = Job("equivalence", args.command, args.patience, replayer, (folder,))
+def replay(job: Job, folder: str) -> None:
+    """The run itself; its notes, and what it prints, are files in the folder."""
+    for name in [name for name in os.environ if name.startswith("TORCHELASTIC_")]:
+        if name not in ("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT"):
+            del os.environ[name]  # torchrun's own, for this rank
+    os.environ["NPROC"] = "1"  # for `launch`
+    terminal = os.dup(2)
+    log = os.open(f"{folder}/log", os.O_WRONLY | os.O_CREAT)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    job = job._replace(arguments=(*job.arguments, terminal))
 
-    def save(notes: list) -> int:
-        (one,) = notes
-        torch.save(one.value, folder / "result.pt")
-        return 0
-
-    return instrument.be_rank(job, Place(0, 1), Folder(str(folder)), save)
-
-
-def end_with(parent: int) -> None:
-    """End when the process that has started this one does, also by a kill -9."""
-    while os.getppid() == parent:
-        time.sleep(0.5)
-    os._exit(1)
-
-
-def replayer(place: Place, folder: Path) -> Replayer:
-    request: Request = torch.load(folder / "request.pt", weights_only=False)
-    plan = Plan(request.ranks, request.steps, request.rates)
-    plan.tests, plan.known = request.tests, request.known
-    return Replayer(plan)
+    code = instrument.be_rank(job, Place(0, 1), Folder(folder), None)
+    instrument.end_process_if_threads_live_on(code)

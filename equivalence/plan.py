@@ -41,6 +41,11 @@ class Test(NamedTuple):
     column: int = 0
     is_neutral: bool = False  # without dropout; BatchNorm uses its running averages
 
+    @property
+    def has_update(self) -> bool:
+        """Whether it is noted how the step changes the weights; otherwise only its gradients."""
+        return self.kind in ("whole", "rounded", "mean") and not self.is_neutral
+
 
 class Plan:
     """Made of what the ranks have noted.

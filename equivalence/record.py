@@ -16,6 +16,7 @@ from instruments.tensors import parameters_of, tensors_in, whole
 from torch import nn
 from torch.nn.utils import clip_grad
 
+from equivalence import progress
 from equivalence.batches import count_examples, random_state, to_plain
 from equivalence.layers import DROPOUTS, drops, kinds_in, without_dropout
 from equivalence.loaders import Loaders
@@ -30,7 +31,9 @@ class Recorder(Hooks):
 
     def __init__(self, place: Place, length: int) -> None:
         super().__init__()
+        torch.set_num_threads(1)  # in both runs: sums have one order
         self.place, self.length = place, length
+        self.run, self.terminal = f"{place.world_size} processes", 2
         self.noted: list[Step] = [Step()]  # the current one is the last
         self.events: dict[str, list[Event]] = {}
         self.seen: Counter = Counter()
@@ -203,6 +206,9 @@ class Recorder(Hooks):
         self.loose = max(self.loose, len(loose))
 
     def step_is_complete(self) -> None:
+        if self.place.rank == 0:
+            text = f"equivalence: {self.run}, step {len(self.counts)} of {self.length + 1}"
+            progress.show(text, self.terminal)
         if len(self.noted) > self.length:
             raise Finished
 
@@ -263,17 +269,12 @@ def unwrapped(module: nn.Module) -> nn.Module:
     return module
 
 
-def recorder(place: Place, length: int, folder: str, threads: int) -> "QuietRecorder":
-    torch.set_num_threads(threads)
-    return QuietRecorder(place, length, f"{folder}/log{place.rank}")
-
-
 class QuietRecorder(Recorder):
     """What the program prints goes into a file."""
 
-    def __init__(self, place: Place, length: int, log: str) -> None:
+    def __init__(self, place: Place, length: int, folder: str) -> None:
         super().__init__(place, length)
-        self.log = log
+        self.log = f"{folder}/log{place.rank}"
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:

@@ -38,8 +38,9 @@ class Kept(NamedTuple):
 class Replayer(Recorder):
     """A recorder that replaces batches, weights and, in the test `mean`, gradients."""
 
-    def __init__(self, plan: Plan) -> None:
-        super().__init__(Place(0, 1), len(plan.tests))
+    def __init__(self, place: Place, plan: Plan, terminal: int) -> None:
+        super().__init__(place, len(plan.tests))
+        self.run, self.terminal = "one process", terminal
         self.plan = plan
         self.kept: dict[tuple[int, int], Kept] = {}
         self.put_aside: list[nn.Module] = []  # BatchNorm and dropout that are told to evaluate
@@ -57,6 +58,25 @@ class Replayer(Recorder):
         batch, state = found
         set_random_state(state, reseeded=self.is_reseeded())
         return from_plain(batch, own=value)
+
+    def new_step(self) -> None:
+        super().new_step()
+        number = len(self.noted) - 2
+        if number < len(self.plan.tests):
+            self.keep_what_is_needed(number)
+
+    def keep_what_is_needed(self, number: int) -> None:
+        """Of a step that was made: all tensors of all steps are much memory."""
+        test, step = self.plan.tests[number], self.noted[number]
+        if number and not self.plan.tests[number - 1].has_update:
+            step.weights = {}
+        if not test.has_update:
+            step.forced = {}
+        if test.kind != "mean" and not (test.kind == "whole" and not test.is_neutral):
+            step.gradients = {}
+        for name, gradient in step.gradients.items():
+            if gradient is not None and name in step.raw and gradient.equal(step.raw[name]):
+                step.gradients[name] = step.raw[name]
 
     def is_reseeded(self) -> bool:
         return self.test is not None and self.test.kind == "reseeded"
@@ -184,7 +204,7 @@ class Replayer(Recorder):
         steps, after = {}, {}
         for number, test in enumerate(made):
             steps[test] = self.noted[number]
-            if test.kind in ("whole", "rounded", "mean") and not test.is_neutral:
+            if test.has_update:
                 after[test] = self.noted[number + 1].weights if number + 1 < len(self.noted) else {}
         notes = super().notes(is_own_thread)
         notes.steps, notes.events = [], {}

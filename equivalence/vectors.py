@@ -1,5 +1,6 @@
 """Arithmetic on gradients and weights: a vector is a dictionary of tensors, one for each name."""
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -57,10 +58,12 @@ def fit(target: Vector, parts: list[Vector]) -> Fit:
     for row, one in enumerate(parts):
         for column, other in enumerate(parts):
             products[row, column] = dot(one, other)
+    right = torch.tensor([[dot(part, target)] for part in parts], dtype=torch.float64)
+    if not (products.isfinite().all() and right.isfinite().all()):  # lstsq would fail
+        return Fit([math.nan] * len(parts), math.inf, is_clear=False)
     lengths = products.diagonal().sqrt()
     cosines = (products / lengths.outer(lengths))[lengths > 0][:, lengths > 0]
     is_clear = len(cosines) == 0 or bool(torch.linalg.cond(cosines) < 1e8)
-    right = torch.tensor([[dot(part, target)] for part in parts], dtype=torch.float64)
     # gelsd: also if two parts are equal, or one is 0
     weights = torch.linalg.lstsq(products, right, driver="gelsd").solution.flatten().tolist()
     made = combine(parts, weights)

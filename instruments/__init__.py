@@ -7,6 +7,6 @@
     ranks.py      starts one process per rank, and collects what each has noted
     meeting.py    where the ranks leave their notes: a folder, or torchrun's store
 
-torch and the standard library are enough under torchrun.  Without torchrun the processes are
+torch and the standard library are enough for timeline/ under torchrun.  Other processes are
 started by launcher.py, which lies beside this folder.
 """

@@ -1,13 +1,16 @@
 """Where the ranks leave their notes: no process group is needed, and none is disturbed."""
 
 import os
+import pickle
+import threading
 import time
 import zlib
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from torch import distributed as torch_dist
 
 CHUNK = 2_000_000  # bytes: torch's store refuses values of more than 8 MB
@@ -33,13 +36,13 @@ class Folder:
     def __init__(self, path: str) -> None:
         self.path = Path(path)
 
-    def put(self, key: str, value: bytes) -> None:
-        part = self.path / f"{key}.part"
-        part.write_bytes(value)
+    def put(self, key: str, value: Any) -> None:
+        part = self.path / f"{key}.{threading.get_native_id()}.part"  # several may write one key
+        torch.save(value, part)  # pickle would copy each tensor
         part.rename(self.path / key)  # a reader sees all of it, or nothing
 
-    def get(self, key: str) -> bytes:
-        return (self.path / key).read_bytes()
+    def get(self, key: str) -> Any:
+        return torch.load(self.path / key, weights_only=False)
 
     def has(self, key: str) -> bool:
         return (self.path / key).exists()
@@ -62,17 +65,18 @@ class Store:
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
         self.store = torch_dist.PrefixStore(f"{tool} {run} {attempt}", store)
 
-    def put(self, key: str, value: bytes) -> None:
-        packed = zlib.compress(value, 1)
+    def put(self, key: str, value: Any) -> None:
+        packed = zlib.compress(pickle.dumps(value), 1)
         count = -(-len(packed) // CHUNK)
         for number in range(count):
             chunk = packed[number * CHUNK : (number + 1) * CHUNK]
             self.store.set(f"{key} {number}", chunk)
         self.store.set(key, str(count))  # comes last: who sees this finds all of it
 
-    def get(self, key: str) -> bytes:
+    def get(self, key: str) -> Any:
         count = int(self.store.get(key))
-        return zlib.decompress(b"".join(self.store.get(f"{key} {n}") for n in range(count)))
+        chunks = [self.store.get(f"{key} {number}") for number in range(count)]
+        return pickle.loads(zlib.decompress(b"".join(chunks)))
 
     def has(self, key: str) -> bool:
         try:

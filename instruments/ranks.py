@@ -12,7 +12,6 @@ Who reads the notes: the process that has started the ranks; under torchrun rank
 
 import contextlib
 import os
-import pickle
 import shutil
 import signal
 import sys
@@ -98,6 +97,8 @@ def look_at(job: Job, nproc: int | None, show: Callable[[list[Notes]], int]) -> 
             os.environ.update(variables_of_one(store))
             exit_at_sigterm()
             return be_rank(job, Place(0, 1), meeting, show)
+        import torch._dynamo  # noqa: F401  an optimizer does; here once, where ranks are forked
+
         try:
             run(be_started_rank, (job, folder), count)
         except (SystemExit, RuntimeError):
@@ -135,7 +136,7 @@ def import_launcher() -> tuple[Callable, Callable]:
     except ModuleNotFoundError as problem:
         raise UsageError(
             f"{problem.name}.py, which starts processes, is not beside this folder: "
-            "start with torchrun --nproc_per_node=2"
+            "copy it there, or start timeline with torchrun --nproc_per_node=2"
         ) from None
     return count_processes, run
 
@@ -154,7 +155,7 @@ def open_store(job: Job, place: Place) -> Meeting:
 def collect(meeting: Meeting, world_size: int) -> list[Notes]:
     """The notes of the ranks that have left theirs."""
     here = [rank for rank in range(world_size) if meeting.has(f"rank {rank}")]
-    return [pickle.loads(meeting.get(f"rank {rank}")) for rank in here]
+    return [meeting.get(f"rank {rank}") for rank in here]
 
 
 # ------------------------------------------------------------------------------------- in each rank
@@ -201,13 +202,13 @@ class Rank:
 
     def leave(self, ending: str, is_own_thread: bool = True) -> None:
         notes = Notes(self.place.rank, ending, self.hooks.notes(is_own_thread))
-        self.meeting.put(f"rank {self.place.rank}", pickle.dumps(notes))
+        self.meeting.put(f"rank {self.place.rank}", notes)
 
     def end(self, ending: str) -> int:
         """Leave the notes, wait for those of others, and show all if that is this rank's part."""
         self.leave(ending)
         if ending == "failed":
-            self.meeting.put("failed", b"1")
+            self.meeting.put("failed", True)
             wait_until(self.all_are_here, min(MOMENT, self.job.patience), lambda left: None)
         elif ending == "finished" or self.show:
             wait_until(self.all_are_here, self.job.patience + MOMENT, self.report)
@@ -226,7 +227,7 @@ class Rank:
         if not show:
             return 0
         code = show(collect(self.meeting, self.place.world_size))
-        self.meeting.put("shown", b"1")
+        self.meeting.put("shown", True)
         return code
 
     def missing(self) -> list[int]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 import pickle
 import re
@@ -534,6 +535,46 @@ def test_what_could_not_be_found_out_is_said(train, what):
     assert re.search(error, err), err
 
 
+def test_a_terminal_shows_which_step_of_which_run(train):
+    screen, terminal = os.openpty()
+    os.set_blocking(screen, False)
+    before = f"import os; os.dup2(os.open({os.ttyname(terminal)!r}, os.O_RDWR), 2)"
+    train("by hand", nproc=3, before=before, code=0)
+    shown = re.findall(r"\requivalence: (\w+) process(?:es)?, step (\d+) of (\d+)", os.read(screen, 10000).decode())
+    several = [("3", str(step), "4") for step in range(1, 5)]
+    alone = 3 + 3 + 9 + 3 + 2  # whole, rounded, shares, means; again, reseeded
+    assert shown == several + [("one", str(step), f"{alone + 1}") for step in range(1, alone + 2)]
+    os.close(screen)
+    os.close(terminal)
+
+
+def test_notes_that_are_more_than_the_memory_are_refused(train, tmp_path):
+    (tmp_path / "meminfo").write_text("MemTotal: 900 kB\nMemAvailable: 100 kB\n")
+    before = "import equivalence.alone; equivalence.alone.MEMORY = 'meminfo'"
+    _, lines, _ = train("plain", before=before, path=[ROOT], code=2)
+    weights = 4 * (8 * 32 + 32 + 32 * 4 + 4)
+    needed = 2 * weights * (3 * 9 + 6 + 2) / 1e9
+    text = f"its notes take {needed:.1f} GB, and 0.0 GB of memory are free: give --steps 2, .*"
+    assert re.fullmatch(f"NOT FOUND OUT: {text}", lines["verdict"]), lines
+
+
+ON_ITS_OWN = """
+import launcher, runpy
+def train(): runpy.run_path("train.py", run_name="__main__")
+launcher.run(train, nproc=3)
+"""
+
+
+def test_the_program_computes_what_it_computes_on_its_own(train, tmp_path):
+    train("steps", 3, nproc=3, code=2)  # it makes too few, so it comes to its end
+    noted = [torch.load(tmp_path / f"weights{rank}.pt") for rank in range(3)]
+    (tmp_path / "own.py").write_text(ON_ITS_OWN)
+    assert forker().run(tmp_path / "own.py", "steps", 3, cwd=tmp_path, path=[ROOT]).code == 0
+    for rank in range(3):
+        own = torch.load(tmp_path / f"weights{rank}.pt")
+        assert all(tensor.equal(noted[rank][name]) for name, tensor in own.items())
+
+
 def test_nothing_is_left(train, tmp_path):
     (tmp_path / "tmp").mkdir()
     (tmp_path / "train.py").write_text(PROGRAM)
@@ -577,6 +618,8 @@ def test_vectors_and_their_fits():
     same = vectors.fit(one, [other, other])
     assert same.left == pytest.approx(1) and not same.is_clear
     assert vectors.median([4.0, 1.0, 3.0, 2.0]) == 3.0
+    broken = {"a": torch.tensor([math.nan, 0.0])}
+    assert vectors.fit(broken, [one]).left == vectors.fit(one, [one, broken]).left == math.inf
     tiny = [vectors.combine([part], [1e-9]) for part in (one, other)]
     assert vectors.distance(one, other) == vectors.distance(*tiny) == pytest.approx(5**0.5 / 2)
 

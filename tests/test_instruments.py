@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from world import ROOT, forker, free_port, shell, wait_for
 
 from instruments.hooks import Hooks
-from instruments.meeting import Place, Store
+from instruments.meeting import Folder, Place, Store
 from instruments.program import Finished, run_program
 from instruments.tensors import tensors_in
 
@@ -115,6 +116,15 @@ def test_without_torchrun_the_ranks_meet_at_a_store_of_rank_0(monkeypatch):
     ranks[0].put("rank 0", notes)
     wait_for(lambda: ranks[1].has("rank 0"))
     assert ranks[1].get("rank 0") == notes and not ranks[1].has("rank 1")
+
+
+def test_several_leave_one_key_at_once(tmp_path):
+    """As ranks do that fail together."""
+    folder = Folder(str(tmp_path))
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda number: folder.put("failed", torch.full((100_000,), number)), range(40)))
+    value = folder.get("failed")
+    assert value.eq(value[0]).all() and [path.name for path in tmp_path.iterdir()] == ["failed"]
 
 
 def test_tensors_are_found_in_an_object_that_holds_itself():
