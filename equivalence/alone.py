@@ -94,17 +94,19 @@ def merged(old: Result | None, new: Result) -> Result:
 def run_once(args: argparse.Namespace, folder: Path, plan: Plan) -> tuple[Result | None, str]:
     """What a run has found (None: nothing), and what the program printed, if it failed."""
     _, run = instrument.import_launcher()
-    place = tempfile.mkdtemp(prefix="alone-", dir=folder)
     job = Job("equivalence", [*args.command, *args.alone], args.patience, Replayer, (plan,))
-    error = ""
-    try:
-        run(replay, (job, place), nproc=1)
-    except SystemExit as end:
-        if isinstance(end.code, int):
-            raise  # after Ctrl-C or SIGTERM
-        error = end.code
-    printed = Path(place, "log").read_text(encoding="utf-8", errors="replace") + f"{error}\n"
-    for one in instrument.collect(Folder(place), 1):
+    with tempfile.TemporaryDirectory(prefix="alone-", dir=folder) as place:
+        error = ""
+        try:
+            run(replay, (job, place), nproc=1)
+        except SystemExit as end:
+            if isinstance(end.code, int):
+                raise  # after Ctrl-C or SIGTERM
+            error = end.code
+        log = Path(place, "log").read_text(encoding="utf-8", errors="replace")
+        notes = instrument.collect(Folder(place), 1)
+    printed = f"{log}{error}\n"
+    for one in notes:
         return one.value, printed if one.ending in ("failed", "stuck") else ""
     return None, printed
 
