@@ -116,9 +116,6 @@ def run_once(args: argparse.Namespace, folder: Path, plan: Plan) -> tuple[Result
 
 def replay(job: Job, folder: str) -> None:
     """The run itself; its notes, and what it prints, are files in the folder."""
-    for name in [name for name in os.environ if name.startswith("TORCHELASTIC_")]:
-        if name not in ("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT"):
-            del os.environ[name]  # torchrun's own, for this rank
     os.environ["NPROC"] = "1"  # for `launch`
     terminal = os.dup(2)
     log = os.open(f"{folder}/log", os.O_WRONLY | os.O_CREAT)

@@ -68,7 +68,7 @@ class Replayer(Recorder):
     def keep_what_is_needed(self, number: int) -> None:
         """Of a step that was made: all tensors of all steps are much memory."""
         test, step = self.plan.tests[number], self.noted[number]
-        if number and not self.plan.tests[number - 1].has_update:
+        if number == 0 or not self.plan.tests[number - 1].has_update:
             step.weights = {}
         if not test.has_update:
             step.forced = {}

@@ -6,13 +6,14 @@ import math
 import os
 import pickle
 import re
+import signal
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy
 import pytest
 import torch
-from world import ROOT, forker, gone, shell
+from world import ROOT, forker, gone, shell, wait_for
 
 from demos.ways import WAYS
 from equivalence import batches, vectors
@@ -107,6 +108,7 @@ dist.init_process_group("gloo")
 n = dist.get_world_size()
 if what == "float32": threading.Thread(target=time.sleep, args=(1000,)).start()  # it would never end
 if what == "fails alone" and n == 1: raise ValueError("not alone")
+if what == "waits alone" and n == 1: open("alone", "w").close(); time.sleep(1000)
 if what == "fails" and dist.get_rank() == 1: raise ValueError("as planned")
 
 class Net(nn.Module):
@@ -164,6 +166,7 @@ for epoch in range(int(value) if is_short else 3):
         with torch.no_grad(): net.inner(x)  # a part of the model gets no second names
 torch.save(net.state_dict(), f"weights{dist.get_rank()}.pt")
 """
+WEIGHTS = 4 * (8 * 32 + 32 + 32 * 4 + 4)  # bytes
 
 
 @pytest.fixture
@@ -240,6 +243,7 @@ import copy, json
 from equivalence import verdict
 from equivalence.evidence import Evidence
 from equivalence.plan import Test
+from instruments.tensors import tensors_in
 
 def gradients(change, names=None, steps=(0, 1, 2), on=(0, 1, 2)):
     def edit(ranks, result):
@@ -374,6 +378,9 @@ def judge(evidence):
         edit(plan.ranks, result)
         code, lines = original(Evidence(plan, result))
         said[name] = [[str(code), ""], *((line.label, line.text) for line in lines)]
+    kept = list(evidence.result.after.values())
+    for step in evidence.result.steps.values(): kept += [step.weights, step.forced, step.raw, step.gradients]
+    said["bytes"] = sum({id(tensor): tensor.nbytes for tensor in tensors_in(kept)}.values())
     with open("said.json", "w") as file: json.dump(said, file)
     return original(evidence)
 
@@ -457,6 +464,7 @@ def test_what_is_wrong_is_named(tmp_path):
     (tmp_path / "train.py").write_text(PROGRAM)
     answer("train.py", "plain", 0, nproc=3, cwd=tmp_path, code=0, before=JUDGE_ALSO, path=[ROOT])
     said = json.loads((tmp_path / "said.json").read_text())
+    assert said.pop("bytes") == WEIGHTS * (9 * 3 + 9 + 2)  # of 9 tests 3 copies, of shares, again and reseeded 1
     assert said.keys() == JUDGED.keys()
     for name, (verdict, label, text) in JUDGED.items():
         lines = dict(reversed(said[name]))  # the first of those with one label
@@ -552,8 +560,7 @@ def test_notes_that_are_more_than_the_memory_are_refused(train, tmp_path):
     (tmp_path / "meminfo").write_text("MemTotal: 900 kB\nMemAvailable: 100 kB\n")
     before = "import equivalence.alone; equivalence.alone.MEMORY = 'meminfo'"
     _, lines, _ = train("plain", before=before, path=[ROOT], code=2)
-    weights = 4 * (8 * 32 + 32 + 32 * 4 + 4)
-    needed = 2 * weights * (3 * 9 + 6 + 2) / 1e9
+    needed = 2 * WEIGHTS * (9 * 3 + 6 + 2) / 1e9
     text = f"its notes take {needed:.1f} GB, and 0.0 GB of memory are free: give --steps 2, .*"
     assert re.fullmatch(f"NOT FOUND OUT: {text}", lines["verdict"]), lines
 
@@ -578,8 +585,12 @@ def test_the_program_computes_what_it_computes_on_its_own(train, tmp_path):
 def test_nothing_is_left(train, tmp_path):
     (tmp_path / "tmp").mkdir()
     (tmp_path / "train.py").write_text(PROGRAM)
-    for what in "float32", "fails":
-        forker().run(ROOT / "equivalence", "train.py", what, 0, cwd=tmp_path, TMPDIR=tmp_path / "tmp")
+    for what in "float32", "fails", "waits alone":
+        job = forker().start(ROOT / "equivalence", "train.py", what, 0, cwd=tmp_path, TMPDIR=tmp_path / "tmp")
+        if what == "waits alone":
+            wait_for(lambda: (tmp_path / "alone").exists())
+            os.kill(job.pid, signal.SIGTERM)
+        assert job.wait().code == {"float32": 0, "fails": 2, "waits alone": 143}[what]
         assert [path.name for path in (tmp_path / "tmp").iterdir()] == []
     if Path("/proc").exists():
         for path in Path("/proc").glob("[0-9]*"):

@@ -522,7 +522,10 @@ LEFT = {  # what is in "log" and in "ended"; a spawned rank imports the program,
 }
 
 
-@pytest.mark.parametrize(("what", "method"), LEFT)
+@pytest.mark.parametrize(
+    ("what", "method"),
+    [("returns", "fork"), ("raise", "fork"), pytest.param("returns", "spawn", marks=pytest.mark.slow)],
+)
 def test_what_a_rank_leaves_open_is_written_once_and_its_atexit_functions_run(program, what, method):
     file = program(LEAVES)
     environment = ENVIRONMENT | {"PYTHONPATH": str(ROOT), "TMPDIR": str(file.parent.with_name("tmp"))}
