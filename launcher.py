@@ -32,6 +32,7 @@ import tempfile
 import threading
 import time
 import traceback
+import weakref
 import zlib
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -257,7 +258,9 @@ class _Ranks:
             "TORCHELASTIC_USE_AGENT_STORE": "True",  # as under torchrun: rank 0 need not serve the store
             "TORCHELASTIC_RESTART_COUNT": "0",  # torch 2.4 and 2.5 read it then
         }
-        _write_open_files()  # otherwise each forked rank would also write what they have buffered
+        files = _open_files()
+        _inherited[:] = [weakref.ref(file) for file in files]
+        _write(files)  # otherwise each forked rank would also write what they have buffered
         parent = os.getpid()
         self.guard = _fork(lambda: _guard(parent, self.folder))
         os.setpgid(self.guard, self.guard)  # here, too: its group must be there when the ranks join it
@@ -506,6 +509,7 @@ def _be_rank(guard: int, environment: dict, folder: str, seed: int, threads: int
     os.environ |= environment
     is_forked = not isinstance(job, bytes)
     if is_forked:
+        gc.freeze()  # a rank that looked at all objects of the launching process would get a copy of their memory
         atexit._clear()  # what the launching process has registered runs there alone
         atexit.register(multiprocessing.util._exit_function)  # as Python 3.13 does itself
     rank = int(environment["RANK"])
@@ -529,7 +533,7 @@ def _be_rank(guard: int, environment: dict, folder: str, seed: int, threads: int
     except BaseException as error:
         failure = error  # still here: what its frames hold may take long to end
         report = _report_of(error)
-        _write_open_files()  # before the report: a rank that has reported a failure is killed
+        _write(_open_files())  # before the report: a rank that has reported a failure is killed
     if os.getpid() != pid:  # a child that the function has forked, and that came back
         os._exit(failure is not None)
     _write_report(report, f"{folder}/report{rank}")
@@ -541,13 +545,21 @@ def _be_rank(guard: int, environment: dict, folder: str, seed: int, threads: int
     # Python does this at the end of a program, in this order; multiprocessing leaves out a part.
     threading._shutdown()  # waits for threads; pools of threads are told to end
     atexit._run_exitfuncs()
-    _write_open_files()
+    _write(_open_files())
 
 
-def _write_open_files() -> None:
-    """Write what the files that this process has open have buffered."""
+_inherited: list[weakref.ref] = []  # the files that the launching process had open
+
+
+def _open_files() -> list:
+    files = [reference() for reference in _inherited]  # gc doesn't tell of them, as they are frozen
     kinds = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
-    files = [item for item in gc.get_objects() if issubclass(type(item), kinds)]  # isinstance would ask the item
+    files += [item for item in gc.get_objects() if issubclass(type(item), kinds)]  # isinstance would ask the item
+    return list({id(file): file for file in files if file is not None}.values())
+
+
+def _write(files: list) -> None:
+    """Write what they have buffered."""
     while files:  # one that is a pipe which nobody reads is left behind
         thread = threading.Thread(target=_flush, args=[files], daemon=True)
         thread.start()

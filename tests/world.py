@@ -206,7 +206,7 @@ FEW_DIGITS = "import data; digits = data._digits; data._digits = lambda count, s
 
 # For each line of stdin, a job: its process's id and its exit code, each on a line of stdout.
 PROGRAM = """
-import io, json, os, runpy, signal, sys, tempfile, threading, time, traceback
+import gc, io, json, os, runpy, signal, sys, tempfile, threading, time, traceback
 import filelock, torch, torch._dynamo, torch.utils.tensorboard, torchvision, tqdm
 from matplotlib.figure import Figure
 from PIL import ImageFont
@@ -215,6 +215,7 @@ axes.plot([1], label="a")
 axes.legend()
 axes.figure.savefig(io.BytesIO(), format="png")  # the first picture looks for fonts
 tqdm.tqdm.set_lock(threading.RLock())  # its own would be a semaphore, which Python 3.14 would miss at the end
+gc.freeze()  # a program that looked at all these objects would get a copy of their memory
 for line in sys.stdin:
     job = json.loads(line)
     pid, ended, deadline = os.fork(), 0, time.monotonic() + job["timeout"]
@@ -232,6 +233,8 @@ else:
     sys.exit()
 for fd, (file, mode) in enumerate([(os.devnull, os.O_RDONLY), (job["out"], os.O_WRONLY), (job["err"], os.O_WRONLY)]):
     os.dup2(os.open(file, mode | os.O_CREAT), fd)
+sys.stdout = open(1, "w", closefd=False)  # not frozen: launcher.py looks for open files
+sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)
 for name, value in job["environment"].items():
     os.environ.pop(name, None)
     if value is not None:
