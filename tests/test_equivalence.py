@@ -130,6 +130,9 @@ optimizer = torch.optim.SGD(model.parameters(), 0.1)
 loose = torch.ones((), requires_grad=what == "loose")  # a parameter of no module
 if what == "loose": optimizer.add_param_group({"params": [loose]})
 if what == "BatchNorm": optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+if what == "own": # as torch's ZeRO and old mixed precision
+    owned = [parameter.detach().clone() for parameter in net.parameters()]
+    optimizer = torch.optim.SGD(owned, 0.1 * value)
 others = [torch.optim.SGD(net.inner[:1].parameters(), 0.1)] if what == "two optimizers" else []
 torch.manual_seed(dist.get_rank())
 noise = 0.0
@@ -156,8 +159,13 @@ for epoch in range(int(value) if is_short else 3):
                 parameter.grad = gradient / n
         else:
             loss.backward()
+        if what == "own":
+            for one, parameter in zip(owned, net.parameters()): one.grad = parameter.grad.clone()
         if what != "no step" or dist.get_rank() == 0: optimizer.step()
         for other in others: other.step()
+        if what == "own":
+            for one, parameter in zip(owned, net.parameters()): parameter.data.copy_(one)
+            net.zero_grad()
         optimizer.zero_grad()
         if is_short: break
         if what == "plain" and noise % 2 == 0:  # an evaluation that computes gradients
@@ -222,6 +230,12 @@ def test_a_loss_that_looks_at_other_ranks_examples(tmp_path, dtype):
     _, lines, _ = answer("train.py", dtype, cwd=tmp_path, code=0)
     assert lines["verdict"] == "THE SAME as one process, up to rounding"
     assert lines["gradients"].startswith("right: one process's")
+
+
+def test_an_optimizer_with_parameters_of_its_own_is_seen_in_the_weights(train):
+    _, lines, _ = train("own", 1, nproc=3, code=0)
+    assert lines["verdict"] == "THE SAME as one process, up to rounding" and lines["weights"].startswith("right: ")
+    assert lines["averaging"].startswith("seen in the weights only: "), lines
 
 
 def test_examples_and_copies(train):

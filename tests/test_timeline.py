@@ -406,6 +406,9 @@ def test_what_is_noted_of_a_message_and_its_runs(monkeypatch):
     send = SimpleNamespace(name=SimpleNamespace(name="SEND"), input_tensors=[part], output_tensors=[], root=1)
     recorder.note_message(send, group)
     assert (recorder.calls[0]["peer"], recorder.calls[0]["bytes"]) == (5, 12)  # the rank in the whole program
+    scatter = SimpleNamespace(name="REDUCE_SCATTER")
+    recorder.note_message(SimpleNamespace(name=scatter, input_tensors=[part, part], output_tensors=[part]), group)
+    assert recorder.calls[1]["runs"] == 2
     traced = [{"name": "gloo:all_reduce", "begin": 10 * k, "end": 10 * k + 5, "args": {}} for k in range(3)]
     calls = [{"kind": "reducescatter", "issued": 0, "runs": 2}, {"kind": "allreduce", "issued": 15, "runs": 1}]
     found = events.messages_of(traced, [], calls)  # gloo's reduce-scatter of two tensors is two all-reduces
