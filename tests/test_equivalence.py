@@ -480,6 +480,8 @@ def test_what_is_wrong_is_named(tmp_path):
     said = json.loads((tmp_path / "said.json").read_text())
     assert said.pop("bytes") == WEIGHTS * (9 * 3 + 9 + 2)  # of 9 tests 3 copies, of shares, again and reseeded 1
     assert said.keys() == JUDGED.keys()
+    draws = [name for name, lines in said.items() if any("draws random numbers" in text for _, text in lines)]
+    assert draws == ["reseeded"]
     for name, (verdict, label, text) in JUDGED.items():
         lines = dict(reversed(said[name]))  # the first of those with one label
         assert re.fullmatch(verdict, lines["verdict"]) and re.fullmatch(text, lines.get(label, "")), (name, lines)
