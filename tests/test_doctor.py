@@ -107,3 +107,8 @@ def test_old_versions_are_wrong(monkeypatch, capsys):
     monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.3.1"))
     assert not doctor.check_software()
     assert re.search(r"^WRONG  torch .*2\.3\.1.*: 2\.4 or newer is needed$", capsys.readouterr().out, re.MULTILINE)
+
+
+def test_a_flag_that_it_does_not_have_is_one_line():
+    done = forker().run("doctor.py", "--nproc", 2)
+    assert (done.code, done.out) == (2, "") and "unrecognized arguments: --nproc 2" in done.err

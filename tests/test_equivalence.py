@@ -621,6 +621,9 @@ def test_bad_flags_are_one_line(tmp_path):
     for given in "", "nothing.py", "--steps 1 train.py", "--nproc 1 train.py", "train.py --nproc 3":
         done = forker().run(ROOT / "equivalence", *given.split(), cwd=tmp_path)
         assert done.code == 2 and len(done.err.splitlines()) == 1, done
+    done = forker().run(ROOT / "equivalence", "--nproc", 2, "train.py", cwd=tmp_path, RANK=0, WORLD_SIZE=2)
+    said = "equivalence: error: a launcher has started the processes: leave out --nproc\n"
+    assert (done.code, done.err) == (2, said)
 
 
 @pytest.mark.slow
