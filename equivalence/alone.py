@@ -29,21 +29,17 @@ class Alone(NamedTuple):
 
 def run_all(args: argparse.Namespace, plan: Plan, folder: Path) -> Alone:
     """Until all tests are made, or a run makes none that is new."""
-    instrument.exit_at_sigterm()  # which ends the run in one process, too
-    ranks, rates = plan.ranks, plan.rates
+    instrument.exit_at_sigterm()
     left = plan.all_tests()
     found: Result | None = None
     for _ in range(MOST_RUNS):
-        left = with_their_states(left) if found else left
-        own = Plan(ranks, args.steps, rates)
-        own.tests = left
-        own.known = {test: step.raw for test, step in found.steps.items()} if found else {}
-        one, problem = run_once(args, folder, own)
+        plan.tests = with_their_states(left) if found else left
+        plan.known = {test: step.raw for test, step in found.steps.items()} if found else {}
+        one, problem = run_once(args, folder, plan)
         if one is None:
             return Alone(plan, None, problem)
-        if one.rates != rates and any(one.rates.values()):
-            rates = one.rates  # it takes other batches in a step: plan again
-            plan = Plan(ranks, args.steps, rates)
+        if one.rates != plan.rates and any(one.rates.values()):
+            plan = Plan(plan.ranks, args.steps, one.rates)  # it takes other batches in a step
             continue
         if not one.steps:
             return Alone(plan, found, problem)
@@ -106,9 +102,10 @@ def run_once(args: argparse.Namespace, folder: Path, plan: Plan) -> tuple[Result
         log = Path(place, "log").read_text(encoding="utf-8", errors="replace")
         notes = instrument.collect(Folder(place), 1)
     printed = f"{log}{error}\n"
-    for one in notes:
-        return one.value, printed if one.ending in ("failed", "stuck") else ""
-    return None, printed
+    if not notes:
+        return None, printed
+    (one,) = notes
+    return one.value, printed if one.ending in ("failed", "stuck") else ""
 
 
 # ------------------------------------------------------------------------- in that process
