@@ -197,10 +197,8 @@ def learning_rate(evidence: Evidence) -> list[Line]:
     count = len(evidence.plan.ranks)
     size, total = evidence.sizes()
     for step in evidence.steps:
-        many = evidence.plan.ranks[0].steps[step].rates
-        alone = evidence.result.steps[Test("whole", step)].rates
-        for one, other in zip(many, alone, strict=False):
-            apart = abs(one - other) / max(abs(other), 1e-150)
+        for one, other in rates(evidence, step):
+            apart = rates_apart(one, other)
             if apart < 1e-6:
                 continue
             text = f"{one:.6g} with {count} processes, {other:.6g} with one"
@@ -210,6 +208,28 @@ def learning_rate(evidence: Evidence) -> list[Line]:
             text += f" ({one / other:.4g} times)" if other else ""
             return [Line("learning rate", f"{text}, in step {step + 1}", True)]
     return []
+
+
+def rates(evidence: Evidence, step: int) -> list[tuple[float, float]]:
+    """Learning rates of the processes, and of one process."""
+    many = evidence.plan.ranks[0].steps[step].rates
+    alone = evidence.result.steps[Test("whole", step)].rates
+    return list(zip(many, alone, strict=False))
+
+
+def rates_apart(one: float, other: float) -> float:
+    return abs(one - other) / max(abs(other), 1e-150)
+
+
+def schedule_apart(evidence: Evidence) -> float:
+    """How far the rates are apart, if that is a schedule's; as far may the steps be."""
+    if any(line.is_wrong for line in learning_rate(evidence)):
+        return 0.0
+    found = 0.0
+    for step in evidence.steps:
+        for one, other in rates(evidence, step):
+            found = max(found, rates_apart(one, other))
+    return found
 
 
 def weights(evidence: Evidence) -> list[Line]:
@@ -233,6 +253,9 @@ def weights(evidence: Evidence) -> list[Line]:
             if rounded and exact:
                 unit = max(unit, vectors.distance(rounded, exact))
     is_right = far <= max(evidence.exact, FACTOR * unit)
+    if not is_right and far <= FACTOR * schedule_apart(evidence):
+        text = "they change as in one process, but for the schedule's other rates "
+        return [Line("weights", f"{text}(apart by {far:.0e})")]
     text = "right: they change" if is_right else "they don't change"
     text += f" as in one process (apart by {far:.0e}; rounding {unit:.0e})"
     return [Line("weights", text, not is_right)]

@@ -130,7 +130,7 @@ optimizer = torch.optim.SGD(model.parameters(), 0.1)
 loose = torch.ones((), requires_grad=what == "loose")  # a parameter of no module
 if what == "loose": optimizer.add_param_group({"params": [loose]})
 if what == "BatchNorm": optimizer = torch.optim.AdamW(model.parameters(), 0.01)
-if what == "own": # as torch's ZeRO and old mixed precision
+if what == "own":  # as torch's ZeRO and old mixed precision
     owned = [parameter.detach().clone() for parameter in net.parameters()]
     optimizer = torch.optim.SGD(owned, 0.1 * value)
 others = [torch.optim.SGD(net.inner[:1].parameters(), 0.1)] if what == "two optimizers" else []
@@ -341,6 +341,20 @@ def schedule(ranks, result, rate=0.1001):
     rates(ranks, result, rate)
     result.notes.examples = {"loader 0": 25}  # 24 with three processes: an epoch has other steps
 
+def longer(ranks, times):
+    for rank in range(3):
+        steps = ranks[rank].steps
+        for name, before in steps[2].weights.items():
+            steps[3].weights[name] = before + times * (steps[3].weights[name] - before)
+
+def schedule_weights(ranks, result):  # rates that are 0.001 apart
+    schedule(ranks, result)
+    longer(ranks, 1.005)
+
+def schedule_too_far(ranks, result):
+    schedule(ranks, result)
+    longer(ranks, 1.05)
+
 def no_schedule(ranks, result): schedule(ranks, result, 0.11)
 
 def copies(ranks, result): ranks[2].steps[2].weights["inner.0.bias"] += 1
@@ -380,6 +394,7 @@ EDITS = {
     "shared": shared,
     "inner_steps": inner_steps,
     **{f.__name__: f for f in (clipped, clipped_scalar, clipped_own, clipped_layer, clipped_half, uneven_copies)},
+    **{f.__name__: f for f in (schedule_weights, schedule_too_far)},
     **{f.__name__: f for f in (then_copies, rates, schedule, no_schedule, copies, update, left_out, reseeded)},
 }
 
@@ -464,6 +479,8 @@ JUDGED = {  # the verdict, a line, and what it says
         r"0.3 with 3 processes, 0.1 with one \(3 times\), in step 3",
     ),
     "schedule": (f"THE SAME{ROUNDING}", "note", "alone .* 25 .*, with 3 processes 24: an epoch has more .*"),
+    "schedule_weights": (f"THE SAME{ROUNDING}", "weights", r".* as in one process, but for the schedule's .*5e-03\)"),
+    "schedule_too_far": (f"{DIFFERENT}weights", "weights", "they don't change as in one process .*"),
     "no_schedule": (f"{DIFFERENT}learning rate", "learning rate", r"0.11 with .* \(1.1 times\), in step 3"),
     "copies": (f"{DIFFERENT}copies, weights", "copies", "the ranks' weights differ after step 2: inner.0.bias"),
     "update": (f"{DIFFERENT}weights", "weights", "they don't change as in one process .*"),
