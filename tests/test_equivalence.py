@@ -357,6 +357,10 @@ def schedule_too_far(ranks, result):
 
 def no_schedule(ranks, result): schedule(ranks, result, 0.11)
 
+def no_schedule_weights(ranks, result):
+    no_schedule(ranks, result)
+    longer(ranks, 1.05)
+
 def copies(ranks, result): ranks[2].steps[2].weights["inner.0.bias"] += 1
 
 def update(ranks, result):
@@ -394,7 +398,7 @@ EDITS = {
     "shared": shared,
     "inner_steps": inner_steps,
     **{f.__name__: f for f in (clipped, clipped_scalar, clipped_own, clipped_layer, clipped_half, uneven_copies)},
-    **{f.__name__: f for f in (schedule_weights, schedule_too_far)},
+    **{f.__name__: f for f in (schedule_weights, schedule_too_far, no_schedule_weights)},
     **{f.__name__: f for f in (then_copies, rates, schedule, no_schedule, copies, update, left_out, reseeded)},
 }
 
@@ -481,6 +485,7 @@ JUDGED = {  # the verdict, a line, and what it says
     "schedule": (f"THE SAME{ROUNDING}", "note", "alone .* 25 .*, with 3 processes 24: an epoch has more .*"),
     "schedule_weights": (f"THE SAME{ROUNDING}", "weights", r".* as in one process, but for the schedule's .*5e-03\)"),
     "schedule_too_far": (f"{DIFFERENT}weights", "weights", "they don't change as in one process .*"),
+    "no_schedule_weights": (f"{DIFFERENT}learning rate, weights", "weights", "they don't change as in one process .*"),
     "no_schedule": (f"{DIFFERENT}learning rate", "learning rate", r"0.11 with .* \(1.1 times\), in step 3"),
     "copies": (f"{DIFFERENT}copies, weights", "copies", "the ranks' weights differ after step 2: inner.0.bias"),
     "update": (f"{DIFFERENT}weights", "weights", "they don't change as in one process .*"),
