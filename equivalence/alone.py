@@ -113,6 +113,7 @@ def run_once(args: argparse.Namespace, folder: Path, plan: Plan) -> tuple[Result
 
 def replay(job: Job, folder: str) -> None:
     """The run itself; its notes, and what it prints, are files in the folder."""
+    os.environ["NPROC"] = "1"  # for `launch` of a helper of its own
     terminal = os.dup(2)
     log = os.open(f"{folder}/log", os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 1)
