@@ -426,6 +426,14 @@ def test_a_warning_of_the_sampler_names_the_programs_line():
     assert caught[0].filename == __file__
 
 
+def test_whether_a_loader_has_workers_is_noted():
+    for workers in 0, 1:
+        recorder = record.Recorder(Place(0, 1), STEPS)
+        with recorder.installed():
+            list(torch.utils.data.DataLoader(range(4), num_workers=workers))
+        assert recorder.has_workers == (workers == 1)
+
+
 def test_each_step_puts_off_the_end_of_patience():
     recorder = record.Recorder(Place(0, 1), STEPS)
     recorder.last_step = 0.0
@@ -456,6 +464,14 @@ def test_sizes_are_rounded_and_of_changes_within_two_pixels_the_largest_is_drawn
     assert sizes == ["652 B", "1.2 kB", "116 kB", "1.2 MB"]
     points = draw.Drawing(draw.PLOT).points([0, 10, 11], {"layer": [1, 5, 9]})
     assert points == [(draw.LEFT, [1]), (draw.LEFT + 10, [9])]
+
+
+@pytest.mark.parametrize(("longest", "step"), [(7, 1), (8, 2), (15, 5), (36, 10), (300, 50)])
+def test_the_axis_has_at_most_eight_round_numbers(longest, step):
+    drawing = draw.Drawing(longest * 1_000_000)
+    draw.draw_axis(drawing)
+    texts = re.findall(r">(\d+)(?: ms)?</text>", drawing.svg("", ""))
+    assert [int(text) for text in texts] == [*range(0, longest + 1, step)]
 
 
 def test_an_arrow_downwards_begins_at_the_lower_edge():

@@ -159,7 +159,7 @@ def test_steps_of_two_kinds_are_said():
 # ---------------------------------------------------------------------------------------------- why
 
 
-def made(extra, part="", core=0, moving=0, loading=(2,), ranks=3, also=0):
+def made(extra, part="", core=0, moving=0, loading=(2,), ranks=3, also=0, workers=False):
     """Recordings of steps in closed form: each rank loads, computes 10 + 20 ms, and waits for the last.
 
     extra: ms that rank 1 spends more in a part, in each step; loading: of each step, by turns; core: ms that each has
@@ -186,6 +186,7 @@ def made(extra, part="", core=0, moving=0, loading=(2,), ranks=3, also=0):
                 now = late + (load + 33 + moving + more) * MS if rank == 1 else now
             waits.append(waits[-1] + core * MS)
         recording = {"rank": rank, "spans": spans, "messages": messages, "cuts": [*cuts, now], "core_waits": waits}
+        recording["has_workers"] = workers
         found.append(recording)
     return found
 
@@ -206,6 +207,16 @@ def test_the_others_may_differ_and_cores_may_be_the_reason():
     for recording, each in zip(found, (10, 50, 20), strict=True):
         recording["core_waits"] = [each * MS * step for step in range(9)]
     assert why.why(found, 0, 7) == text.replace("than the others", "than the others (35.0 ms of it without a core)")
+
+
+def test_workers_that_are_late_on_all_ranks_are_no_slow_rank():
+    """Whose batches come last is chance, unless the others' next batches are there when it comes."""
+    slow = "rank 1 spends 20.0 ms more in loading than the others, who wait 20.0 ms a step for it"
+    late = "each rank waits 10.0 to 30.0 of 63.0 ms for its next batch"
+    assert why.why(made([20] * 8, "data", loading=(10,), workers=True), 0, 7) == late
+    assert why.why(made([20] * 8, "data", loading=(10,)), 0, 7) == slow
+    assert why.why(made([20] * 8, "data", loading=(2,), workers=True), 0, 7) == slow
+    assert "forward" in why.why(made([60] * 8, "forward", loading=(10,), workers=True), 0, 7)
 
 
 def test_why_is_silent_where_it_is_chance_or_nothing():

@@ -75,6 +75,7 @@ class Recording(TypedDict):
     inputs: str  # its digests; "": not seen
     core_waits: list[int]  # at each cut: how long the program's thread has waited for a core
     sampler: str  # the class
+    has_workers: bool  # a DataLoader loads while the program computes
     has_group: bool
 
 

@@ -73,6 +73,7 @@ def recording_of(recorder: Recorder, has_trace: bool = True) -> Recording:
         "inputs": " ".join(recorder.inputs),
         "core_waits": recorder.core_waits,
         "sampler": recorder.sampler,
+        "has_workers": recorder.has_workers,
         "has_group": bool(recorder.groups),
     }
 

@@ -56,6 +56,7 @@ class Recorder(Hooks):
         self.calls: list[Message] = []
         self.tensors: list[tuple[int, dict]] = []  # time, {address: (kind, bytes)}
         self.sampler = ""
+        self.has_workers = False
         self.inputs: list[str] = []  # a digest of each tensor
         self.gradients = Gradients()
         self.optimizers: set[int] = set()
@@ -120,6 +121,7 @@ class Recorder(Hooks):
         # The sampler of a DataLoader without batches is _index_sampler itself.
         batches = iterator._index_sampler
         self.sampler = type(getattr(batches, "sampler", batches)).__name__
+        self.has_workers |= iterator._num_workers > 0
         with self.noted("data"):
             if self.is_first_batch:
                 self.open[-1].begin = self.next_cut

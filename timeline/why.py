@@ -39,8 +39,22 @@ def why(recordings: list[Recording], first: int, last: int) -> str:
     for recording in recordings:
         steps = [step_of(recording, number) for number in range(first, last + 1)]
         ranks[recording["rank"]] = steps
-    found = slow_rank(ranks) if len(ranks) > 1 else ""
-    return found or "; ".join(what_all_spend(ranks))
+    late = late_workers(ranks) if all(one["has_workers"] for one in recordings) else ""
+    found = slow_rank(ranks) if len(ranks) > 1 and not late else ""
+    return found or "; ".join(what_all_spend(ranks, late))
+
+
+def late_workers(ranks: dict[int, list[Step]]) -> str:
+    """Workers that are too slow on every rank: whose batches come last is then only chance.
+
+    On a rank whose workers are fast enough, the next batch is there when the others have come.
+    """
+    loading = [average([step.parts["loading"] for step in steps]) for steps in ranks.values()]
+    length = typical_length(ranks)
+    shortest, longest = min(loading), max(loading)
+    if len(ranks) == 1 or shortest < LEAST * length or longest < MUCH * length:
+        return ""
+    return f"each rank waits {ms(shortest)} to {ms(longest)} of {ms(length)} ms for its next batch"
 
 
 def slow_rank(ranks: dict[int, list[Step]]) -> str:
@@ -103,8 +117,8 @@ def typical_length(ranks: dict[int, list[Step]]) -> float:
     return max(medians)
 
 
-def what_all_spend(ranks: dict[int, list[Step]]) -> list[str]:
-    """Loading, messages that nothing hides, and cores that others have."""
+def what_all_spend(ranks: dict[int, list[Step]], late: str) -> list[str]:
+    """Loading (of late workers, if they are), messages that nothing hides, and cores that others have."""
     length = typical_length(ranks)
     loading, messages, core, lengths = [], [], [], []
     for steps in ranks.values():
@@ -112,9 +126,9 @@ def what_all_spend(ranks: dict[int, list[Step]]) -> list[str]:
         lengths.append(average([step.length for step in steps]))
         messages.append(statistics.median(step.waits_for[None] for step in steps))
         core.append(statistics.median(step.without_core for step in steps))
-    texts = []
+    texts = [late] if late else []
     who = "each rank" if len(ranks) > 1 else "the process"
-    if min(loading) > MUCH * max(lengths):
+    if not late and min(loading) > MUCH * max(lengths):
         text = f"{who} waits {ms(min(loading))} of {ms(max(lengths))} ms for its next batch"
         texts.append(text)
     if min(messages) > MUCH * length:
