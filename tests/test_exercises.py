@@ -117,6 +117,7 @@ WRONG = {
         ("multiply by the world size before", " * dist.get_world_size()", ""),
         ("multiply by the world size before", START, f"return dist.all_reduce(losses.sum()) / {ALL_TOKENS}"),
         ("where it must be multiplied", "* dist", "/ dist"),
+        ("dist.reduce gives the mean", "dist.all_reduce(torch", "dist.reduce(torch"),
         ("this rank's own number of tokens", "/ count", "/ len(losses)"),
         ("no gradient flows through reduce", "losses.sum()", "dist.reduce(losses.sum())"),
         (

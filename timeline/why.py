@@ -118,7 +118,7 @@ def typical_length(ranks: dict[int, list[Step]]) -> float:
 
 
 def what_all_spend(ranks: dict[int, list[Step]], late: str) -> list[str]:
-    """Loading (of late workers, if they are), messages that nothing hides, and cores that others have."""
+    """Loading (late: by workers), messages that nothing hides, and cores that others have."""
     length = typical_length(ranks)
     loading, messages, core, lengths = [], [], [], []
     for steps in ranks.values():

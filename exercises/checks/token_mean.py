@@ -85,6 +85,9 @@ def judge(answers):
         "divided by the world size, where it must be multiplied": as_if(
             n, lambda losses, rank: losses[rank].sum() / count(losses) / n
         ),
+        "n times too large: dist.reduce gives the mean of the ranks' numbers of tokens, unless op is sum": as_if(
+            n, lambda losses, rank: losses[rank].sum() * n * n / count(losses)
+        ),
         "multiplied by the world size, but divided by this rank's own number of tokens": as_if(
             n, lambda losses, rank: losses[rank].mean() * n
         ),
