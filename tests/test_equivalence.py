@@ -106,6 +106,7 @@ what, value = sys.argv[-2], float(sys.argv[-1])
 is_short = what in ("steps", "BatchNorm")  # epochs of one step
 dist.init_process_group("gloo")
 n = dist.get_world_size()
+print("said with", n, file=sys.stderr)
 if what == "float32": threading.Thread(target=time.sleep, args=(1000,)).start()  # it would never end
 if what == "fails alone" and n == 1: raise ValueError("not alone")
 if what == "waits alone" and n == 1: open("alone", "w").close(); time.sleep(1000)
@@ -581,12 +582,14 @@ def test_what_could_not_be_found_out_is_said(train, what):
     assert re.search(error, err), err
 
 
-def test_a_terminal_shows_which_step_of_which_run(train):
+def test_a_terminal_shows_which_step_of_which_run_and_not_what_the_program_prints(train):
     screen, terminal = os.openpty()
     os.set_blocking(screen, False)
     before = f"import os; os.dup2(os.open({os.ttyname(terminal)!r}, os.O_RDWR), 2)"
     train("by hand", nproc=3, before=before, code=0)
-    shown = re.findall(r"\requivalence: (\w+) process(?:es)?, step (\d+) of (\d+)", os.read(screen, 10000).decode())
+    text = os.read(screen, 10000).decode()
+    assert "said with" not in text
+    shown = re.findall(r"\requivalence: (\w+) process(?:es)?, step (\d+) of (\d+)", text)
     several = [("3", str(step), "4") for step in range(1, 5)]
     alone = 3 + 3 + 9 + 3 + 2  # whole, rounded, shares, means; again, reseeded
     assert shown == several + [("one", str(step), f"{alone + 1}") for step in range(1, alone + 2)]
