@@ -505,6 +505,8 @@ def test_what_is_wrong_is_named(tmp_path):
     assert said.keys() == JUDGED.keys()
     draws = [name for name, lines in said.items() if any("draws random numbers" in text for _, text in lines)]
     assert draws == ["reseeded"]
+    for name, lines in said.items():
+        assert any("alone the program takes" in text for _, text in lines) == ("schedule" in name)  # 25, not 24
     for name, (verdict, label, text) in JUDGED.items():
         lines = dict(reversed(said[name]))  # the first of those with one label
         assert re.fullmatch(verdict, lines["verdict"]) and re.fullmatch(text, lines.get(label, "")), (name, lines)
