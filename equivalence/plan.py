@@ -145,6 +145,13 @@ class Plan:
 
     def why_not_one_batch(self) -> str:
         """Why one batch can't be made of the ranks'; "" if it can."""
+        if not self.per_step:
+            return "no batch was seen: no DataLoader, no inputs of a module, no target of a loss"
+        if not self.keys or not all(map(self.is_in_each_step, self.keys)):
+            return (
+                "not each step of the optimizer loads a batch from the same place (several steps "
+                "with one batch? loaders that take turns? all batches loaded before?)"
+            )
         for key in self.keys:
             size = self.ranks[0].batch_sizes.get(key)
             first = self.ranks[0].events[key][0].value

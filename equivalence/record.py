@@ -136,7 +136,8 @@ class Recorder(Hooks):
             self.step.begun.add(id(module))
             self.model_begins(module)
         self.note_state()
-        if self.loaders.owners:
+        has_tensors = next(tensors_in((args, kwargs)), None) is not None
+        if self.loaders.owners or not has_tensors:
             return None
         name = f"inputs of {type(unwrapped(module)).__name__}"
         args, new_kwargs = self.event(name, (args, dict(kwargs)))

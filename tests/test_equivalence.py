@@ -163,6 +163,7 @@ for epoch in range(int(value) if is_short else 3):
         if what == "own":
             for one, parameter in zip(owned, net.parameters()): one.grad = parameter.grad.clone()
         if what != "no step" or dist.get_rank() == 0: optimizer.step()
+        if what == "two steps": optimizer.step()
         for other in others: other.step()
         if what == "own":
             for one, parameter in zip(owned, net.parameters()): parameter.data.copy_(one)
@@ -391,6 +392,7 @@ EDITS = {
     "NaN": gradients(lambda g, share: g * float("nan"), steps=[1], on=[2]),
     "layer": gradients(lambda g, share: 2 * g, ["inner.2.bias"], [1]),
     "other": gradients(lambda g, share: torch.ones_like(g)),
+    "others": gradients(lambda g, share: torch.randn_like(g)),
     "rounding": whole_batch(2e-7),
     "more than rounding": whole_batch(5e-6),
     "a corner": whole_batch(5e-3, [1]),
@@ -446,6 +448,11 @@ JUDGED = {  # the verdict, a line, and what it says
         r"WRONG: 2 times one process's gradients of inner.2.bias \(the other 3 .*\), in step 2 only",
     ),
     "other": (f"{DIFFERENT}averaging", "averaging", "WRONG: they are not made of the shares' gradients .*"),
+    "others": (
+        f"{DIFFERENT}averaging",
+        "averaging",
+        "WRONG: the ranks' gradients differ, and are not made of the shares'",
+    ),
     "rounding": (f"THE SAME{ROUNDING}", "one batch", "right: .*"),
     "more than rounding": (BATCH, "one batch", "different from all 24 examples .*"),
     "a corner": (f"THE SAME{ROUNDING}", "one batch", "right: .*"),
@@ -570,6 +577,7 @@ NOT_FOUND = {
     "two optimizers": (0, "NOT FOUND OUT: a step draws random numbers, other ones on each rank, .*", ""),
     "loose": (0, "NOT FOUND OUT: the optimizer has parameters of no module that was called: .*", ""),
     "columns": (0, "NOT FOUND OUT: a batch's 12 examples are the columns of its tensors, not their rows", ""),
+    "two steps": (0, "NOT FOUND OUT: not each step of the optimizer loads a batch from the same place .*", ""),
     "steps": (3, "NOT FOUND OUT: the program made 3 steps, and 4 are needed: .* fewer --steps", ""),
     "fails alone": (0, r'NOT FOUND OUT: the program failed in one process.*--alone="FLAGS"', "ValueError: not alone"),
     "fails": (0, "", "rank 1 of 2 failed first: (?s:.*)ValueError: as planned"),
@@ -582,6 +590,35 @@ def test_what_could_not_be_found_out_is_said(train, what):
     _, lines, err = train(what, value, code=2)
     assert re.fullmatch(verdict, lines.get("verdict", "")), lines
     assert re.search(error, err), err
+
+
+INSIDE = """
+import torch
+import torch.distributed as dist
+
+class Field(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(3))
+    def forward(self): return self.weight
+
+dist.init_process_group("gloo")
+field = Field()
+optimizer = torch.optim.SGD(field.parameters(), 0.1)
+for _ in range(9):
+    points = torch.randn(8, 3)
+    (field() @ points.T - 1).square().mean().backward()
+    dist.all_reduce(field.weight.grad)
+    field.weight.grad /= dist.get_world_size()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_examples_that_were_not_seen_are_not_the_same_on_all_ranks(tmp_path):
+    (tmp_path / "train.py").write_text(INSIDE)
+    _, lines, _ = answer("train.py", nproc=3, cwd=tmp_path, code=2)
+    assert re.fullmatch("NOT FOUND OUT: no batch was seen: .*", lines["verdict"]), lines
 
 
 def test_a_terminal_shows_which_step_of_which_run_and_not_what_the_program_prints(train):

@@ -246,7 +246,8 @@ def test_all_solutions_pass():
 
 
 def test_a_bad_name_and_a_launcher_are_one_line(monkeypatch):
-    refused(check.parse_args, "invalid choice: 'shrad'", flags=["shrad"])
+    for name in "shrad", "0", "11":  # there are ten
+        refused(check.parse_args, f"invalid choice: '{name}'", flags=[name])
     for name, value in dict(RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", LOCAL_WORLD_SIZE="2").items():
         monkeypatch.setenv(name, value)
     refused(check.parse_args, "starts its processes itself: type python -m exercises.check", flags=["shard"])
