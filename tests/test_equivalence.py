@@ -16,7 +16,7 @@ import torch
 from world import ROOT, forker, gone, shell, wait_for
 
 from demos.ways import WAYS
-from equivalence import batches, vectors
+from equivalence import batches, loaders, vectors
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -97,7 +97,7 @@ def test_all_right_ways(way):
 
 
 PROGRAM = """
-import sys, threading, time, torch
+import os, sys, threading, time, torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, DistributedSampler
 import torch.distributed as dist
@@ -110,6 +110,7 @@ print("said with", n, file=sys.stderr)
 if what == "float32": threading.Thread(target=time.sleep, args=(1000,)).start()  # it would never end
 if what == "fails alone" and n == 1: raise ValueError("not alone")
 if what == "waits alone" and n == 1: open("alone", "w").close(); time.sleep(1000)
+if what == "ends alone" and n == 1: os._exit(3)
 if what == "fails" and dist.get_rank() == 1: raise ValueError("as planned")
 
 class Net(nn.Module):
@@ -580,6 +581,7 @@ NOT_FOUND = {
     "two steps": (0, "NOT FOUND OUT: not each step of the optimizer loads a batch from the same place .*", ""),
     "steps": (3, "NOT FOUND OUT: the program made 3 steps, and 4 are needed: .* fewer --steps", ""),
     "fails alone": (0, r'NOT FOUND OUT: the program failed in one process.*--alone="FLAGS"', "ValueError: not alone"),
+    "ends alone": (0, r'NOT FOUND OUT: the program failed in one process.*--alone="FLAGS"', "(exit|ended).* 3"),
     "fails": (0, "", "rank 1 of 2 failed first: (?s:.*)ValueError: as planned"),
 }
 
@@ -738,6 +740,23 @@ def test_batches_are_joined_split_and_told_apart():
     assert batches.join([torch.ones(1, 2, 3), torch.ones(1, 4, 3)]).shape == (2, 4, 3)
     assert len(set(batches.digests_of_examples(whole))) == 2
     assert batches.digest(batches.clone(short)) == batches.digest(short) != batches.digest(long)
+
+
+class Counting(torch.utils.data.RandomSampler):
+    asked = 0
+
+    def __iter__(self):
+        self.asked += 1
+        return super().__iter__()
+
+
+def test_a_sampler_is_asked_for_an_epochs_indices_without_a_trace():
+    generator = torch.Generator().manual_seed(1)
+    sampler = Counting(range(9), generator=generator)
+    before = generator.get_state()
+    batch_sampler = torch.utils.data.BatchSampler(sampler, 2, drop_last=False)
+    assert sorted(loaders.indices_of(batch_sampler)) == [*range(9)]
+    assert sampler.asked == 0 and generator.get_state().equal(before)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -466,6 +466,13 @@ def test_sizes_are_rounded_and_of_changes_within_two_pixels_the_largest_is_drawn
     assert points == [(draw.LEFT, [1]), (draw.LEFT + 10, [9])]
 
 
+def test_a_box_has_its_part_as_a_word_if_it_is_wide_enough():
+    drawing = draw.Drawing(100)
+    parts = [Span("forward", 0, 40), Span("backward", 40, 42), Span("waiting", 42, 100)]
+    draw.draw_rank(drawing, {"rank": 0, "parts": parts, "cuts": [0, 100], "messages": []})
+    assert re.findall(r">(\w+)</text>", drawing.svg("", "")) == ["forward", "waits"]
+
+
 @pytest.mark.parametrize(("longest", "step"), [(7, 1), (8, 2), (15, 5), (36, 10), (300, 50)])
 def test_the_axis_has_at_most_eight_round_numbers(longest, step):
     drawing = draw.Drawing(longest * 1_000_000)
