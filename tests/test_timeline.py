@@ -671,6 +671,9 @@ def test_a_full_disk_is_one_line_after_what_was_found(tmp_path):
 
 
 def test_bad_flags_are_one_line(tmp_path):
-    for given in "", "--draw a b.py", "nothing.py", "--out no/x train.py", "--steps 0 train.py", "--nproc 0 train.py":
+    (tmp_path / "train.py").touch()
+    wrong = "", "--draw a b.py", "nothing.py", "--out no/x train.py", "--steps 0 train.py", "--nproc 0 train.py"
+    for given in *wrong, "train.py --nproc 3":
         done = forker().run(ROOT / "timeline", *given.split(), cwd=tmp_path)
         assert done.code == 2 and len(done.err.splitlines()) == 1, done
+    assert done.err == "timeline: error: put --nproc before the program\n"

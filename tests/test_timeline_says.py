@@ -243,8 +243,7 @@ def test_why_says_what_all_ranks_spend():
 
 # ------------------------------------------------------------------------------------- what it can't
 
-REFUSED = {
-    "profiler": """
+PROFILES = """
 import torch
 net = torch.nn.Linear(2, 2)
 optimizer = torch.optim.SGD(net.parameters(), 0.1)
@@ -252,26 +251,20 @@ with torch.profiler.profile() as prof:
     for step in range(99):
         net(torch.ones(1, 2)).sum().backward()
         optimizer.step()
-""",
-    "processes": """
+"""
+SPAWNS = """
 import torch
 def worker(rank): pass
 if __name__ == "__main__":
     torch.multiprocessing.spawn(worker, nprocs=2)
-""",
-}
-WORDS = {"profiler": "the program starts torch.profiler itself, and two can't run at once: switch it off there"}
-WORDS["processes"] = (
-    "the program starts processes of its own, which are not seen: call its worker function under torchrun"
-)
+"""
+REFUSED = [
+    (PROFILES, "torch.profiler itself, and two can't run at once: switch it off there"),
+    (SPAWNS, "processes of its own, which are not seen: call its worker function under torchrun"),
+]
 
 
-@pytest.mark.parametrize("what", REFUSED)
-def test_a_program_that_cannot_be_recorded_is_told_why(what, tmp_path):
-    done = program(tmp_path, text=REFUSED[what], nproc=2)
-    assert done.code == 1 and f"timeline: {WORDS[what]}" in done.err and "Traceback" not in done.err, done
-
-
-def test_a_flag_after_the_program_is_told_its_place(tmp_path):
-    done = program(tmp_path, "--nproc", 3)
-    assert (done.code, done.err) == (2, "timeline: error: put --nproc before the program\n")
+@pytest.mark.parametrize(("text", "words"), REFUSED, ids=["profiler", "processes"])
+def test_a_program_that_cannot_be_recorded_is_told_why(text, words, tmp_path):
+    done = program(tmp_path, text=text, nproc=2)
+    assert done.code == 1 and f"timeline: the program starts {words}" in done.err and "Traceback" not in done.err, done
