@@ -48,6 +48,9 @@ def start(file, *args, **options):
     return forker().start(file, *args, cwd=folder, path=[ROOT], TMPDIR=folder.with_name("tmp"), **options)
 
 
+SPAWN = "import launcher; launcher.fork_is_safe = lambda: False"  # `before`, for ranks that are spawned
+
+
 def run(file, *args, **options):
     done = start(file, *args, **options).wait()
     assert_nothing_left(file)
@@ -117,13 +120,8 @@ def worker(rank, n, what, workers):
 
 if __name__ == "__main__":
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whatever nohup or a background job has ignored
-    signal.signal(signal.SIGQUIT, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    what, method, workers = sys.argv[1:]
-    if method == "spawn":
-        import launcher
-        launcher.fork_is_safe = lambda: False
-    dist.launch(worker, what, workers, nproc=2 if method == "spawn" else 3)
+    dist.launch(worker, *sys.argv[1:], nproc=3)
 """
 FIRST = "rank 1 of 3 failed first: "
 FAULT_CASES = [  # what rank 1 does; its data loader's workers; the error
@@ -147,7 +145,7 @@ FAULT_CASES = [  # what rank 1 does; its data loader's workers; the error
 @pytest.mark.parametrize(("what", "workers", "error"), FAULT_CASES)
 def test_the_error_is_that_of_the_rank_that_failed_first_and_nothing_is_left(program, what, workers, error):
     file = program(FAULTS)
-    done = run(file, what, "fork", workers, DIST_TIMEOUT=5 if what == "hangs" else None)
+    done = run(file, what, workers, DIST_TIMEOUT=5 if what == "hangs" else None)
     assert wrote(file, "called") == []
     assert done.code == 1 and re.search(error, done.err), done.err
     assert done.err.count("failed first") == 1
@@ -156,19 +154,18 @@ def test_the_error_is_that_of_the_rank_that_failed_first_and_nothing_is_left(pro
 
 
 STOP_CASES = [
-    ("SIGTERM", 143, "fork", "fork"),
-    ("SIGHUP", 129, "fork", ""),
-    ("SIGQUIT", -3, "fork", ""),
-    ("SIGKILL", -9, "fork", "forkserver"),
-    ("SIGKILL", -9, "spawn", ""),
+    ("SIGTERM", 143, "", "fork"),
+    ("SIGHUP", 129, "", ""),
+    ("SIGKILL", -9, "", "forkserver"),
+    ("SIGKILL", -9, SPAWN, ""),
 ]
 
 
 @needs_proc
-@pytest.mark.parametrize(("name", "code", "method", "workers"), STOP_CASES)
-def test_a_signal_to_the_launching_process_ends_all_quietly(program, name, code, method, workers):
+@pytest.mark.parametrize(("name", "code", "before", "workers"), STOP_CASES)
+def test_a_signal_to_the_launching_process_ends_all_quietly(program, name, code, before, workers):
     file = program(FAULTS)
-    job = start_ready(file, "stays", method, workers)
+    job = start_ready(file, "stays", workers, before=before)
     os.kill(job.pid, signal.Signals[name])
     done = job.wait()
     assert (done.code, done.err) == (code, ""), done.err
@@ -181,7 +178,7 @@ def test_ctrl_c_in_a_terminal_says_where_each_rank_stands_and_is_130(program):
     screen, terminal = os.openpty()
     # The terminal that the leader of a session opens is the session's: its signals go to the leader's process group.
     before = f"os.setsid(); os.dup2(os.open({os.ttyname(terminal)!r}, os.O_RDWR), 1); os.dup2(1, 2)"
-    job = start_ready(file, "stays", "fork", "", before=before)
+    job = start_ready(file, "stays", "", before=before)
     os.write(screen, b"\x03")
     assert job.wait().code == 130
     table = "".join(rf"  rank {rank}: {file}:\d+, w\w+(, in all_reduce)?\r\n" for rank in range(3))
@@ -545,11 +542,7 @@ def worker(rank, n, what):
         for name in "RANK", "WORLD_SIZE", "LOCAL_RANK": del os.environ[name]
         dist.init_process_group()
         return dist.all_reduce(torch.tensor(dist.get_rank() + 1)).item()
-    if what == "lambda":
-        return lambda: None
-    import resource
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))  # as on a disk that is full
-    return torch.zeros(1000)
+    return lambda: None
 if __name__ == "__main__":
     print(dist.launch(worker, sys.argv[1], nproc=2))
 """
@@ -560,9 +553,8 @@ def test_a_program_may_delete_its_variables(program):
     assert (done.code, done.out.splitlines()[1:]) == (0, ["3"]), done.err
 
 
-@pytest.mark.parametrize("what", ["lambda", "disk"])
-def test_a_result_that_cannot_be_sent_is_named_so(program, what):
-    done = run(program(RESULTS), what)
+def test_a_result_that_cannot_be_sent_is_named_so(program):
+    done = run(program(RESULTS), "lambda")
     line = (
         r"rank 0 of 2 failed first: worker_fn has returned, but its result can't be sent .*: save it in worker_fn .*\n"
     )
@@ -593,16 +585,8 @@ def test_outside_of_the_main_thread_and_in_a_pool_it_is_refused(program):
     assert (done.code, done.err) == (0, "") and re.fullmatch(f"{first}\n{second}\n", done.out), done
 
 
-UNGUARDED = """
-import launcher
-launcher.fork_is_safe = lambda: False
-def worker(rank, n): pass
-dist.launch(worker, nproc=2)
-"""
-
-
 def test_a_spawned_program_without_if_name_is_told_so(program):
-    done = run(program(UNGUARDED))
+    done = run(program("def worker(rank, n): pass\ndist.launch(worker, nproc=2)\n"), before=SPAWN)
     assert done.code == 1 and 'write  if __name__ == "__main__":  above the call' in done.err, done.err
     assert "Traceback" not in done.err
 
@@ -675,8 +659,6 @@ if __name__ != "__main__":  # a spawned rank, that still imports
     while not os.path.exists("go"): time.sleep(0.01)
 def worker(rank, n): print("went on")
 if __name__ == "__main__":
-    import launcher
-    launcher.fork_is_safe = lambda: False
     dist.launch(worker, nproc=2)
 """
 NO_ANSWER = "".join(rf"  rank {rank}: no answer \(starting, or stopped: then kill -CONT \d+\)\n" for rank in (0, 1))
@@ -684,7 +666,7 @@ NO_ANSWER = "".join(rf"  rank {rank}: no answer \(starting, or stopped: then kil
 
 def test_ranks_that_still_start_have_no_answer_and_live_on(program):
     file = program(STARTS)
-    job = start(file)
+    job = start(file, before=SPAWN)
     wait_for(lambda: len(list(file.parent.glob("starting*"))) == 2)
     os.kill(job.pid, signal.SIGUSR1)
     wait_for(lambda: "rank 1" in job.err())
