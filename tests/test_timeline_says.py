@@ -129,6 +129,7 @@ def test_inputs_and_gradients_are_said_as_far_as_they_were_seen(how):
     if how == "NaN":
         assert text["weights"].startswith("not finite on 3 of 3 ranks after step 10 (rank 0: layers.0.weight")
     assert ("mistake" in text["weights"]) == (how in ("nobody", "loose"))
+    assert text["messages"].startswith("each rank: no messages") == (how == "nobody")
 
 
 def test_what_was_not_seen_is_no_accusation():
