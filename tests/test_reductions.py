@@ -204,27 +204,13 @@ MISMATCHES = {  # what the ranks call, and what one of them does; with the lines
     "op": (lambda: dist.all_reduce(THREE), lambda: dist.all_reduce(THREE, "max"), "all_reduce sum", "all_reduce max"),
     "reduce's op": (lambda: dist.reduce(THREE), lambda: dist.reduce(THREE, "sum"), "reduce mean", "reduce sum"),
     "dtype": (lambda: dist.all_reduce(THREE), lambda: dist.all_reduce(THREE.double()), ALL, "float64 [3]"),
-    "reduce's dtype": (lambda: dist.reduce(THREE), lambda: dist.reduce(THREE.double()), ALL, "float64 [3]"),
     "size": (lambda: dist.all_reduce(THREE), lambda: dist.all_reduce(torch.zeros(5)), ALL, "float32 [5]"),
     "shape": (lambda: dist.reduce(THREE), lambda: dist.reduce(THREE.view(3, 1)), ALL, "float32 [3, 1]"),
     "gather's dtype": (lambda: dist.gather(THREE), lambda: dist.gather(THREE.int()), "float32", "int32"),
     "dimensions": (lambda: dist.gather(THREE), lambda: dist.gather(THREE.sum()), "1 dimension", "0 dimension"),
-    "number": (
-        lambda: dist.sync_params([THREE] * 2),
-        lambda: dist.sync_params(THREE),
-        "[3], torch",
-        "torch.float32 [3]",
-    ),
-    "param": (
-        lambda: dist.sync_params([THREE]),
-        lambda: dist.sync_params([THREE.half()]),
-        "float32 [3]",
-        "float16 [3]",
-    ),
-    "param's shape": (lambda: dist.sync_params(THREE), lambda: dist.sync_params(THREE.view(3, 1)), "[3]", "[3, 1]"),
+    "number": (lambda: dist.sync_params([THREE] * 2), lambda: dist.sync_params(THREE), "[3], torch", "float32 [3]"),
     "barrier": (lambda: dist.gather(THREE), dist.barrier, "gather of torch.float32", "barrier"),
     "no tensor": (lambda: dist.reduce(THREE), lambda: dist.reduce(0.5), ALL, "reduce mean of float"),
-    "None": (lambda: dist.all_reduce(THREE), lambda: dist.all_reduce(None), ALL, "all_reduce sum of NoneType"),
     "uint64": (lambda: dist.gather(THREE), lambda: dist.gather(THREE.to(torch.uint64)), "float32", "torch.uint64"),
 }
 
