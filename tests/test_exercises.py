@@ -239,12 +239,6 @@ def test_a_solution_passes():
     assert done == (0, f"shard (exercises/solutions/shard.py)\n{equal}passed; next: ring_all_reduce\n", "")
 
 
-@pytest.mark.slow
-def test_all_solutions_pass():
-    done = forker().run("-m", "exercises.check", "all", "--solution", timeout=110)
-    assert done.code == 0 and done.out.count(" equal\n") == 30 and done.out.endswith("10 of 10 are right\n"), done
-
-
 def test_a_bad_name_and_a_launcher_are_one_line(monkeypatch):
     for name in "shrad", "0", "11":  # there are ten
         refused(check.parse_args, f"invalid choice: '{name}'", flags=[name])
