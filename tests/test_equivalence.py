@@ -34,11 +34,7 @@ def answer(*command, nproc=2, cwd=None, options=(), code=None, **more):
 
 SAYS = {  # of the wrong ways: the verdict, and a line that names the cause; {n}: the number of processes
     "sum": ("averaging, weights", "averaging", "WRONG: {n} times one process's gradients: summed, not averaged"),
-    "divided_twice": (
-        "averaging, weights",
-        "averaging",
-        "WRONG: 1/{n} of one process's .* divided .* twice",
-    ),
+    "divided_twice": ("averaging, weights", "averaging", "WRONG: 1/{n} of one process's .* divided .* twice"),
     "lr_times_processes": (
         "learning rate, weights",
         "learning rate",
@@ -457,11 +453,7 @@ JUDGED = {  # the verdict, a line, and what it says
     "rounding": (f"THE SAME{ROUNDING}", "one batch", "right: .*"),
     "more than rounding": (BATCH, "one batch", "different from all 24 examples .*"),
     "a corner": (f"THE SAME{ROUNDING}", "one batch", "right: .*"),
-    "one step": (
-        BATCH,
-        "one batch",
-        "different from all 24 examples in one batch in step 2 .*",
-    ),
+    "one step": (BATCH, "one batch", "different from all 24 examples in one batch in step 2 .*"),
     "sign": (BATCH, "averaging", "right: .*"),
     "clipped": (f"{DIFFERENT}averaging", "averaging", r"WRONG: clip_grad_norm_ .* \(of length 1, 2, 1\): average .*"),
     "clipped_scalar": (f"{DIFFERENT}averaging", "averaging", r"WRONG: clip_grad_norm_ .* \(of length 1, 2, 3\): .*"),
