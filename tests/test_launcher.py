@@ -14,7 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
-from world import ENVIRONMENT, ROOT, forker, gone, wait_for
+from world import ENVIRONMENT, ROOT, forker, gone, processes_in, wait_for
 
 import distributed as dist
 import launcher
@@ -73,17 +73,6 @@ def assert_nothing_left(file):
     if sys.platform == "linux":
         wait_for(lambda: not processes_in(file.parent), 20)  # promised within 10
     assert list(file.parent.with_name("tmp").iterdir()) == []
-
-
-def processes_in(folder):
-    found = []
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            if os.readlink(path / "cwd") == str(folder) and not gone(path.name):
-                found.append(int(path.name))
-        except OSError:
-            continue
-    return found
 
 
 # ----------------------------------------------------------------------------------------------------- P3: the faults

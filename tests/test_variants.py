@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from world import FEW_DIGITS, ROOT, forker, launched, on_ranks, refused, run, skip_if_refused, wait_for
+from world import FEW_DIGITS, ROOT, forker, on_ranks, refused, run, run_in_a_group_of_one, skip_if_refused, wait_for
 
 import data
 import distributed as dist
@@ -98,14 +98,10 @@ def _start_late(start_all_reduce, p):
     start_all_reduce(p)
 
 
-def _alone(rank, world_size, *case):
-    return _main(*case)
-
-
 def outcome(n, *case):
     """What _main returns on each of n ranks."""
     limit = 380 if "mnist_compile" in case[0] else 100  # compiling takes long on a busy machine
-    found = run(_main, n, *case, limit=limit) if n > 1 else [launched(_alone, 1, *case)]
+    found = run(_main, n, *case, limit=limit) if n > 1 else [run_in_a_group_of_one(_main, *case)]
     return [pickle.loads(one) for one in found]
 
 

@@ -69,6 +69,18 @@ def gone(pid):
         return True
 
 
+def processes_in(folder):
+    """Those that stand in this folder; none where there is no /proc."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            if os.readlink(path / "cwd") == str(folder) and not gone(path.name):
+                found.append(int(path.name))
+        except OSError:
+            continue
+    return found
+
+
 def chromium():
     """A browser without a window, driven by selenium; the test is skipped where it isn't installed."""
     pytest.importorskip("selenium", reason="pip install selenium")
@@ -164,19 +176,10 @@ def on_ranks(*sizes):
     return as_test
 
 
-def launched(worker, n, *args):
-    """worker(rank, n, *args) on n new ranks that have joined a group; what it returned on rank 0."""
-    if n > 1:
-        return dist.launch(joined, worker, args, nproc=n)
-    with multiprocessing.get_context("fork").Pool(1) as pool:  # pytest's own process stays fit to be forked
-        return pool.apply_async(joined, (0, 1, worker, args)).get(60)
-
-
-def joined(rank, world_size, worker, args):
-    dist.init_process_group(rank, world_size)
-    result = worker(rank, world_size, *args)
-    dist.cleanup()
-    return result
+def run_in_a_group_of_one(body, *args):
+    """body(*args) in a forked process: pytest's own stays fit to be forked."""
+    with multiprocessing.get_context("fork").Pool(1, dist.init_process_group) as pool:
+        return pool.apply_async(body, args).get(60)
 
 
 def error_of(function, *args, **kwargs):
