@@ -187,7 +187,7 @@ def test_min_ddp():
 
 
 PLACE = dict(RANK="0", WORLD_SIZE="3", LOCAL_RANK="0", LOCAL_WORLD_SIZE="3")
-BAD = [  # what dist.parse_args refuses in all scripts: test_variables.py
+BAD = [
     ("mnist_amp", "--dtype float64", {}, "--dtype", "float16", "bfloat16"),
     ("mnist_ddp_plain", "", {}, "torchrun --nproc_per_node=2 mnist_ddp_plain.py"),
     ("mnist_ddp_plain", "--batch-size 2", PLACE, "at least the number of processes"),

@@ -637,7 +637,6 @@ HANGS = "timeline: rank 0 made no step for 0.5 s, after 8; it stands in train.py
         ((5,), ["--steps", 4], 1, "timeline: the program made 5 steps; --steps 4 records from step 7 on"),
         ((0,), [], 1, "timeline: no optimizer of torch.optim made a step"),
         ((3, "fail"), [], 1, "ValueError: as planned"),
-        ((8, "fail"), ["--steps", 4], 1, DRAWN),
         ((8, "SIGINT"), ["--steps", 4], 130, DRAWN),
         ((8, "SIGTERM"), ["--steps", 4], 143, DRAWN),
         ((8, "hang"), ["--steps", 4, "--patience", 0.5], 1, HANGS),
