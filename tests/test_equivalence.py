@@ -96,6 +96,7 @@ import os, sys, threading, time, torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, DistributedSampler
 import torch.distributed as dist
+from torch.distributed.nn.functional import all_gather
 
 what, value = sys.argv[-2], float(sys.argv[-1])
 is_short = what in ("steps", "BatchNorm")  # epochs of one step
@@ -116,6 +117,11 @@ class Net(nn.Module):
     def forward(self, x):  # a layer that sees how large the batch is
         is_odd = what in ("float32", "bfloat16") and len(x) == 24
         return self.inner(x) * (1 + value * is_odd)
+
+def contrastive(x, y):  # the examples of all ranks with each other
+    x, y = (part.contiguous() for part in model(torch.cat([x, y])).chunk(2))
+    if n > 1: x, y = (torch.cat(all_gather(part)) for part in (x, y))
+    return nn.functional.cross_entropy(x @ y.T, torch.arange(len(x)))
 
 torch.manual_seed(0)
 data = TensorDataset(torch.randn(480, 8), torch.randint(4, (480,)))
@@ -141,8 +147,8 @@ for epoch in range(int(value) if is_short else 3):
     for x, y in loader:
         if what == "columns": x = x.T
         noise += 1.0  # changes from step to step, whatever the data are
-        with torch.autocast("cpu", torch.bfloat16, enabled=what == "bfloat16"):
-            loss = nn.functional.cross_entropy(model(x), y)
+        with torch.autocast("cpu", torch.bfloat16, enabled="bfloat16" in what):
+            loss = contrastive(x, x.roll(1, 1)) if "contrastive" in what else nn.functional.cross_entropy(model(x), y)
         if what == "loose": loss = loss + 1e-4 * loose**2
         if what == "zero": loss = loss * 0
         if what == "unsteady": loss = loss * noise
@@ -195,37 +201,10 @@ def test_the_yardstick_is_rounding(train, what, small, large):
     assert re.search(r"apart by \d", lines["one batch"])
 
 
-CONTRASTIVE = """
-import sys, torch
-from torch import nn
-import torch.distributed as dist
-from torch.distributed.nn.functional import all_gather
-from torch.utils.data import DataLoader, TensorDataset, DistributedSampler
-
-dist.init_process_group("gloo")
-n = dist.get_world_size()
-torch.manual_seed(0)
-data = TensorDataset(torch.randn(480, 8), torch.randn(480, 8))
-net = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 16))
-model = nn.parallel.DistributedDataParallel(net) if n > 1 else net
-optimizer = torch.optim.SGD(model.parameters(), 0.1)
-for a, b in DataLoader(data, 24 // n, sampler=DistributedSampler(data)):
-    with torch.autocast("cpu", torch.bfloat16, enabled=sys.argv[1] == "bfloat16"):
-        x, y = (part.contiguous() for part in model(torch.cat([a, b])).chunk(2))
-        if n > 1:
-            x, y = torch.cat(all_gather(x)), torch.cat(all_gather(y))
-        loss = nn.functional.cross_entropy(x @ y.T, torch.arange(len(x)))
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-"""
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_loss_that_looks_at_other_ranks_examples(tmp_path, dtype):
-    (tmp_path / "train.py").write_text(CONTRASTIVE)
-    _, lines, _ = answer("train.py", dtype, cwd=tmp_path, code=0)
+@pytest.mark.parametrize("what", ["contrastive", "contrastive bfloat16"])
+def test_a_loss_that_looks_at_other_ranks_examples(train, what):
+    _, lines, _ = train(what, code=0)
     assert lines["verdict"] == "THE SAME as one process, up to rounding"
     assert lines["gradients"].startswith("right: one process's")
 
@@ -257,6 +236,8 @@ from equivalence.evidence import Evidence
 from equivalence.plan import Test
 from instruments.tensors import tensors_in
 
+EVERY = [(rank, step) for rank in range(3) for step in range(3)]
+
 def gradients(change, names=None, steps=(0, 1, 2), on=(0, 1, 2)):
     def edit(ranks, result):
         for rank in on:
@@ -279,10 +260,9 @@ def whole_batch(size, steps=(0, 1, 2)):
     return edit
 
 def lost_layer(ranks, result):
-    for rank in range(3):
-        for step in range(3):
-            share = result.steps[Test("share", step, 0)].raw["inner.0.weight"]
-            ranks[rank].steps[step].gradients["inner.0.weight"] = share / 3
+    for rank, step in EVERY:
+        share = result.steps[Test("share", step, 0)].raw["inner.0.weight"]
+        ranks[rank].steps[step].gradients["inner.0.weight"] = share / 3
 
 def sign(ranks, result):
     for kind in "whole", "rounded", "again", "reseeded":
@@ -292,36 +272,31 @@ def sign(ranks, result):
 
 def clipped(ranks, result):
     gradients(lambda g, share: g * 1.5)(ranks, result)
-    for rank in range(3):
-        for step in range(3): ranks[rank].steps[step].norms = [2.0 if rank == 1 else 1.0]
+    for rank, step in EVERY: ranks[rank].steps[step].norms = [2.0 if rank == 1 else 1.0]
 
 def clipped_scalar(ranks, result):  # a tensor of one element has no other direction
     gradients(lambda g, share: g + share, ["inner.0.weight", "inner.0.bias", "inner.2.weight"])(ranks, result)
-    for rank in range(3):
-        for step in range(3): ranks[rank].steps[step].norms = [1.0 + rank]
+    for rank, step in EVERY: ranks[rank].steps[step].norms = [1.0 + rank]
 
 def clipped_own(ranks, result):
-    for rank in range(3):
-        for step in range(3):
-            found = ranks[rank].steps[step]
-            found.norms = [1.0 + rank]
-            for name in found.gradients:
-                found.gradients[name] = result.steps[Test("share", step, rank)].raw[name] / 2
+    for rank, step in EVERY:
+        found = ranks[rank].steps[step]
+        found.norms = [1.0 + rank]
+        for name in found.gradients:
+            found.gradients[name] = result.steps[Test("share", step, rank)].raw[name] / 2
 
 def clipped_layer(ranks, result):  # nobody averages it
     clipped_own(ranks, result)
-    for rank in range(3):
-        for step in range(3):
-            found = ranks[rank].steps[step].gradients
-            for name in found.keys() - {"inner.2.bias"}:
-                found[name] = result.steps[Test("mean", step)].gradients[name] / (1 + rank)
+    for rank, step in EVERY:
+        found = ranks[rank].steps[step].gradients
+        for name in found.keys() - {"inner.2.bias"}:
+            found[name] = result.steps[Test("mean", step)].gradients[name] / (1 + rank)
 
 def clipped_half(ranks, result):  # half of the layer is averaged
     clipped_layer(ranks, result)
-    for rank in range(3):
-        for step in range(3):
-            mean = result.steps[Test("mean", step)].gradients["inner.2.bias"]
-            ranks[rank].steps[step].gradients["inner.2.bias"] += mean / 2
+    for rank, step in EVERY:
+        mean = result.steps[Test("mean", step)].gradients["inner.2.bias"]
+        ranks[rank].steps[step].gradients["inner.2.bias"] += mean / 2
 
 def uneven_copies(ranks, result):
     gradients(lambda g, share: g + 0.1 * share)(ranks, result)
