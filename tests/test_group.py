@@ -89,7 +89,6 @@ def test_nobody_goes_on_before_all_have_joined():
     ("arguments", "error"),
     [
         ({"timeout": timedelta(seconds=-1)}, r"ValueError: the timeout \(or DIST_TIMEOUT\) is "),
-        ({"timeout": float("nan")}, "ValueError: "),
         ({"backend": "nccl"}, "ValueError: backend nccl needs a visible CUDA GPU and a torch"),
         ({"timeout": float("inf")}, r"ValueError: the timeout \(or DIST_TIMEOUT\) is inf"),
         ({"rank": 2, "world_size": 2}, "ValueError: init_process_group: rank 2 of 2: ranks go from 0 to 1"),

@@ -9,18 +9,9 @@ import importlib.util
 import re
 
 import pytest
-from world import ROOT
+from world import FEW_DIGITS, ROOT
 
 SHORT = ("--dataset", "synthetic", "--dry-run", "--batch-size", "40")
-
-FEW_DIGITS = """
-import data
-
-def few(count, seed, plain=data._digits):
-    return plain(count // 25, seed)
-
-data._digits = few
-"""
 
 TELL = f"""
 import torch
@@ -144,7 +135,7 @@ def test_the_smallest_program(machine):
 
 def test_a_checkpoint_moves_between_cards_and_to_the_cpu(machine, tmp_path):
     command = ["cifar10_ddp.py", "--dataset", "synthetic", "--amp", "--width", "2", "--epochs", "1"]
-    command += ["--batch-size", "40", "--checkpoint-every", "10", "--run-dir", tmp_path]
+    command += ["--batch-size", "12", "--checkpoint-every", "10", "--run-dir", tmp_path]
     for gpus in ("8.0", "8.0"), ("7.5", "7.5"), ():
         visible = {} if gpus else {"CUDA_VISIBLE_DEVICES": "", "NPROC": "2"}
         run = machine.run(*command, gpus=gpus, before=FEW_DIGITS, **visible)

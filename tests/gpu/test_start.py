@@ -3,9 +3,8 @@
 import json
 
 import pytest
-from test_matrix import FEW_DIGITS
 from test_variables import srun
-from world import ROOT, free_port
+from world import FEW_DIGITS, ROOT, free_port
 
 WHO = """
 import json

@@ -1,6 +1,5 @@
 """docs/index.html: a note on each change, lines that face each other, and what a reader does in a browser."""
 
-import functools
 import html
 import re
 import xml.etree.ElementTree as ElementTree
@@ -45,14 +44,15 @@ def test_pictures_parse():
 @pytest.mark.slow
 def test_what_a_reader_does_in_a_browser():
     """Keys, a link to a change, one column on a phone, and the same without JavaScript."""
-    browser = chromium()
-    one = functools.partial(browser.find_element, "css selector")
+
+    def one(selector):
+        return browser.find_element("css selector", selector)
 
     def shown():
         sections = browser.find_elements("css selector", "section")
         return [section.get_attribute("id") for section in sections if section.is_displayed()]
 
-    try:
+    with chromium() as browser:
         browser.get(PAGE.as_uri())
         assert shown() == [side_by_side.key(*PAIRS[0])] and one("[role=status]").text == "11 changes"
         one("body").send_keys("jj")
@@ -77,5 +77,3 @@ def test_what_a_reader_does_in_a_browser():
         assert shown() == [side_by_side.key(*PAIRS[3])]
         browser.find_elements("css selector", "li a")[4].click()
         assert shown() == [side_by_side.key(*PAIRS[4])]
-    finally:
-        browser.quit()

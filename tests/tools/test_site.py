@@ -53,9 +53,8 @@ def test_each_link_leads_somewhere(site):
 
 
 def test_pages_fit_a_phone_and_a_screen(site):
-    browser = chromium()
     root = "document.documentElement"
-    try:
+    with chromium() as browser:
         for name, width, scheme in itertools.product(SHOWN, (390, 1200), ("light", "dark")):
             size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
             browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
@@ -66,5 +65,3 @@ def test_pages_fit_a_phone_and_a_screen(site):
             background = browser.find_element("css selector", "body").value_of_css_property("background-color")
             assert ("255, 255, 255" in background) == (scheme == "light"), (name, scheme)
         assert browser.get_log("browser") == []
-    finally:
-        browser.quit()
