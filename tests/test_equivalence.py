@@ -396,61 +396,47 @@ verdict.judge = judge
 DIFFERENT = "DIFFERENT from one process in: "
 ROUNDING = " as one process, up to rounding"
 BATCH = "DIFFERENT from one process: the loss, or a layer, depends on which examples are in a batch together"
+
+
+def wrong(text, reasons="averaging"):
+    return f"{DIFFERENT}{reasons}", "averaging", f"WRONG: {text}"
+
+
 JUDGED = {  # the verdict, a line, and what it says
     "nothing": (f"THE SAME{ROUNDING}", "weights", "right: .*"),
-    "sum": (f"{DIFFERENT}averaging", "averaging", "WRONG: 3 times one process's gradients: summed, not averaged"),
-    "twice": (f"{DIFFERENT}averaging", "averaging", "WRONG: 1/3 of one process's gradients: divided .* twice"),
-    "factor": (f"{DIFFERENT}averaging", "averaging", "WRONG: 1.0001 times one process's gradients"),
-    "own": (f"{DIFFERENT}averaging", "averaging", "WRONG: the ranks' gradients differ: rank 0 has .*; rank 1 has .*"),
-    "lost": (f"{DIFFERENT}averaging", "averaging", "WRONG: rank 1's examples don't count in the gradients"),
-    "lost layer": (
-        f"{DIFFERENT}averaging",
-        "averaging",
-        r"WRONG: rank 1's and rank 2's examples don't count in the gradients of inner.0.weight \(the .*",
-    ),
+    "sum": wrong("3 times one process's gradients: summed, not averaged"),
+    "twice": wrong("1/3 of one process's gradients: divided .* twice"),
+    "factor": wrong("1.0001 times one process's gradients"),
+    "own": wrong("the ranks' gradients differ: rank 0 has .*; rank 1 has .*"),
+    "lost": wrong("rank 1's examples don't count in the gradients"),
+    "lost layer": wrong(r"rank 1's and rank 2's examples don't count in the gradients of inner.0.weight \(the .*"),
     "NaN": (
         f"{DIFFERENT}gradients",
         "gradients",
         r"WRONG: infinite or NaN in step 2 on rank 2 \(inner.0.weight\), and not .*",
     ),
-    "layer": (
-        f"{DIFFERENT}averaging",
-        "averaging",
-        r"WRONG: 2 times one process's gradients of inner.2.bias \(the other 3 .*\), in step 2 only",
-    ),
-    "other": (f"{DIFFERENT}averaging", "averaging", "WRONG: they are not made of the shares' gradients .*"),
-    "others": (
-        f"{DIFFERENT}averaging",
-        "averaging",
-        "WRONG: the ranks' gradients differ, and are not made of the shares'",
-    ),
+    "layer": wrong(r"2 times one process's gradients of inner.2.bias \(the other 3 .*\), in step 2 only"),
+    "other": wrong("they are not made of the shares' gradients .*"),
+    "others": wrong("the ranks' gradients differ, and are not made of the shares'"),
     "rounding": (f"THE SAME{ROUNDING}", "one batch", "right: .*"),
     "more than rounding": (BATCH, "one batch", "different from all 24 examples .*"),
     "a corner": (f"THE SAME{ROUNDING}", "one batch", "right: .*"),
     "one step": (BATCH, "one batch", "different from all 24 examples in one batch in step 2 .*"),
     "sign": (BATCH, "averaging", "right: .*"),
-    "clipped": (f"{DIFFERENT}averaging", "averaging", r"WRONG: clip_grad_norm_ .* \(of length 1, 2, 1\): average .*"),
-    "clipped_scalar": (f"{DIFFERENT}averaging", "averaging", r"WRONG: clip_grad_norm_ .* \(of length 1, 2, 3\): .*"),
+    "clipped": wrong(r"clip_grad_norm_ .* \(of length 1, 2, 1\): average .*"),
+    "clipped_scalar": wrong(r"clip_grad_norm_ .* \(of length 1, 2, 3\): .*"),
     "clipped_own": (f"THE SAME{ROUNDING}", "averaging", "each rank's .* own share: nobody averages them"),
     "clipped_layer": (
         f"THE SAME{ROUNDING}",
         "averaging",
         r"each rank's .* of inner.2.bias \(the other 3 of 4 tensors differ at most in length\): nobody .*",
     ),
-    "clipped_half": (
-        f"{DIFFERENT}averaging",
-        "averaging",
-        "WRONG: the ranks' gradients differ of inner.2.bias .*: rank 0 has .*",
+    "clipped_half": wrong("the ranks' gradients differ of inner.2.bias .*: rank 0 has .*"),
+    "uneven_copies": wrong(
+        "the shares count .*: as the ranks' weights differ, that may be right", "copies, averaging, weights"
     ),
-    "uneven_copies": (
-        f"{DIFFERENT}copies, averaging, weights",
-        "averaging",
-        "WRONG: the shares count .*: as the ranks' weights differ, that may be right",
-    ),
-    "then_copies": (
-        f"{DIFFERENT}copies, averaging, weights",
-        "averaging",
-        "WRONG: 3 times one process's gradients, in step 1, 3 only: summed, not averaged",
+    "then_copies": wrong(
+        "3 times one process's gradients, in step 1, 3 only: summed, not averaged", "copies, averaging, weights"
     ),
     "rates": (
         f"{DIFFERENT}learning rate",
