@@ -381,7 +381,4 @@ def test_real_mnist():
         pytest.skip("no real MNIST here: set MNIST_DIR to a folder that holds MNIST/raw")
     data.prepare("mnist", str(folder))
     train, test = data.load("mnist", str(folder))  # compares the sums
-    # Counts as published, e.g. in the data set's card at huggingface.co/datasets/ylecun/mnist
-    assert train.labels.bincount().tolist() == [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949]
-    assert test.labels.bincount().tolist() == [980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009]
-    assert train.labels[:5].tolist() == [5, 0, 4, 1, 9]
+    assert (len(train), len(test), train.labels[:5].tolist()) == (60_000, 10_000, [5, 0, 4, 1, 9])
