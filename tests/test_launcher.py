@@ -151,7 +151,9 @@ STOP_CASES = [
 
 
 @needs_proc
-@pytest.mark.parametrize(("name", "code", "before", "workers"), STOP_CASES)
+@pytest.mark.parametrize(
+    ("name", "code", "before", "workers"), STOP_CASES, ids=["TERM", "HUP", "KILL", "KILL, spawned"]
+)
 def test_a_signal_to_the_launching_process_ends_all_quietly(program, name, code, before, workers):
     file = program(FAULTS)
     job = start_ready(file, "stays", workers, before=before)
