@@ -382,3 +382,8 @@ def test_real_mnist():
     data.prepare("mnist", str(folder))
     train, test = data.load("mnist", str(folder))  # compares the sums
     assert (len(train), len(test), train.labels[:5].tolist()) == (60_000, 10_000, [5, 0, 4, 1, 9])
+    shares = train.images.flatten().bincount().double() / train.images.numel()  # of each of the 256 shades
+    shades = torch.arange(256) / 255
+    mean = (shares * shades).sum().item()
+    std = (shares * (shades - mean) ** 2).sum().item() ** 0.5
+    assert (round(mean, 4), round(std, 4)) == (train.mean[0], train.std[0])
