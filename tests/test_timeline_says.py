@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import itertools
 import re
 
 import pytest
@@ -208,6 +209,9 @@ def test_the_others_may_differ_and_cores_may_be_the_reason():
     for recording, each in zip(found, (10, 50, 20), strict=True):
         recording["core_waits"] = [each * MS * step for step in range(9)]
     assert why.why(found, 0, 7) == text.replace("than the others", "than the others (35.0 ms of it without a core)")
+    for message in itertools.chain(*(recording["messages"] for recording in found)):
+        message["end"] = message["begin"]
+    assert say.who_came_last(found, 0, 7) == "not seen, as the profiler tells no times of messages"
 
 
 def test_workers_that_are_late_on_all_ranks_are_no_slow_rank():
