@@ -123,8 +123,13 @@ class Hooks:
                 handle.remove()
 
     def is_elsewhere(self) -> bool:
-        """Whether another thread calls, or torch.compile is looking at the program."""
-        return torch.compiler.is_compiling() or threading.get_ident() != self.thread
+        """Whether another thread calls, or torch.compile or torch.func looks at the program.
+
+        In torch.func.grad and vmap there are no tensors whose values can be noted.
+        """
+        is_transformed = torch._C._functorch.peek_interpreter_stack() is not None
+        is_other_thread = threading.get_ident() != self.thread
+        return is_other_thread or is_transformed or torch.compiler.is_compiling()
 
     @contextlib.contextmanager
     def doing(self, what: str, of: Any = None) -> Iterator[None]:

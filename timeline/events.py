@@ -74,7 +74,7 @@ def recording_of(recorder: Recorder, has_trace: bool = True) -> Recording:
         "core_waits": recorder.core_waits,
         "sampler": recorder.sampler,
         "has_workers": recorder.has_workers,
-        "has_group": bool(recorder.groups),
+        "has_group": bool(recorder.groups) or torch.distributed.is_initialized(),
     }
 
 

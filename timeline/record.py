@@ -113,6 +113,8 @@ class Recorder(Hooks):
     def wait(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
         if self.is_elsewhere():
             return original(*args, **kwargs)
+        if not any(one.what == "optimizer" for one in self.inside):
+            self.maybe_start_profiler()  # of a program whose passes are not seen (torch.func)
         with self.noted("wait"):
             return original(*args, **kwargs)
 
