@@ -136,6 +136,7 @@ if what == "BatchNorm": optimizer = torch.optim.AdamW(model.parameters(), 0.01)
 if what == "own":  # as torch's ZeRO and old mixed precision
     owned = [parameter.detach().clone() for parameter in net.parameters()]
     optimizer = torch.optim.SGD(owned, 0.1 * value)
+slow = [parameter.detach().clone() for parameter in net.parameters()]
 others = [torch.optim.SGD(net.inner[:1].parameters(), 0.1)] if what == "two optimizers" else []
 torch.manual_seed(dist.get_rank())
 noise = 0.0
@@ -168,6 +169,8 @@ for epoch in range(int(value) if is_short else 3):
         if what != "no step" or dist.get_rank() == 0: optimizer.step()
         if what == "two steps": optimizer.step()
         for other in others: other.step()
+        if what == "lookahead" and noise % 3 == 0:
+            for one, parameter in zip(slow, net.parameters()): parameter.data.copy_(one.lerp_(parameter.data, 0.5))
         if what == "own":
             for one, parameter in zip(owned, net.parameters()): parameter.data.copy_(one)
             net.zero_grad()
@@ -220,6 +223,12 @@ def test_batches_that_no_loader_has_brought(train):
     _, lines, _ = train("drawn", nproc=3, code=0)
     assert lines["verdict"] == "THE SAME as one process, up to rounding"
     assert lines["examples"] == "8 + 8 + 8 in a step, none on two ranks"
+
+
+def test_weights_that_the_program_keeps_itself(train):
+    """As Lookahead does: only the first steps in one process have those of the several."""
+    _, lines, _ = train("lookahead", nproc=3, code=0)
+    assert lines["verdict"] == "THE SAME as one process, up to rounding", lines
 
 
 def test_examples_and_copies(train):
