@@ -11,6 +11,7 @@ from equivalence.replay import Result
 from equivalence.vectors import Vector
 
 ALONE = "in one process"
+CANCELLED = 1e-4  # so small the mean of the shares' gradients may be, compared with their sizes
 
 
 class Evidence:
@@ -90,6 +91,19 @@ class Evidence:
         if not all(name in after and name in before for name in self.parameters):
             return {}
         return {name: after[name].double() - before[name].double() for name in self.parameters}
+
+    def without_rounding(self, changes: Vector, step: int) -> Vector:
+        """0 where the shares' gradients cancel each other.
+
+        What is left there is rounding, other than that of the processes; Adam makes it large.
+        """
+        shares = [self.raw(Test("share", step, column)) for column in self.shares]
+        mean = self.raw(Test("mean", step))
+        found = dict(changes)
+        for name in self.names:
+            size = sum(share[name].abs() for share in shares) / len(shares)
+            found[name] = changes[name] * (mean[name].abs() > CANCELLED * size)
+        return found
 
     def changed_by(self, kind: str) -> float:
         """How much the gradients of step 1 change if it is computed "again", or "reseeded"."""

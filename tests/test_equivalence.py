@@ -356,6 +356,15 @@ def update(ranks, result):
     for rank in range(3): ranks[rank].steps[3].weights["inner.0.bias"] *= 1.01
     result.after[Test("rounded", 2)]["inner.0.bias"] *= 1.01
 
+def cancelled(ranks, result, left=0.0):  # Adam makes much of a gradient that is only rounding
+    test = result.steps[Test("mean", 0)]
+    test.raw = test.raw | {"inner.0.bias": test.raw["inner.0.bias"].clone()}
+    test.raw["inner.0.bias"][0] *= left
+    for rank in range(3):
+        for step in 1, 2, 3: ranks[rank].steps[step].weights["inner.0.bias"][0] += 0.5
+
+def not_cancelled(ranks, result): cancelled(ranks, result, 0.01)
+
 def inner_steps(ranks, result):  # of LBFGS, each with its own rounding
     update(ranks, result)
     ranks[0].steps[0].is_repeated = True
@@ -387,6 +396,8 @@ EDITS = {
     "sign": sign,
     "shared": shared,
     "inner_steps": inner_steps,
+    "cancelled": cancelled,
+    "not_cancelled": not_cancelled,
     **{f.__name__: f for f in (clipped, clipped_scalar, clipped_own, clipped_layer, clipped_half, uneven_copies)},
     **{f.__name__: f for f in (schedule_weights, schedule_too_far, no_schedule_weights)},
     **{f.__name__: f for f in (then_copies, rates, schedule, no_schedule, copies, update, left_out, reseeded)},
@@ -467,6 +478,8 @@ JUDGED = {  # the verdict, a line, and what it says
     "copies": (f"{DIFFERENT}copies, weights", "copies", "the ranks' weights differ after step 2: inner.0.bias"),
     "update": (f"{DIFFERENT}weights", "weights", "they don't change as in one process .*"),
     "inner_steps": (f"THE SAME{ROUNDING}", "weights", "right: .*"),
+    "cancelled": (f"THE SAME{ROUNDING}", "weights", "right: .*"),
+    "not_cancelled": (f"{DIFFERENT}weights", "weights", "they don't change as in one process .*"),
     "left_out": (f"{DIFFERENT}examples", "examples", ".* epoch 160 of 320 come .* leave out 160 of 480"),
     "shared": (f"{DIFFERENT}examples", "examples", ".* epoch 160 of 160 come .* leave out 320 of 480"),
     "reseeded": ("THE SAME, but for random numbers that each step draws", "one batch", "different .*"),
