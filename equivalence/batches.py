@@ -210,6 +210,11 @@ class RandomState(NamedTuple):
     python: tuple
     numpy: tuple
 
+    def numbers(self) -> tuple:
+        """What is equal if nothing was drawn."""
+        gpu = None if self.gpu is None else self.gpu.tolist()
+        return self.cpu.tolist(), gpu, self.python, self.numpy[1].tolist(), self.numpy[2]
+
 
 def random_state() -> RandomState:
     gpu = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
@@ -224,4 +229,7 @@ def set_random_state(state: RandomState, reseeded: bool = False) -> None:
     if state.gpu is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(state.gpu)
     if reseeded:
-        torch.manual_seed(torch.randint(2**31, ()).item())
+        seed = int(torch.randint(2**31, ()))
+        torch.manual_seed(seed)
+        random.seed(seed)
+        numpy.random.seed(seed)

@@ -48,6 +48,10 @@ def one_batch(evidence: Evidence) -> OneBatch:
             why += f"(apart by {left:.0e}), and the step draws random numbers: switch them off"
             return OneBatch(Line("one batch", f"different from {batch} ({apart})"), unknown=why)
         cause = "random numbers"
+    elif left is None and any(rank.steps[0].draws for rank in evidence.plan.ranks):
+        why = "the step draws random numbers, which may be why its gradient is not that of one "
+        why += "batch: switch them off"
+        return OneBatch(Line("one batch", f"different from {batch} ({apart})"), unknown=why)
     return OneBatch(Line("one batch", f"different from {batch} ({apart})", True), cause)
 
 

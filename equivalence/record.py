@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.utils import clip_grad
 
 from equivalence import progress
-from equivalence.batches import count_examples, random_state, to_plain
+from equivalence.batches import RandomState, count_examples, random_state, to_plain
 from equivalence.layers import DROPOUTS, drops, kinds_in, without_dropout
 from equivalence.loaders import Loaders
 from equivalence.notes import Event, Notes, Step
@@ -46,6 +46,7 @@ class Recorder(Hooks):
         self.has_gradients = False  # an optimizer's step has begun, and its gradients are noted
         self.has_stepped = False  # the first optimizer has, since this step began
         self.fetched = 0  # batches, since this step began
+        self.known_state: RandomState | None = None  # in this step, at a batch or forward pass
         self.precision = 0.0
         self.has_dropout = False
         self.loose = 0
@@ -60,7 +61,7 @@ class Recorder(Hooks):
         If there is none, or it came before that step: at the first forward pass.
         """
         self.noted.append(Step())
-        self.has_stepped, self.fetched = False, 0
+        self.has_stepped, self.fetched, self.known_state = False, 0, None
 
     def patches(self) -> list[tuple[Any, str, Callable]]:
         found = super().patches()
@@ -79,7 +80,8 @@ class Recorder(Hooks):
     def event(self, key: str, value: Any) -> Any:
         """Data come into the program.  Returns them."""
         self.seen[key] += 1
-        self.events.setdefault(key, []).append(Event(to_plain(value), random_state()))
+        self.known_state = random_state()
+        self.events.setdefault(key, []).append(Event(to_plain(value), self.known_state))
         return value
 
     def load(self, iterator: Any, original: Callable) -> Any:
@@ -145,7 +147,15 @@ class Recorder(Hooks):
         return args
 
     def note_state(self) -> None:
-        self.step.states.append(random_state())
+        self.look_at_state()
+        self.step.states.append(self.known_state)
+
+    def look_at_state(self) -> None:
+        """Have random numbers been drawn since a batch was there, or a forward pass began?"""
+        state = random_state()
+        if self.known_state is not None and state.numbers() != self.known_state.numbers():
+            self.step.draws = True
+        self.known_state = state
 
     def model_begins(self, model: nn.Module) -> None:
         """It is called for the first time in this step."""
@@ -192,6 +202,7 @@ class Recorder(Hooks):
             self.step.is_repeated = True
             return
         self.has_gradients = True
+        self.look_at_state()
         if optimizer is self.optimizer and len(self.counts) < self.steps:
             self.counts.append(self.seen.copy())
             self.step_is_complete()

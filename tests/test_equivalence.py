@@ -92,7 +92,7 @@ def test_all_right_ways(way):
 
 
 PROGRAM = """
-import os, sys, threading, time, torch
+import os, random, sys, threading, time, torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, DistributedSampler
 import torch.distributed as dist
@@ -139,6 +139,7 @@ if what == "own":  # as torch's ZeRO and old mixed precision
 slow = [parameter.detach().clone() for parameter in net.parameters()]
 others = [torch.optim.SGD(net.inner[:1].parameters(), 0.1)] if what == "two optimizers" else []
 torch.manual_seed(dist.get_rank())
+random.seed(dist.get_rank() + int(value))
 noise = 0.0
 for epoch in range(int(value) if is_short else 3):
     place = {"num_replicas": 1, "rank": 0} if what == "same" else {}
@@ -148,6 +149,7 @@ for epoch in range(int(value) if is_short else 3):
     if what == "drawn": loader = [(torch.randn(24 // n, 8), torch.randint(4, (24 // n,))) for _ in range(20)]
     for x, y in loader:
         if what == "columns": x = x.T
+        if what == "coin" and random.random() < 0.5: x = -x
         noise += 1.0  # changes from step to step, whatever the data are
         with torch.autocast("cpu", torch.bfloat16, enabled="bfloat16" in what):
             loss = contrastive(x, x.roll(1, 1)) if "contrastive" in what else nn.functional.cross_entropy(model(x), y)
@@ -229,6 +231,11 @@ def test_weights_that_the_program_keeps_itself(train):
     """As Lookahead does: only the first steps in one process have those of the several."""
     _, lines, _ = train("lookahead", nproc=3, code=0)
     assert lines["verdict"] == "THE SAME as one process, up to rounding", lines
+
+
+def test_random_numbers_of_python_are_seen(train):
+    _, lines, _ = train("coin", 1, code=0)
+    assert lines["verdict"] == "THE SAME, but for random numbers that each step draws"
 
 
 def test_examples_and_copies(train):
@@ -560,6 +567,7 @@ NOT_FOUND = {
     "loose": (0, "NOT FOUND OUT: the optimizer has parameters of no module that was called: .*", ""),
     "columns": (0, "NOT FOUND OUT: a batch's 12 examples are the columns of its tensors, not their rows", ""),
     "two steps": (0, "NOT FOUND OUT: not each step of the optimizer loads a batch from the same place .*", ""),
+    "coin": (0, "NOT FOUND OUT: the step draws random numbers, which may be why .*", ""),  # reseeded, the same side
     "steps": (3, "NOT FOUND OUT: the program made 3 steps, and 4 are needed: .* fewer --steps", ""),
     "fails alone": (0, r'NOT FOUND OUT: the program failed in one process.*--alone="FLAGS"', "ValueError: not alone"),
     "ends alone": (0, r'NOT FOUND OUT: the program failed in one process.*--alone="FLAGS"', "(exit|ended).* 3"),
