@@ -136,7 +136,8 @@ def answer(args: argparse.Namespace, notes: list, folder: Path, started: float) 
         names = ", ".join(alone.result.unmatched[:3])
         return unknown(
             f"one process has weights that the {len(ranks)} don't have, or not in this shape: "
-            f'{names}. If the program splits its model, try --alone="FLAGS" that leave it whole'
+            f'{names}. If the program splits its model, try --alone="FLAGS" that leave it whole; '
+            "if it calls a model in some steps only, give more --steps"
         )
     code, lines = judge(Evidence(alone.plan, alone.result))
     size = max(rank.size for rank in ranks) / 1000

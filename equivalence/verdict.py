@@ -27,10 +27,8 @@ def judge(evidence: Evidence) -> tuple[int, list[Line]]:
         if places:
             return with_numbers_not_finite(step, places, lines)
     lines += [*copies(evidence), *learning_rate(evidence)]
-    if evidence.names and not any(vectors.length(one) for one in evidence.raws("whole")):
-        text = "all are 0 in one process, too: look at the loss"
-        lines.append(Line("gradients", text))
-        return not_found_out("nothing is trained", lines)
+    if why := no_gradients(evidence):
+        return not_found_out(why, lines)
     again = evidence.changed_by("again")
     if again > UNSTEADY:
         text = (
@@ -63,6 +61,16 @@ def judge(evidence: Evidence) -> tuple[int, list[Line]]:
         return not_found_out(why, lines)
     code, answer = conclude(reasons, cause)
     return code, [Line("verdict", answer), *lines]
+
+
+def no_gradients(evidence: Evidence) -> str:
+    """Why there is nothing to compare; "" if there is."""
+    if not evidence.names or any(vectors.length(one) for one in evidence.raws("whole")):
+        return ""
+    if any(vectors.length(evidence.update("whole", step)) for step in evidence.steps):
+        text = "weights change, but no gradient is left after backward: an optimizer that steps "
+        return f"{text}inside backward can't be compared"
+    return "nothing is trained: all gradients are 0 in one process, too"
 
 
 def not_compared(evidence: Evidence, has_changed: bool) -> str:
