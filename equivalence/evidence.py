@@ -5,6 +5,7 @@ import functools
 import torch
 
 from equivalence import vectors
+from equivalence.layers import AVERAGES
 from equivalence.notes import Step
 from equivalence.plan import FACTOR, Plan, Test
 from equivalence.replay import Result
@@ -28,6 +29,8 @@ class Evidence:
         # Not those of a model that an evaluation calls now and then.
         known = (trained & set(self.shapes)) | in_all
         self.parameters = [name for name in result.notes.parameters if name in known]
+        others = in_all.difference(result.notes.parameters)
+        self.buffers = sorted(name for name in others if not name.endswith(AVERAGES))
         self.names = self.names_with(whole)  # of the tensors that are compared
         self.is_blind = not self.names  # the optimizer's parameters are others than the model's
         if self.is_blind:
@@ -83,14 +86,15 @@ class Evidence:
     def raws(self, kind: str, is_neutral: bool = False) -> list[Vector]:
         return [self.raw(Test(kind, step, 0, is_neutral)) for step in self.steps]
 
-    def update(self, kind: str, step: int) -> Vector:
-        """How a step changed the weights; {} if that was not seen."""
+    def update(self, kind: str, step: int, names: list[str] | None = None) -> Vector:
+        """How a step changed the weights, or tensors of these names; {} if that was not seen."""
+        names = self.parameters if names is None else names
         test = Test(kind, step)
         after = self.result.after.get(test, {})
         before = self.result.steps[test].forced
-        if not all(name in after and name in before for name in self.parameters):
+        if not all(name in after and name in before for name in names):
             return {}
-        return {name: after[name].double() - before[name].double() for name in self.parameters}
+        return {name: after[name].double() - before[name].double() for name in names}
 
     def without_rounding(self, changes: Vector, step: int) -> Vector:
         """0 where the shares' gradients cancel each other.
@@ -121,10 +125,11 @@ class Evidence:
             vector[name] = torch.zeros(self.shapes[name]) if value is None else value
         return vector
 
-    def change(self, step: int, column: int) -> Vector:
-        """How their step changed the weights."""
-        before = self.of_column("weights", step, column, self.parameters)
-        after = self.of_column("weights", step + 1, column, self.parameters)
+    def change(self, step: int, column: int, names: list[str] | None = None) -> Vector:
+        """How their step changed the weights, or tensors of these names."""
+        names = self.parameters if names is None else names
+        before = self.of_column("weights", step, column, names)
+        after = self.of_column("weights", step + 1, column, names)
         return vectors.difference(after, before)
 
     @functools.cached_property

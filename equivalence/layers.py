@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 BATCH_NORM = nn.modules.batchnorm._BatchNorm
+AVERAGES = ("running_mean", "running_var", "num_batches_tracked")  # its buffers
 DROPOUT = nn.modules.dropout._DropoutNd
 ATTENTION = "scaled_dot_product_attention"
 DROPOUTS = [name for name in dir(F) if name.rstrip("123d").endswith("dropout") and name[0] != "_"]

@@ -2,20 +2,18 @@
 
 import itertools
 from collections import Counter
-from collections.abc import Callable
-from typing import NamedTuple
 
 from equivalence import vectors
 from equivalence.batches import digests_of_examples
 from equivalence.evidence import ALONE, Evidence
 from equivalence.gradients import Line, averaging
 from equivalence.one_batch import one_batch
-from equivalence.plan import FACTOR, Test
+from equivalence.plan import Test
+from equivalence.update import buffers, learning_rate, weights
 from equivalence.words import some_of
 
 SAME, DIFFERENT, UNKNOWN = 0, 1, 2  # exit codes
 UNSTEADY = 0.01  # so far apart a step's gradients may not be from its own, computed again
-SCHEDULE = 0.01  # so much a schedule may differ in a few steps, if an epoch has other steps
 SAMPLER = "give each its share (a DistributedSampler)"
 
 
@@ -50,7 +48,8 @@ def judge(evidence: Evidence) -> tuple[int, list[Line]]:
         if batch.unknown:
             return not_found_out(batch.unknown, lines)
     change = weights(evidence)
-    lines += change
+    others = buffers(evidence)
+    lines += [*change, *others]
     lines += random_numbers(evidence)
     reasons = labels_of_wrong(lines)
     if found.is_own and change and not change[0].is_wrong:
@@ -59,7 +58,7 @@ def judge(evidence: Evidence) -> tuple[int, list[Line]]:
         lines.append(Line("note", "the weights are averaged after the step: that is the same"))
     if why := not_compared(evidence, has_changed=bool(change)):
         return not_found_out(why, lines)
-    code, answer = conclude(reasons, cause)
+    code, answer = conclude(reasons, cause, has_other_buffers=bool(others))
     return code, [Line("verdict", answer), *lines]
 
 
@@ -94,15 +93,16 @@ def labels_of_wrong(lines: list[Line]) -> list[str]:
     return list(dict.fromkeys(line.label for line in lines if line.is_wrong))
 
 
-def conclude(reasons: list[str], cause: str) -> tuple[int, str]:
+def conclude(reasons: list[str], cause: str, has_other_buffers: bool = False) -> tuple[int, str]:
+    but = " (but for buffers)" if has_other_buffers else ""
     if not reasons:
-        return SAME, "THE SAME as one process, up to rounding"
+        return SAME, f"THE SAME as one process, up to rounding{but}"
     if reasons == ["one batch"] and cause == "BatchNorm":
-        return SAME, "THE SAME, but for BatchNorm: each process normalises its own share"
+        return SAME, f"THE SAME, but for BatchNorm: each process normalises its own share{but}"
     if reasons == ["one batch"] and cause == "dropout":
-        return SAME, "THE SAME, but for dropout, which draws other numbers in each process"
+        return SAME, f"THE SAME, but for dropout, which draws other numbers in each process{but}"
     if reasons == ["one batch"] and cause == "random numbers":
-        return SAME, "THE SAME, but for random numbers that each step draws"
+        return SAME, f"THE SAME, but for random numbers that each step draws{but}"
     if reasons == ["one batch"]:
         text = "the loss, or a layer, depends on which examples are in a batch together"
         return DIFFERENT, f"DIFFERENT from one process: {text}"
@@ -191,9 +191,6 @@ def larger_alone(evidence: Evidence) -> list[Line]:
     return [Line("note", f"{text}an epoch has {steps} steps, and other rates may be best")]
 
 
-# ------------------------------------------------------------------- weights, learning rates
-
-
 def copies(evidence: Evidence) -> list[Line]:
     """Weights that differ between the ranks."""
     step, names = evidence.different_copies
@@ -201,107 +198,6 @@ def copies(evidence: Evidence) -> list[Line]:
         return []
     when = "from the start" if step == 0 else f"after step {step}"
     return [Line("copies", f"the ranks' weights differ {when}: {some_of(names)}", True)]
-
-
-def learning_rate(evidence: Evidence) -> list[Line]:
-    count = len(evidence.plan.ranks)
-    size, total = evidence.sizes()
-    for step in evidence.steps:
-        for one, other in rates(evidence, step):
-            apart = rates_apart(one, other)
-            if apart < 1e-6:
-                continue
-            text = f"{one:.6g} with {count} processes, {other:.6g} with one"
-            if size and size != total and apart < SCHEDULE:
-                text += f", in step {step + 1}: as a schedule does that counts an epoch's steps"
-                return [Line("learning rate", text)]
-            text += f" ({one / other:.4g} times)" if other else ""
-            return [Line("learning rate", f"{text}, in step {step + 1}", True)]
-    return []
-
-
-def rates(evidence: Evidence, step: int) -> list[tuple[float, float]]:
-    """Learning rates of the processes, and of one process."""
-    many = evidence.plan.ranks[0].steps[step].rates
-    alone = evidence.result.steps[Test("whole", step)].rates
-    return list(zip(many, alone, strict=False))
-
-
-def rates_apart(one: float, other: float) -> float:
-    return abs(one - other) / max(abs(other), 1e-150)
-
-
-def schedule_apart(evidence: Evidence) -> float:
-    """How far the rates are apart, if that is a schedule's; as far may the steps be."""
-    if any(line.is_wrong for line in learning_rate(evidence)):
-        return 0.0
-    found = 0.0
-    for step in evidence.steps:
-        for one, other in rates(evidence, step):
-            found = max(found, rates_apart(one, other))
-    return found
-
-
-def weights(evidence: Evidence) -> list[Line]:
-    """Whether the steps change them as in one process; [] if that was not seen.
-
-    The steps `whole` are the first in one process.  So they also have what the program keeps
-    itself, such as Lookahead's slow weights; those of `mean` come later.
-    """
-    found = apart(evidence, evidence.expected, max)
-    if found is None:
-        return []
-    if found.far > found.limit and evidence.expected == "mean":
-        as_first = apart(evidence, "whole", min)  # `rounded` comes later, too
-        if as_first and as_first.far <= as_first.limit:
-            found = as_first
-    is_right = found.far <= found.limit
-    if not is_right and found.far <= FACTOR * schedule_apart(evidence):
-        text = "they change as in one process, but for the schedule's other rates "
-        return [Line("weights", f"{text}(apart by {found.far:.0e})")]
-    text = "right: they change" if is_right else "they don't change"
-    text += f" as in one process (apart by {found.far:.0e}; rounding {found.rounding:.0e})"
-    return [Line("weights", text, not is_right)]
-
-
-class Apart(NamedTuple):
-    """How far the changes of the weights are apart from those of a test."""
-
-    far: float
-    rounding: float
-    limit: float
-
-
-def apart(evidence: Evidence, kind: str, of_steps: Callable) -> Apart | None:
-    """None: a step's change was not seen, or there is none.
-
-    of_steps: whether rounding is what it makes in the step where it makes most, or least.
-    """
-    expected = [evidence.update(kind, step) for step in evidence.steps]
-    if not all(expected) or not any(vectors.length(one) for one in expected):
-        return None
-    if kind == "mean":
-        expected = list(map(evidence.without_rounding, expected, evidence.steps))
-    far = 0.0
-    for column in evidence.columns:
-        changes = [evidence.change(step, column) for step in evidence.steps]
-        if kind == "mean":
-            changes = list(map(evidence.without_rounding, changes, evidence.steps))
-        far = max(far, *vectors.distances(changes, expected))
-    rounding = 0.0
-    for step in evidence.steps:
-        forced = evidence.result.steps[Test("whole", step)].forced
-        size = vectors.length({name: forced[name] for name in evidence.parameters})
-        rounding = max(rounding, 6e-8 * size / max(1e-150, vectors.length(expected[step])))
-    is_repeated = any(step.is_repeated for step in evidence.plan.ranks[0].steps)
-    if is_repeated or kind == "whole":  # rounding of more than one gradient
-        moved = []
-        for step in evidence.steps:
-            rounded, exact = evidence.update("rounded", step), evidence.update("whole", step)
-            if rounded and exact:
-                moved.append(vectors.distance(rounded, exact))
-        rounding = max(rounding, of_steps(moved, default=0.0))
-    return Apart(far, rounding, max(evidence.exact, FACTOR * rounding))
 
 
 # ---------------------------------------------------------------------------------- the notes

@@ -114,7 +114,12 @@ class Net(nn.Module):
         super().__init__()
         norm = [nn.BatchNorm1d(32)] if what == "BatchNorm" else []
         self.inner = nn.Sequential(nn.Linear(8, 32), *norm, nn.Tanh(), nn.Linear(32, 4))
+        if what == "buffer": self.register_buffer("usual", torch.zeros(8))
     def forward(self, x):  # a layer that sees how large the batch is
+        if what == "buffer":
+            usual = x.mean(0) / n
+            if value: dist.all_reduce(usual)
+            self.usual.lerp_(usual, 0.1)
         is_odd = what in ("float32", "bfloat16") and len(x) == 24
         return self.inner(x) * (1 + value * is_odd)
 
@@ -236,6 +241,14 @@ def test_weights_that_the_program_keeps_itself(train):
 def test_random_numbers_of_python_are_seen(train):
     _, lines, _ = train("coin", 1, code=0)
     assert lines["verdict"] == "THE SAME, but for random numbers that each step draws"
+
+
+def test_buffers_that_each_process_changes_by_its_own_examples(train):
+    _, lines, _ = train("buffer", 1, nproc=3, code=0)
+    assert lines["verdict"] == "THE SAME as one process, up to rounding" and "buffers" not in lines
+    _, lines, _ = train("buffer", nproc=3, code=0)
+    assert lines["verdict"] == "THE SAME as one process, up to rounding (but for buffers)"
+    assert lines["buffers"].startswith("usual don't change as in one process (apart by ")
 
 
 def test_examples_and_copies(train):
