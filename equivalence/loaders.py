@@ -5,7 +5,7 @@ import copy
 import weakref
 from typing import Any
 
-from torch.utils.data import BatchSampler, dataloader
+from torch.utils.data import BatchSampler, Subset, dataloader
 
 from equivalence.batches import random_state, set_random_state
 
@@ -16,6 +16,7 @@ class Loaders:
     def __init__(self) -> None:
         self.owners: list[weakref.ref] = []  # a loader's sampler, or its iterator
         self.indices: dict[str, list] = {}
+        self.lengths: dict[str, int] = {}  # of the data sets to which the indices belong
         self.batch_sizes: dict[str, int] = {}
 
     def name_of(self, iterator: Any) -> str:
@@ -34,10 +35,21 @@ class Loaders:
         self.owners.append(own)
         name = f"loader {len(known)}"
         is_stream = iterator._dataset_kind == dataloader._DatasetKind.Iterable  # it never ends
-        self.indices[name] = [] if is_stream else indices_of(sampler)
+        if not is_stream:
+            self.note_epoch(name, sampler, iterator._dataset)
         if type(sampler) is BatchSampler:  # a subclass may split its batches
             self.batch_sizes[name] = sampler.batch_size
         return name
+
+    def note_epoch(self, name: str, sampler: Any, dataset: Any) -> None:
+        """Which examples come in it; those of a Subset have the numbers of the whole data set."""
+        indices = indices_of(sampler)
+        while isinstance(dataset, Subset):
+            indices = [int(dataset.indices[index]) for index in indices]
+            dataset = dataset.dataset
+        self.indices[name] = indices
+        with contextlib.suppress(TypeError):
+            self.lengths[name] = len(dataset)
 
 
 def indices_of(sampler: Any) -> list:

@@ -46,6 +46,7 @@ class Notes:
     precision: float  # of the coarsest number format in which a module computes
     optimizers: int  # that the program itself calls
     indices: dict[str, list]  # of an epoch, as a loader's sampler says
+    lengths: dict[str, int]  # of the data sets to which they belong
     examples: dict[str, int]  # in the first batch of each loader
     batch_sizes: dict[str, int]  # that each loader's sampler makes, if it is torch's own
     size: int  # bytes of all tensors here

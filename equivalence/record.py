@@ -93,7 +93,7 @@ class Recorder(Hooks):
         self.fetched += 1
         self.forget_a_look(key, iterator)
         batch = original()
-        self.examples.setdefault(key, count_examples(batch))
+        self.examples.setdefault(key, count_examples(to_plain(batch)))
         return self.event(key, batch)
 
     def forget_a_look(self, key: str, iterator: Any) -> None:
@@ -267,6 +267,7 @@ class Recorder(Hooks):
             precision=self.precision,
             optimizers=len(self.own_optimizers),
             indices=self.loaders.indices,
+            lengths=self.loaders.lengths,
             examples=self.examples,
             batch_sizes=self.loaders.batch_sizes,
             size=sum(tensor.nbytes for tensor in tensors),

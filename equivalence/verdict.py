@@ -146,24 +146,25 @@ def examples(evidence: Evidence) -> list[Line]:
 
 
 def twice_in_steps(evidence: Evidence) -> str:
-    owners: dict[bytes, set[int]] = {}
+    owners: dict[tuple, set[int]] = {}  # of an example in a step
     for column in evidence.columns:
         for step in evidence.steps:
             for event in evidence.plan.share(evidence.plan.keys[0], step, column):
                 for name in digests_of_examples(event.value):
-                    owners.setdefault(name, set()).add(column)
+                    owners.setdefault((step, name), set()).add(column)
     twice = sum(len(columns) > 1 for columns in owners.values())
     if not twice:
         return ", none on two ranks"
-    return f", {twice} of {len(owners)} different ones on more than one rank"
+    return f"; {twice} of {len(owners)} in {len(evidence.steps)} steps are on more than one rank"
 
 
 def in_an_epoch(evidence: Evidence) -> str:
     """What the samplers say, if they could be asked."""
     plan, key = evidence.plan, evidence.plan.keys[0]
     indices = [plan.ranks[column[0]].indices.get(key) or [] for column in plan.columns]
-    if not all(indices):
-        return ""
+    notes = [*plan.ranks, evidence.result.notes]
+    if not all(indices) or len({one.lengths.get(key) for one in notes}) > 1:
+        return ""  # or the ranks have data sets of their own
     if any(len(set(some)) < len(some) for some in indices):
         return ""  # drawn with replacement, where some come twice on one rank, too
     owners = Counter(itertools.chain(*(set(some) for some in indices)))

@@ -151,9 +151,18 @@ for epoch in range(int(value) if is_short else 3):
     sampler = DistributedSampler(data, shuffle=what != "same", **place)
     loader = DataLoader(data, 8 if what == "set size" else 24 // n, sampler=sampler)
     if what == "columns": loader.collate_fn = lambda items: tuple(torch.stack(part, -1) for part in zip(*items))
+    own = range(dist.get_rank(), 480, n)
+    if what == "subset": loader = DataLoader(torch.utils.data.Subset(data, own), 24 // n, shuffle=True)
+    if what == "slice": loader = DataLoader(TensorDataset(*data[own]), 24 // n, shuffle=True)
+    if what == "split":  # other examples on each rank
+        split = torch.utils.data.random_split(data, [400, 80])[0]
+        loader = DataLoader(split, 24 // n, sampler=DistributedSampler(split))
+    if what == "numpy":
+        loader.collate_fn = lambda items: tuple(torch.stack(part).numpy() for part in zip(*items))
     if what == "drawn": loader = [(torch.randn(24 // n, 8), torch.randint(4, (24 // n,))) for _ in range(20)]
     for x, y in loader:
         if what == "columns": x = x.T
+        if what == "numpy": x, y = torch.from_numpy(x), torch.from_numpy(y)
         if what == "coin" and random.random() < 0.5: x = -x
         noise += 1.0  # changes from step to step, whatever the data are
         with torch.autocast("cpu", torch.bfloat16, enabled="bfloat16" in what):
@@ -238,6 +247,14 @@ def test_weights_that_the_program_keeps_itself(train):
     assert lines["verdict"] == "THE SAME as one process, up to rounding", lines
 
 
+@pytest.mark.parametrize("what", ["subset", "slice", "numpy"])
+def test_data_sets_and_batches_of_the_programs_own(train, what):
+    _, lines, _ = train(what, nproc=3, code=0)
+    assert lines["verdict"] == "THE SAME as one process, up to rounding"
+    assert lines["examples"] == "8 + 8 + 8 in a step, none on two ranks"
+    assert "alone the program takes" not in lines["note"]
+
+
 def test_random_numbers_of_python_are_seen(train):
     _, lines, _ = train("coin", 1, code=0)
     assert lines["verdict"] == "THE SAME, but for random numbers that each step draws"
@@ -254,6 +271,8 @@ def test_buffers_that_each_process_changes_by_its_own_examples(train):
 def test_examples_and_copies(train):
     _, lines, _ = train("same", nproc=3, code=1)
     assert "all 3 ranks have the same, and do the same work 3 times: give each its share" in lines["examples"]
+    _, lines, _ = train("split", nproc=3, code=1)
+    assert re.search(r"In an epoch \d+ of \d+ come on more than one rank: give each its share", lines["examples"])
     _, lines, _ = train("copies", 0.5, nproc=3, code=1)
     assert lines["copies"] == "the ranks' weights differ from the start: inner.0.bias"
 
@@ -392,6 +411,8 @@ def inner_steps(ranks, result):  # of LBFGS, each with its own rounding
 def inside(ranks, result):  # backward, where the optimizer steps, and leaves no gradient
     for step in result.steps.values(): step.raw = {name: 0 * gradient for name, gradient in step.raw.items()}
 
+def later(ranks, result): ranks[1].events["loader 0"][1] = ranks[0].events["loader 0"][0]  # in another epoch
+
 def left_out(ranks, result): ranks[1].indices = ranks[0].indices
 
 def shared(ranks, result): ranks[1].indices = ranks[2].indices = ranks[0].indices
@@ -420,6 +441,7 @@ EDITS = {
     "shared": shared,
     "inner_steps": inner_steps,
     "inside": inside,
+    "later": later,
     "cancelled": cancelled,
     "not_cancelled": not_cancelled,
     **{f.__name__: f for f in (clipped, clipped_scalar, clipped_own, clipped_layer, clipped_half, uneven_copies)},
@@ -505,6 +527,7 @@ JUDGED = {  # the verdict, a line, and what it says
     "inside": ("NOT FOUND OUT: .* an optimizer that steps inside backward can't be compared", "examples", ".*"),
     "cancelled": (f"THE SAME{ROUNDING}", "weights", "right: .*"),
     "not_cancelled": (f"{DIFFERENT}weights", "weights", "they don't change as in one process .*"),
+    "later": (f"THE SAME{ROUNDING}", "examples", r"8 \+ 8 \+ 8 in a step, none on two ranks"),
     "left_out": (f"{DIFFERENT}examples", "examples", ".* epoch 160 of 320 come .* leave out 160 of 480"),
     "shared": (f"{DIFFERENT}examples", "examples", ".* epoch 160 of 160 come .* leave out 320 of 480"),
     "reseeded": ("THE SAME, but for random numbers that each step draws", "one batch", "different .*"),
