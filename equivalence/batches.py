@@ -210,10 +210,18 @@ class RandomState(NamedTuple):
     python: tuple
     numpy: tuple
 
-    def numbers(self) -> tuple:
-        """What is equal if nothing was drawn."""
-        gpu = None if self.gpu is None else self.gpu.tolist()
-        return self.cpu.tolist(), gpu, self.python, self.numpy[1].tolist(), self.numpy[2]
+    def other_than(self, other: "RandomState") -> set[str]:
+        """The generators that are in another state."""
+        found = set()
+        if not self.cpu.equal(other.cpu):
+            found.add("cpu")
+        if self.gpu is not None and other.gpu is not None and not self.gpu.equal(other.gpu):
+            found.add("gpu")
+        if self.python != other.python:
+            found.add("python")
+        if self.numpy[2] != other.numpy[2] or (self.numpy[1] != other.numpy[1]).any():
+            found.add("numpy")
+        return found
 
 
 def random_state() -> RandomState:

@@ -27,13 +27,14 @@ class Differences:
         return max(steps[step] for steps in self.far)
 
 
+def wrong_steps(evidence: Evidence, differences: Differences) -> list[int]:
+    return [step for step in evidence.steps if differences.in_step(step) > evidence.exact]
+
+
 def worst_step(evidence: Evidence, differences: Differences) -> int:
     """Of those that begin with equal weights, if one is wrong: there the shares are exact."""
     first_unequal, _ = evidence.different_copies
-    wrong = []
-    for step in evidence.steps:
-        if step < first_unequal and differences.in_step(step) > evidence.exact:
-            wrong.append(step)
+    wrong = [step for step in wrong_steps(evidence, differences) if step < first_unequal]
     return max(wrong or evidence.steps, key=differences.in_step)
 
 
@@ -85,10 +86,7 @@ def where(evidence: Evidence, differences: Differences, bad: list[str]) -> str:
     if right:
         are = "differ at most in length" if is_clipped(evidence) else "are right"
         text += f" of {some_of(bad)} (the other {right} of {len(evidence.names)} tensors {are})"
-    wrong = []
-    for step in evidence.steps:
-        if differences.in_step(step) > evidence.exact:
-            wrong.append(str(step + 1))
+    wrong = [str(step + 1) for step in wrong_steps(evidence, differences)]
     if len(wrong) < len(evidence.steps):
         text += f", in step {', '.join(wrong)} only"
     return text

@@ -12,6 +12,7 @@ from equivalence.replay import Result
 from equivalence.vectors import Vector
 
 ALONE = "in one process"
+UNSTEADY = 0.01
 CANCELLED = 1e-4  # so small the mean of the shares' gradients may be, compared with their sizes
 
 
@@ -179,10 +180,18 @@ class Evidence:
         """Of the number format in which the modules compute."""
         return max(self.result.notes.precision, 1e-7) / 8
 
+    @functools.cached_property
+    def unsteady(self) -> float:
+        """So far apart a step's gradients may not be from its own, computed again."""
+        return max(UNSTEADY, 50 * self.coarse)
+
+    def moved(self, is_neutral: bool = False) -> list[float]:
+        """How far the gradients move in each step if each weight is changed in its last digit."""
+        return vectors.distances(self.raws("rounded", is_neutral), self.raws("whole", is_neutral))
+
     def rounding(self, is_neutral: bool = False) -> float:
-        """How far the gradients move if each weight is changed in its last digit."""
-        moved = vectors.distances(self.raws("rounded", is_neutral), self.raws("whole", is_neutral))
-        return max(*moved, self.coarse)
+        """How far they move by rounding alone; what moves more is no yardstick."""
+        return max(min(max(self.moved(is_neutral)), self.unsteady), self.coarse)
 
     @functools.cached_property
     def exact_mean(self) -> float:

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from equivalence import vectors
-from equivalence.differences import Differences, where, worst_step, wrong_tensors
+from equivalence.differences import Differences, where, worst_step, wrong_steps, wrong_tensors
 from equivalence.evidence import Evidence
 from equivalence.plan import FACTOR, Test
 from equivalence.vectors import Fit
@@ -20,7 +20,7 @@ class Line(NamedTuple):
 
 class Averaging(NamedTuple):
     lines: list[Line]
-    is_own: bool = False  # each rank's optimizer gets its own share's gradients
+    is_own: bool = False  # each rank's optimizer gets its own share's gradients, in all steps
     unknown: str = ""  # why the question can't be answered
 
 
@@ -75,7 +75,9 @@ def explain(evidence: Evidence, differences: Differences) -> Averaging:
         fits.append(vectors.fit({name: steps[worst][name] for name in bad}, parts))
     if is_own(evidence, fits):
         text = f"each rank's optimizer gets the gradients of its own share{place}: nobody averages"
-        return Averaging([*lines, Line("averaging", f"WRONG: {text} them", True)], is_own=True)
+        is_in_all = len(wrong_steps(evidence, differences)) == len(evidence.steps)
+        line = Line("averaging", f"WRONG: {text} them", True)
+        return Averaging([*lines, line], is_own=is_in_all)
     if is_of_a_set_size(evidence, fits, worst):
         return undecided_by_size(evidence, lines)
     text = clipped_early(evidence, differences, worst) or in_words(evidence, fits, worst, place)

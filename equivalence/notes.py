@@ -26,7 +26,7 @@ class Step:
     rates: list[float] = dataclasses.field(default_factory=list)
     norms: list[float] = dataclasses.field(default_factory=list)  # of clip_grad_norm_
     states: list[RandomState] = dataclasses.field(default_factory=list)  # at each forward pass
-    draws: bool = False  # the program has drawn random numbers, after its batch was there
+    draws: set[str] = dataclasses.field(default_factory=set)  # the generators that the program used
     is_repeated: bool = False  # the optimizer has called its closure again, at other weights
     begun: set[int] = dataclasses.field(default_factory=set)  # the models that were called in it
 

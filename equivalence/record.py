@@ -151,10 +151,10 @@ class Recorder(Hooks):
         self.step.states.append(self.known_state)
 
     def look_at_state(self) -> None:
-        """Have random numbers been drawn since a batch was there, or a forward pass began?"""
+        """Which random numbers were drawn since a batch was there, or a forward pass began?"""
         state = random_state()
-        if self.known_state is not None and state.numbers() != self.known_state.numbers():
-            self.step.draws = True
+        if self.known_state is not None:
+            self.step.draws |= state.other_than(self.known_state)
         self.known_state = state
 
     def model_begins(self, model: nn.Module) -> None:

@@ -57,20 +57,25 @@ def weights(evidence: Evidence) -> list[Line]:
     The steps `whole` are the first in one process.  So they also have what the program keeps
     itself, such as Lookahead's slow weights; those of `mean` come later.
     """
-    found = apart(evidence, evidence.expected, max)
+    found = nearest(evidence)
     if found is None:
         return []
-    if found.far > found.limit and evidence.expected == "mean":
-        as_first = apart(evidence, "whole", min)  # `rounded` comes later, too
-        if as_first and as_first.far <= as_first.limit:
-            found = as_first
     is_right = found.far <= found.limit
     if not is_right and found.far <= FACTOR * schedule_apart(evidence):
         text = "they change as in one process, but for the schedule's other rates "
         return [Line("weights", f"{text}(apart by {found.far:.0e})")]
     text = "right: they change" if is_right else "they don't change"
     text += f" as in one process (apart by {found.far:.0e}; rounding {found.rounding:.0e})"
-    return [Line("weights", text, not is_right)]
+    return [Line("weights", text, not is_right and not found.is_unclear)]
+
+
+def unclear_weights(evidence: Evidence) -> str:
+    """Why it isn't known whether a step changes the weights as in one process, or ""."""
+    found = nearest(evidence)
+    if found is None or not found.is_unclear:
+        return ""
+    text = f"in one process the same step changes the weights otherwise (by {found.rounding:.0e}): "
+    return f"{text}does the program keep a state, or change a number in each step?"
 
 
 class Apart(NamedTuple):
@@ -79,6 +84,21 @@ class Apart(NamedTuple):
     far: float
     rounding: float
     limit: float
+
+    @property
+    def is_unclear(self) -> bool:
+        """The same step in one process differs as much from itself."""
+        return self.limit < self.far <= FACTOR * self.rounding
+
+
+def nearest(evidence: Evidence) -> Apart | None:
+    """From the test that has the weights and the state of the processes; None: not seen."""
+    found = apart(evidence, evidence.expected, max)
+    if found and found.far > found.limit and evidence.expected == "mean":
+        as_first = apart(evidence, "whole", min)  # `rounded` comes later, too
+        if as_first and as_first.far <= as_first.limit:
+            return as_first
+    return found
 
 
 def apart(evidence: Evidence, kind: str, of_steps: Callable) -> Apart | None:
@@ -110,7 +130,8 @@ def apart(evidence: Evidence, kind: str, of_steps: Callable) -> Apart | None:
             if rounded and exact:
                 moved.append(vectors.distance(rounded, exact))
         rounding = max(rounding, of_steps(moved, default=0.0))
-    return Apart(far, rounding, max(evidence.exact, FACTOR * rounding))
+    limit = max(evidence.exact, FACTOR * min(rounding, evidence.unsteady))
+    return Apart(far, rounding, limit)
 
 
 def buffers(evidence: Evidence) -> list[Line]:

@@ -9,11 +9,10 @@ from equivalence.evidence import ALONE, Evidence
 from equivalence.gradients import Line, averaging
 from equivalence.one_batch import one_batch
 from equivalence.plan import Test
-from equivalence.update import buffers, learning_rate, weights
+from equivalence.update import buffers, learning_rate, unclear_weights, weights
 from equivalence.words import some_of
 
 SAME, DIFFERENT, UNKNOWN = 0, 1, 2  # exit codes
-UNSTEADY = 0.01  # so far apart a step's gradients may not be from its own, computed again
 SAMPLER = "give each its share (a DistributedSampler)"
 
 
@@ -27,13 +26,13 @@ def judge(evidence: Evidence) -> tuple[int, list[Line]]:
     lines += [*copies(evidence), *learning_rate(evidence)]
     if why := no_gradients(evidence):
         return not_found_out(why, lines)
-    again = evidence.changed_by("again")
-    if again > UNSTEADY:
+    again = max(evidence.changed_by("again"), vectors.median(evidence.moved()))
+    if again > evidence.unsteady:
         text = (
             f"the same step, computed again, has other gradients (apart by {again:.0e}), so they "
         )
         text += "can't be compared. Does the program compute with data that no DataLoader returns, "
-        text += "or with parameters that no module has?"
+        text += "with parameters that no module has, or with a number that it changes in each step?"
         return not_found_out(text, lines)
     found = averaging(evidence)
     lines += [*found.lines, *spare_tensors(evidence)]
@@ -56,7 +55,7 @@ def judge(evidence: Evidence) -> tuple[int, list[Line]]:
         reasons.remove("averaging")
         lines = [line._replace(text=line.text.removeprefix("WRONG: ")) for line in lines]
         lines.append(Line("note", "the weights are averaged after the step: that is the same"))
-    if why := not_compared(evidence, has_changed=bool(change)):
+    if why := not_compared(evidence, has_changed=bool(change)) or unclear_weights(evidence):
         return not_found_out(why, lines)
     code, answer = conclude(reasons, cause, has_other_buffers=bool(others))
     return code, [Line("verdict", answer), *lines]
@@ -223,8 +222,10 @@ def random_numbers(evidence: Evidence) -> list[Line]:
         text = f"a step draws random numbers: others change its gradients by {moved:.0e}"
         lines.append(Line("note", text))
     plan = evidence.plan
-    states = [plan.ranks[column[0]].steps[0].states[0].cpu for column in plan.columns]
-    if len(states) > 1 and all(state.equal(states[0]) for state in states):
+    first = [plan.ranks[column[0]].steps[0] for column in plan.columns]
+    drawn = set().union(*(step.draws for step in first))
+    others = [step.states[0].other_than(first[0].states[0]) for step in first]
+    if len(first) > 1 and drawn and not drawn & set().union(*others):
         text = "all ranks draw the same random numbers, so they have the same dropout masks (or "
         lines.append(Line("note", f"{text}noise): seed them differently"))
     return lines

@@ -391,9 +391,9 @@ def no_schedule_weights(ranks, result):
 
 def copies(ranks, result): ranks[2].steps[2].weights["inner.0.bias"] += 1
 
-def update(ranks, result):
-    for rank in range(3): ranks[rank].steps[3].weights["inner.0.bias"] *= 1.01
-    result.after[Test("rounded", 2)]["inner.0.bias"] *= 1.01
+def update(ranks, result, times=1.01):
+    for rank in range(3): ranks[rank].steps[3].weights["inner.0.bias"] *= times
+    result.after[Test("rounded", 2)]["inner.0.bias"] *= times
 
 def cancelled(ranks, result, left=0.0):  # Adam makes much of a gradient that is only rounding
     test = result.steps[Test("mean", 0)]
@@ -405,8 +405,20 @@ def cancelled(ranks, result, left=0.0):  # Adam makes much of a gradient that is
 def not_cancelled(ranks, result): cancelled(ranks, result, 0.01)
 
 def inner_steps(ranks, result):  # of LBFGS, each with its own rounding
-    update(ranks, result)
+    update(ranks, result, 1.0001)
     ranks[0].steps[0].is_repeated = True
+
+def own_state(ranks, result):  # one process itself changes the weights as much otherwise
+    update(ranks, result, 2)
+    ranks[0].steps[0].is_repeated = True
+
+def growing(ranks, result):  # a factor that is another one in each step
+    for step in 0, 1, 2:
+        for gradient in result.steps[Test("rounded", step)].raw.values(): gradient *= 2
+
+def own_once(ranks, result):  # as in local SGD: in one step the weights are averaged
+    for rank in range(3):
+        ranks[rank].steps[1].gradients = dict(result.steps[Test("share", 1, rank)].raw)
 
 def inside(ranks, result):  # backward, where the optimizer steps, and leaves no gradient
     for step in result.steps.values(): step.raw = {name: 0 * gradient for name, gradient in step.raw.items()}
@@ -420,6 +432,17 @@ def shared(ranks, result): ranks[1].indices = ranks[2].indices = ranks[0].indice
 def reseeded(ranks, result):
     whole_batch(0.1)(ranks, result)
     for gradient in result.steps[Test("reseeded", 0)].raw.values(): gradient *= 1.2
+    for rank in range(3): ranks[rank].steps[0].draws = {"cpu"}
+
+def one_seed(ranks, result):  # of torch, not of Python
+    reseeded(ranks, result)
+    for rank in range(3):
+        states = ranks[rank].steps[0].states
+        states[0] = states[0]._replace(cpu=ranks[0].steps[0].states[0].cpu)
+
+def kink(ranks, result):
+    whole_batch(0.5)(ranks, result)
+    for gradient in result.steps[Test("rounded", 1)].raw.values(): gradient *= 1.5
 
 EDITS = {
     "nothing": lambda ranks, result: None,
@@ -440,7 +463,7 @@ EDITS = {
     "sign": sign,
     "shared": shared,
     "inner_steps": inner_steps,
-    "inside": inside,
+    **{f.__name__: f for f in (inside, own_state, growing, own_once, one_seed, kink)},
     "later": later,
     "cancelled": cancelled,
     "not_cancelled": not_cancelled,
@@ -527,6 +550,11 @@ JUDGED = {  # the verdict, a line, and what it says
     "inside": ("NOT FOUND OUT: .* an optimizer that steps inside backward can't be compared", "examples", ".*"),
     "cancelled": (f"THE SAME{ROUNDING}", "weights", "right: .*"),
     "not_cancelled": (f"{DIFFERENT}weights", "weights", "they don't change as in one process .*"),
+    "own_state": ("NOT FOUND OUT: in one process the same step changes the weights otherwise .*", "weights", "they .*"),
+    "kink": (BATCH, "one batch", "different .*"),
+    "one_seed": ("THE SAME, but for random numbers that each step draws", "one batch", "different .*"),
+    "growing": ("NOT FOUND OUT: the same step, computed again, has other gradients .*", "examples", ".*"),
+    "own_once": wrong("each rank's .* own share, in step 2 only: nobody averages them"),
     "later": (f"THE SAME{ROUNDING}", "examples", r"8 \+ 8 \+ 8 in a step, none on two ranks"),
     "left_out": (f"{DIFFERENT}examples", "examples", ".* epoch 160 of 320 come .* leave out 160 of 480"),
     "shared": (f"{DIFFERENT}examples", "examples", ".* epoch 160 of 160 come .* leave out 320 of 480"),
@@ -541,7 +569,9 @@ def test_what_is_wrong_is_named(tmp_path):
     assert said.pop("bytes") == WEIGHTS * (9 * 3 + 9 + 2)  # of 9 tests 3 copies, of shares, again and reseeded 1
     assert said.keys() == JUDGED.keys()
     draws = [name for name, lines in said.items() if any("draws random numbers" in text for _, text in lines)]
-    assert draws == ["reseeded"]
+    assert sorted(draws) == ["one_seed", "reseeded"]
+    seeds = [name for name, lines in said.items() if any("seed them differently" in text for _, text in lines)]
+    assert seeds == ["one_seed"]
     for name, lines in said.items():
         assert any("alone the program takes" in text for _, text in lines) == ("schedule" in name)  # 25, not 24
     for name, (verdict, label, text) in JUDGED.items():
