@@ -128,6 +128,7 @@ def answer(args: argparse.Namespace, notes: list, folder: Path, started: float) 
     if not all(test in alone.result.steps for test in needed):
         count = len(alone.result.steps)
         text = f"in one process the program made only {count} of the steps that are needed"
+        text += f" (at least {len(needed)})"
         if alone.problem:
             sys.stderr.write(alone.problem)
             text += " (its error is above)"
