@@ -71,6 +71,9 @@ def trained(how):
 
     def closure():
         optimizer.zero_grad()
+        if how == "two passes":  # the first is thrown away, as SAM does it
+            mse_loss(3 * net(given), torch.zeros(5, 2)).backward()
+            optimizer.zero_grad()
         calls = {"keyword": lambda: net(batch=inputs), "inside": net}
         output = calls.get(how, lambda: net(given))()
         loss = mse_loss(output, torch.zeros(5, 2))
@@ -82,6 +85,8 @@ def trained(how):
             loss = loss / 0 * 0
         loss.backward()
         average(how, net.parameters())
+        if how == "by value":
+            nn.utils.clip_grad_value_(net.parameters(), 1e-3)
         if how == "clipped":
             nn.utils.clip_grad_norm_(net.parameters(), 1e-3)
         return loss
@@ -112,6 +117,8 @@ SAYS = {  # inputs, gradients
     "": (OTHER, RIGHT),
     "closure": (OTHER, RIGHT),
     "evaluates": (OTHER, RIGHT),
+    "two passes": (OTHER, RIGHT),
+    "by value": (OTHER, r"equal on all ranks, but not the mean of the ranks' own \(each value clipped, .*\)"),
     "dataclass": (OTHER, RIGHT),
     "mapping": (OTHER, RIGHT),
     "keyword": (OTHER, RIGHT),

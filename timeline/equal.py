@@ -142,7 +142,7 @@ def made_of(gradients: list[Gradients]) -> str:
         return ": the sum of the ranks' own, not the mean"
     if is_multiple:
         return f": {times:.3g} times the mean of the ranks' own (clipped, or unscaled?)"
-    return ", but not the mean of the ranks' own"
+    return ", but not the mean of the ranks' own (each value clipped, or changed otherwise?)"
 
 
 def dot(one: list[float], other: list[float]) -> float:

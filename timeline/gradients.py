@@ -30,11 +30,14 @@ class Gradients:
         """Note what backward computes here, before DDP or the program sends it."""
         for name, parameter in parameters:
             if parameter.requires_grad and not is_sharded(parameter):
-                parameter.register_hook(self.adding(name))
+                parameter.register_hook(self.adding(name, parameter))
 
-    def adding(self, name: str) -> Callable[[torch.Tensor], None]:
+    def adding(self, name: str, parameter: torch.Tensor) -> Callable[[torch.Tensor], None]:
         def add(gradient: torch.Tensor) -> None:
-            self.own[name] = self.own.get(name, 0.0) + projection(name, gradient)
+            before = self.own.get(name, 0.0)
+            if parameter.grad is None or not local(parameter.grad).to_dense().any():
+                before = 0.0  # the program has thrown away what was there
+            self.own[name] = before + projection(name, gradient)
 
         return add
 
