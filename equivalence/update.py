@@ -143,8 +143,8 @@ def buffers(evidence: Evidence) -> list[Line]:
         for name in expected:
             own, wanted = {name: change[name]}, {name: expected[name]}
             size = max(vectors.length(own), vectors.length(wanted), 1e-150)
-            apart = vectors.length(vectors.difference(own, wanted)) / size
-            far[name] = max(far.get(name, 0.0), apart)
+            distance = vectors.length(vectors.difference(own, wanted)) / size
+            far[name] = max(far.get(name, 0.0), distance)
     limit = max(1e-3, FACTOR * evidence.rounding())
     names = [name for name in far if far[name] > limit]
     if not names:
