@@ -371,6 +371,7 @@ def test_a_second_run_in_the_folder(run, folder):
         (["--weight-decay", "-1"], ["--weight-decay"]),
         (["--warmup", "1.5"], ["--warmup", "from 0 to 1"]),
         (["--label-smoothing", "1"], ["--label-smoothing"]),
+        (["--seed", "4294967296"], ["--seed"]),
         (["--seed", "-1"], ["--seed from 0"]),
         (["--dtype", "float16"], ["--dtype", "add --amp"]),
         (["--clearml"], ["pip install clearml"]),

@@ -579,7 +579,7 @@ def test_no_text_is_over_another(tmp_path):
 
 
 PROGRAM = """
-import os, signal, sys, time, torch
+import os, signal, sys, threading, time, torch
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job in the background ignores it
 net = torch.nn.Linear(4, 4)
 optimizer = torch.optim.SGD(net.parameters(), 0.1)
@@ -590,7 +590,7 @@ print("made", sys.argv[1:])
 if "fail" in sys.argv:
     raise ValueError("as planned")
 if "hang" in sys.argv:
-    time.sleep(1000)
+    threading.Event().wait(1000)  # in a file of Python's own
 if "SIG" in sys.argv[-1]:
     os.kill(os.getpid(), getattr(signal, sys.argv[-1]))
     time.sleep(1000)
