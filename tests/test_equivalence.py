@@ -96,7 +96,6 @@ import os, random, sys, threading, time, torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, DistributedSampler
 import torch.distributed as dist
-from torch.distributed.nn.functional import all_gather
 
 what, value = sys.argv[-2], float(sys.argv[-1])
 is_short = what in ("steps", "BatchNorm")  # epochs of one step
@@ -124,6 +123,7 @@ class Net(nn.Module):
         return self.inner(x) * (1 + value * is_odd)
 
 def contrastive(x, y):  # the examples of all ranks with each other
+    from torch.distributed.nn.functional import all_gather  # torch 2.4 makes a folder for it
     x, y = (part.contiguous() for part in model(torch.cat([x, y])).chunk(2))
     if n > 1: x, y = (torch.cat(all_gather(part)) for part in (x, y))
     return nn.functional.cross_entropy(x @ y.T, torch.arange(len(x)))
