@@ -288,7 +288,7 @@ def test_a_dry_run(name):
     processes = "4 processes" if name == "mnist_mesh" else "1 process"
     done = forker().run("-m", f"variants.{name}", *flags, before=FEW_DIGITS)
     assert (done.code, done.err) == (0, "") and done.out.startswith(f"distributed: {processes}, gloo, cpu\n"), done
-    assert losses_and_counts(done.out)[0][2] == 100
+    assert losses_and_counts(done.out)[0][2] == 100 and re.search(r"\ndone in \d+\.\d s\n", done.out)
 
 
 REFUSED = [  # the script, flags, words of the line
