@@ -43,13 +43,13 @@ class Loaders:
 
     def note_epoch(self, name: str, sampler: Any, dataset: Any) -> None:
         """Which examples come in it; those of a Subset have the numbers of the whole data set."""
-        indices = indices_of(sampler)
-        while isinstance(dataset, Subset):
-            indices = [int(dataset.indices[index]) for index in indices]
-            dataset = dataset.dataset
-        self.indices[name] = indices
-        with contextlib.suppress(TypeError):
+        with contextlib.suppress(Exception):  # whatever classes of the program's own raise
+            indices = indices_of(sampler)
+            while type(dataset) is Subset:  # as random_split makes them
+                indices = [int(dataset.indices[index]) for index in indices]
+                dataset = dataset.dataset
             self.lengths[name] = len(dataset)
+            self.indices[name] = indices
 
 
 def indices_of(sampler: Any) -> list:

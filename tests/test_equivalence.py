@@ -816,6 +816,12 @@ def test_a_sampler_is_asked_for_an_epochs_indices_without_a_trace():
     assert sampler.asked == 0 and generator.get_state().equal(before)
 
 
+def test_data_sets_with_names_in_place_of_numbers_are_left_alone():
+    known = loaders.Loaders()
+    known.note_epoch("loader 0", [1, 0], torch.utils.data.Subset({"a": 1, "b": 2}, ["a", "b"]))
+    assert known.indices == {}
+
+
 @dataclasses.dataclass(frozen=True)
 class Batch:
     images: torch.Tensor
