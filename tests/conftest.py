@@ -12,6 +12,7 @@ from tqdm import tqdm  # noqa: E402
 import distributed as dist  # noqa: E402
 import launcher  # noqa: E402
 
+dist._launcher()  # it is asked for once: not while a test hides packages
 launcher.fork_is_safe = lambda: True  # pytest-xdist's own thread only waits
 torch.set_num_threads(1)  # no OpenMP pool; `launch` gives each worker its own number of threads
 tqdm.monitor_interval = 0  # no thread that watches over progress bars

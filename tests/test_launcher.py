@@ -146,7 +146,7 @@ STOP_CASES = [
     ("SIGTERM", 143, "", "fork"),
     ("SIGHUP", 129, "", ""),
     ("SIGKILL", -9, "", "forkserver"),
-    ("SIGKILL", -9, SPAWN, ""),
+    pytest.param("SIGKILL", -9, SPAWN, "", marks=pytest.mark.slow),
 ]
 
 
@@ -655,6 +655,7 @@ if __name__ == "__main__":
 NO_ANSWER = "".join(rf"  rank {rank}: no answer \(starting, or stopped: then kill -CONT \d+\)\n" for rank in (0, 1))
 
 
+@pytest.mark.slow
 def test_ranks_that_still_start_have_no_answer_and_live_on(program):
     file = program(STARTS)
     job = start(file, before=SPAWN)
