@@ -93,7 +93,8 @@ class Recorder(Hooks):
         self.fetched += 1
         self.forget_a_look(key, iterator)
         batch = original()
-        self.examples.setdefault(key, count_examples(to_plain(batch)))
+        if key not in self.examples:
+            self.examples[key] = count_examples(to_plain(batch))
         return self.event(key, batch)
 
     def forget_a_look(self, key: str, iterator: Any) -> None:
@@ -138,8 +139,7 @@ class Recorder(Hooks):
             self.step.begun.add(id(module))
             self.model_begins(module)
         self.note_state()
-        has_tensors = next(tensors_in((args, kwargs)), None) is not None
-        if self.loaders.owners or not has_tensors:
+        if self.loaders.owners or next(tensors_in((args, kwargs)), None) is None:
             return None
         name = f"inputs of {type(unwrapped(module)).__name__}"
         args, new_kwargs = self.event(name, (args, dict(kwargs)))

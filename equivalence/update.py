@@ -51,33 +51,6 @@ def schedule_apart(evidence: Evidence) -> float:
     return found
 
 
-def weights(evidence: Evidence) -> list[Line]:
-    """Whether the steps change them as in one process; [] if that was not seen.
-
-    The steps `whole` are the first in one process.  So they also have what the program keeps
-    itself, such as Lookahead's slow weights; those of `mean` come later.
-    """
-    found = nearest(evidence)
-    if found is None:
-        return []
-    is_right = found.far <= found.limit
-    if not is_right and found.far <= FACTOR * schedule_apart(evidence):
-        text = "they change as in one process, but for the schedule's other rates "
-        return [Line("weights", f"{text}(apart by {found.far:.0e})")]
-    text = "right: they change" if is_right else "they don't change"
-    text += f" as in one process (apart by {found.far:.0e}; rounding {found.rounding:.0e})"
-    return [Line("weights", text, not is_right and not found.is_unclear)]
-
-
-def unclear_weights(evidence: Evidence) -> str:
-    """Why it isn't known whether a step changes the weights as in one process, or ""."""
-    found = nearest(evidence)
-    if found is None or not found.is_unclear:
-        return ""
-    text = f"in one process the same step changes the weights otherwise (by {found.rounding:.0e}): "
-    return f"{text}does the program keep a state, or change a number in each step?"
-
-
 class Apart(NamedTuple):
     """How far the changes of the weights are apart from those of a test."""
 
@@ -92,7 +65,11 @@ class Apart(NamedTuple):
 
 
 def nearest(evidence: Evidence) -> Apart | None:
-    """From the test that has the weights and the state of the processes; None: not seen."""
+    """From the test that has the weights and the state of the processes; None: not seen.
+
+    The steps `whole` are the first in one process.  So they also have what the program keeps
+    itself, such as Lookahead's slow weights; those of `mean` come later.
+    """
     found = apart(evidence, evidence.expected, max)
     if found and found.far > found.limit and evidence.expected == "mean":
         as_first = apart(evidence, "whole", min)  # `rounded` comes later, too
@@ -132,6 +109,27 @@ def apart(evidence: Evidence, kind: str, of_steps: Callable) -> Apart | None:
         rounding = max(rounding, of_steps(moved, default=0.0))
     limit = max(evidence.exact, FACTOR * min(rounding, evidence.unsteady))
     return Apart(far, rounding, limit)
+
+
+def weights(evidence: Evidence, found: Apart | None) -> list[Line]:
+    """Whether the steps change them as in one process; [] if that was not seen."""
+    if found is None:
+        return []
+    is_right = found.far <= found.limit
+    if not is_right and found.far <= FACTOR * schedule_apart(evidence):
+        text = "they change as in one process, but for the schedule's other rates "
+        return [Line("weights", f"{text}(apart by {found.far:.0e})")]
+    text = "right: they change" if is_right else "they don't change"
+    text += f" as in one process (apart by {found.far:.0e}; rounding {found.rounding:.0e})"
+    return [Line("weights", text, not is_right and not found.is_unclear)]
+
+
+def unclear_weights(found: Apart | None) -> str:
+    """Why it isn't known whether a step changes the weights as in one process, or ""."""
+    if found is None or not found.is_unclear:
+        return ""
+    text = f"in one process the same step changes the weights otherwise (by {found.rounding:.0e}): "
+    return f"{text}does the program keep a state, or change a number in each step?"
 
 
 def buffers(evidence: Evidence) -> list[Line]:

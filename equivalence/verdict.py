@@ -9,7 +9,7 @@ from equivalence.evidence import ALONE, Evidence
 from equivalence.gradients import Line, averaging
 from equivalence.one_batch import one_batch
 from equivalence.plan import Test
-from equivalence.update import buffers, learning_rate, unclear_weights, weights
+from equivalence.update import buffers, learning_rate, nearest, unclear_weights, weights
 from equivalence.words import some_of
 
 SAME, DIFFERENT, UNKNOWN = 0, 1, 2  # exit codes
@@ -46,7 +46,8 @@ def judge(evidence: Evidence) -> tuple[int, list[Line]]:
         cause = batch.cause
         if batch.unknown:
             return not_found_out(batch.unknown, lines)
-    change = weights(evidence)
+    found_weights = nearest(evidence)
+    change = weights(evidence, found_weights)
     others = buffers(evidence)
     lines += [*change, *others]
     lines += random_numbers(evidence)
@@ -55,7 +56,7 @@ def judge(evidence: Evidence) -> tuple[int, list[Line]]:
         reasons.remove("averaging")
         lines = [line._replace(text=line.text.removeprefix("WRONG: ")) for line in lines]
         lines.append(Line("note", "the weights are averaged after the step: that is the same"))
-    if why := not_compared(evidence, has_changed=bool(change)) or unclear_weights(evidence):
+    if why := not_compared(evidence, has_changed=bool(change)) or unclear_weights(found_weights):
         return not_found_out(why, lines)
     code, answer = conclude(reasons, cause, has_other_buffers=bool(others))
     return code, [Line("verdict", answer), *lines]
