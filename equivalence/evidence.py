@@ -97,17 +97,17 @@ class Evidence:
             return {}
         return {name: after[name].double() - before[name].double() for name in names}
 
-    def without_rounding(self, changes: Vector, step: int) -> Vector:
-        """0 where the shares' gradients cancel each other.
+    def more_than_rounding(self, step: int) -> Vector:
+        """False where the shares' gradients cancel each other.
 
         What is left there is rounding, other than that of the processes; Adam makes it large.
         """
         shares = [self.raw(Test("share", step, column)) for column in self.shares]
         mean = self.raw(Test("mean", step))
-        found = dict(changes)
+        found = {}
         for name in self.names:
             size = sum(share[name].abs() for share in shares) / len(shares)
-            found[name] = changes[name] * (mean[name].abs() > CANCELLED * size)
+            found[name] = mean[name].abs() > CANCELLED * size
         return found
 
     def changed_by(self, kind: str) -> float:

@@ -86,13 +86,14 @@ def apart(evidence: Evidence, kind: str, of_steps: Callable) -> Apart | None:
     expected = [evidence.update(kind, step) for step in evidence.steps]
     if not all(expected) or not any(vectors.length(one) for one in expected):
         return None
+    masks: list[vectors.Vector] = [{} for _ in evidence.steps]
     if kind == "mean":
-        expected = list(map(evidence.without_rounding, expected, evidence.steps))
+        masks = [evidence.more_than_rounding(step) for step in evidence.steps]
+    expected = list(map(vectors.masked, expected, masks))
     far = 0.0
     for column in evidence.columns:
         changes = [evidence.change(step, column) for step in evidence.steps]
-        if kind == "mean":
-            changes = list(map(evidence.without_rounding, changes, evidence.steps))
+        changes = list(map(vectors.masked, changes, masks))
         far = max(far, *vectors.distances(changes, expected))
     rounding = 0.0
     for step in evidence.steps:

@@ -35,6 +35,11 @@ def distances(found: list[Vector], wanted: list[Vector]) -> list[float]:
     return [distance(one, other) for one, other in zip(found, wanted, strict=True)]
 
 
+def masked(one: Vector, mask: Vector) -> Vector:
+    """0 where the mask is False; a name that the mask doesn't have is kept."""
+    return {name: one[name] * mask[name] if name in mask else one[name] for name in one}
+
+
 def combine(parts: list[Vector], weights: list[float]) -> Vector:
     """The sum of weight * part, in float64."""
     total: Vector = {}
