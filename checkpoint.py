@@ -35,8 +35,10 @@ numpy's are not in it), and what `save` was given by name.
 
 import contextlib
 import copy
+import errno
 import math
 import os
+import pickle
 import re
 import signal
 import sys
@@ -69,6 +71,10 @@ class CheckpointError(Exception):
     """A checkpoint can't be saved or read, or doesn't fit; the message is one line."""
 
 
+class Damaged(CheckpointError):
+    """The file is not what `save` has written: a wrong checksum, a broken archive, missing entries."""
+
+
 def write(path: Path, state: dict) -> None:
     """torch.save, atomic: readers see the old file or the complete new one, even if this process is killed.
 
@@ -96,20 +102,37 @@ def read(path: Path, test: bool = False) -> dict:
     """The checkpoint in this file.  Its tensors are on the CPU, mapped: what is not looked at takes no memory.
 
     test: compare the checksums, as torch.load doesn't; that reads the whole file.
-    CheckpointError if the file is missing, damaged, or something else.
+    Damaged if the file is not what was written.  CheckpointError if it can't be read for a reason of the machine's:
+    it is missing, or forbidden, or too many files are open.
     """
     try:
         if test:
-            with zipfile.ZipFile(path) as archive:  # torch's format
-                damaged = archive.testzip()
-            if damaged:
-                raise ValueError(f"wrong checksum of {damaged}")
+            _test(path)
         state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        if not state.keys() >= {"step", "config", "parts", "random"}:
-            raise ValueError("it has no step, config, parts and random")
-    except Exception as problem:  # whatever a damaged file leads to
-        raise CheckpointError(f"{path} is damaged, or no checkpoint ({_reason(problem)})") from None
+    except Damaged:
+        raise
+    except Exception as problem:  # torch has many kinds
+        # What weights_only refuses, and what torch's own reader of archives can't read, is the file's fault.
+        if isinstance(problem, pickle.UnpicklingError) or "PytorchStreamReader failed" in str(problem):
+            raise Damaged(f"{path} is damaged, or no checkpoint ({_reason(problem)})") from None
+        raise CheckpointError(f"can't read {path} ({_reason(problem)})") from None
+    if not isinstance(state, dict) or not state.keys() >= {"step", "config", "parts", "random"}:
+        raise Damaged(f"{path} is damaged, or no checkpoint (it has no step, config, parts and random)")
     return state
+
+
+def _test(path: Path) -> None:
+    """Damaged unless the file is an archive (torch's format is zip) in which all checksums are right."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            wrong = archive.testzip()
+    except Exception as problem:  # a broken archive leads to many kinds
+        is_machine = isinstance(problem, (OSError, MemoryError))
+        if is_machine and getattr(problem, "errno", 0) != errno.EINVAL:  # that one: its end names an impossible place
+            raise
+        raise Damaged(f"{path} is damaged, or no checkpoint ({_reason(problem)})") from None
+    if wrong:
+        raise Damaged(f"{path} is damaged (wrong checksum of {wrong})")
 
 
 def _reason(problem: Exception) -> str:
@@ -124,14 +147,14 @@ def _reason(problem: Exception) -> str:
 def newest(folder: Path) -> tuple[Path | None, dict[Path, str]]:
     """The newest checkpoint that is not damaged (None if there is none), and what is wrong with each newer one.
 
-    CheckpointError if all are damaged.
+    CheckpointError if all are damaged, or if one can't be read for a reason that is not the file's.
     """
     problems = {}
     for _, _, path in reversed(_saved(folder)):
         try:
             read(path, test=True)
             return path, problems
-        except CheckpointError as problem:
+        except Damaged as problem:
             problems[path] = str(problem)
     if problems:
         raise CheckpointError("; ".join(problems.values()))
@@ -140,11 +163,17 @@ def newest(folder: Path) -> tuple[Path | None, dict[Path, str]]:
 
 def _saved(folder: Path) -> list[tuple[int, float, Path]]:
     """(step, score, path) of each checkpoint in the folder, the oldest first; the score is -inf where there is none."""
+    try:
+        names = os.listdir(folder)  # not glob, which hides errors in Python 3.13
+    except FileNotFoundError:
+        return []
+    except OSError as problem:
+        raise CheckpointError(f"can't read {folder} ({problem.strerror})") from None
     saved = []
-    for path in folder.glob("step-*.pt"):
-        match = re.fullmatch(r"step-(\d+)(?:-score-(-?\d+(?:\.\d+)?(?:e[+-]\d+)?))?\.pt", path.name)
+    for name in names:
+        match = re.fullmatch(r"step-(\d+)(?:-score-(-?\d+(?:\.\d+)?(?:e[+-]\d+)?))?\.pt", name)
         if match:
-            saved.append((int(match[1]), float(match[2] or "-inf"), path))
+            saved.append((int(match[1]), float(match[2] or "-inf"), folder / name))
     return sorted(saved)
 
 
@@ -168,6 +197,8 @@ class Keeper:
     """
 
     def __init__(self, folder: str | Path, config: dict | None = None, keep: int = 2, **parts: Any) -> None:
+        if not isinstance(keep, int) or keep < 0:
+            raise ValueError(f"Keeper: keep is {keep!r}: give an integer of at least 0")
         self.folder, self.config, self.keep = Path(folder), config or {}, keep
         self.parts = {name: dist.unwrap_model(part) for name, part in parts.items()}
         _on_primary(self._take_folder)
@@ -234,9 +265,10 @@ class Keeper:
         extra: more that `restore` returns: rank 0's tensors, numbers, strings, lists and dictionaries.
         CheckpointError, on all ranks, if it can't be written, if a part differs between ranks (they exchange checksums)
         or if the folder has one of a later step, which `restore` would take: what was saved before is untouched.
+        One of the same step is replaced.
         """
-        if not isinstance(step, int) or step < 0 or (score is not None and not math.isfinite(score)):
-            raise ValueError(f"save: step {step!r}, score {score}: give an integer of at least 0 and a finite score")
+        if not _is_step(step) or not _is_score(score):
+            raise ValueError(f"save: step {step!r}, score {score!r}: give an integer of at least 0 and a finite score")
         if taken := extra.keys() & {"config", "parts", "random"}:
             raise ValueError(f"save: {', '.join(sorted(taken))}: the checkpoint has these names already, choose others")
         random = {"cpu": torch.get_rng_state()}
@@ -266,12 +298,12 @@ class Keeper:
         """CheckpointError on all ranks if a state differs between them, a module's buffers apart."""
         if dist.get_world_size() == 1:
             return
-        mine = _checksums_of(states, "")
+        compared = dict(states)
         for name, part in self.parts.items():
             if isinstance(part, nn.Module):
-                for buffer, _ in part.named_buffers(remove_duplicate=False):
-                    mine.pop(f".{name}.{_without_compile(buffer)}", None)
-        first, *others = from_all(mine)
+                buffers = {_without_compile(buffer) for buffer, _ in part.named_buffers(remove_duplicate=False)}
+                compared[name] = {key: value for key, value in states[name].items() if key not in buffers}
+        first, *others = from_all(_checksums_of(compared, ""))
         for rank, other in enumerate(others, 1):
             for name in first | other:
                 if first.get(name) != other.get(name):
@@ -286,7 +318,11 @@ class Keeper:
             raise CheckpointError(
                 f"{before[-1][2]} is later than step {state['step']}: restore it, or take another folder"
             )
-        write(self.folder / f"step-{state['step']}{score}.pt", state)
+        written = self.folder / f"step-{state['step']}{score}.pt"
+        write(written, state)
+        for step, _, path in before:
+            if step == state["step"] and path != written:  # saved before, with a different score
+                path.unlink()
         saved = _saved(self.folder)
         scored = [(score, -step, path) for step, score, path in saved if score > -math.inf]
         best = [path for _, _, path in sorted(scored, reverse=True)[: self.keep]]
@@ -294,6 +330,17 @@ class Keeper:
             if path not in best:
                 with contextlib.suppress(OSError):
                     path.unlink()
+
+
+def _is_step(step: Any) -> bool:
+    return isinstance(step, int) and not isinstance(step, bool) and step >= 0
+
+
+def _is_score(score: Any) -> bool:
+    try:
+        return score is None or math.isfinite(score)
+    except (TypeError, OverflowError):  # no number, or an integer that no float can hold
+        return False
 
 
 def _in_one_line(problem: Exception) -> str:
@@ -324,8 +371,12 @@ def _checksums_of(state: Any, name: str) -> dict[str, str]:
         return found
     if hasattr(state, "to_local"):  # a DTensor: a share, even if the shares happen to be equal
         return {name: f"the share of rank {dist.get_rank()}"}
+    if isinstance(state, (set, frozenset)):  # its order differs between processes
+        return {name: repr(sorted(state, key=repr))}
     if torch.is_tensor(state):
-        content = state.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()  # so NaN is equal to NaN
+        dense = state.detach().cpu() if state.layout == torch.strided else state.detach().cpu().to_dense()
+        dense = dense.resolve_conj().resolve_neg().contiguous()
+        content = dense.flatten().view(torch.uint8).numpy()  # so NaN is equal to NaN
         return {name: f"{state.dtype} {list(state.shape)} {zlib.crc32(content)}"}
     return {name: repr(state)}
 
@@ -339,16 +390,17 @@ def from_all(value: Any) -> list:
 
 
 def _on_all(function: Callable, *args: Any) -> Any:
-    """Call function(*args) on every rank.  A CheckpointError of any rank is raised on all: no rank waits for it."""
-    result = mine = None
+    """Call function(*args) on every rank.  An error of one is a CheckpointError on the others, so that none waits."""
+    result = mine = told = None
     try:
         result = function(*args)
-    except CheckpointError as error:
+    except Exception as error:
         mine = error
-    for problem in from_all(mine):
+        told = error if isinstance(error, CheckpointError) else CheckpointError(_in_one_line(error))
+    for problem in from_all(told):
         if problem:
             time.sleep(0 if mine else HEAD_START)
-            raise problem
+            raise problem if told is mine else mine
     return result
 
 

@@ -128,6 +128,7 @@ def test_there_and_back(tmp_path, n):
         (1, [(1, -2), (2, -1e-30), (3,), (4,)], "2-score--1e-30 3 4"),
         (2, [(1, 3), (2, 9), (3, 10), (4, 1), (5,)], "2-score-9.0 3-score-10.0 4-score-1.0 5"),
         (0, [(1, 0.5), (2,), (3,)], "2 3"),
+        (2, [(1, 0.5), (2, 0.9), (2, 0.1), (2,)], "1-score-0.5 2"),  # of one step the last counts
     ],
 )
 def test_a_save_keeps_the_last_two_and_the_best(tmp_path, keep, saves, expected):
@@ -142,7 +143,10 @@ def test_a_save_keeps_the_last_two_and_the_best(tmp_path, keep, saves, expected)
 @on_ranks(3)
 def test_what_could_not_be_restored_is_not_saved(tmp_path):
     keeper = save(tmp_path, 1)
-    errors = [error_of(keeper.save, *bad) for bad in [(-1,), (2.0,), ("2",), (2, float("nan")), (2, float("inf"))]]
+    errors = [
+        error_of(keeper.save, *bad)
+        for bad in [(-1,), (2.0,), ("2",), (True,), (2, float("nan")), (2, 10**400), (2, "a")]
+    ]
     errors += [error_of(keeper.save, 2, **{name: []}) for name in ("parts", "config", "random")]
     assert all(error.startswith("ValueError: save: ") for error in errors)
     for kind, value in ("pathlib", Path("a")), ("numpy", np.float64(1)):
@@ -220,12 +224,25 @@ def test_parts_that_differ_between_ranks_are_refused(tmp_path):
 
 
 @on_ranks(1, 3)
+def test_a_set_is_equal_in_any_order_and_an_error_of_one_rank_is_one_of_all(tmp_path):
+    rank = dist.get_rank()
+    order = (0, 8) if rank == 1 else (8, 0)  # as in two processes that hash strings differently
+    assert repr(set(order)) == ("{0, 8}" if rank == 1 else "{8, 0}")
+    checkpoint.Keeper(tmp_path, other=part({"names": set(order)})).save(1)
+    error = error_of(checkpoint.Keeper, "a\0b")  # rank 0 makes the folder: the others don't wait for it
+    assert error == f"{'ValueError' if rank == 0 else 'CheckpointError: ValueError'}: embedded null byte"
+    assert error_of(checkpoint.Keeper, tmp_path, keep=-1).startswith("ValueError: Keeper: keep is -1: give an integer")
+
+
+@on_ranks(1, 3)
 def test_parts_that_are_equal_on_all_ranks_are_saved(tmp_path):
     rank = dist.get_rank()
     net = nn.Sequential(linear(float("nan")), nn.BatchNorm1d(2))
     nn.init.constant_(net[1].running_mean, rank)  # each rank's own
     state = {"empty": torch.zeros(0, 2), "scalar": torch.tensor(True), "nan": [float("nan"), torch.tensor(math.nan)]}
     state |= {"half": torch.ones(2, dtype=torch.bfloat16), "strides": torch.arange(6).view(2, 3)}
+    state |= {"sparse": torch.eye(2).to_sparse(), "conjugate": torch.ones(2, dtype=torch.complex64).conj()}
+    net.register_buffer("adjacency", torch.eye(3).to_sparse())
     if rank == 1:
         state = dict(reversed(state.items())) | {"strides": torch.arange(6).view(2, 3).T.contiguous().T}
     parts = {"net": net, "average": torch.optim.swa_utils.AveragedModel(net), "other": part(state)}
@@ -354,7 +371,7 @@ def test_a_flipped_bit_anywhere_is_seen(tmp_path):
         state = error_of(checkpoint.read, path, test=True)
         if isinstance(state, str):
             seen += 1
-            assert state.startswith(f"CheckpointError: {path} is damaged, or no checkpoint (") and "\n" not in state
+            assert state.startswith(f"Damaged: {path} is damaged") and "\n" not in state
         else:
             assert torch.equal(state["parts"]["model"]["weight"], expected) and state["step"] == 2
         flip(path, position, 64)
@@ -376,8 +393,6 @@ def foreign(path):
     yield
     torch.save({"step": 3, "config": Trap(), "parts": {}, "random": []}, path)
     yield
-    path.mkdir()
-    yield
 
 
 def test_a_foreign_file_is_refused_and_the_one_before_is_used(tmp_path, monkeypatch, capsys):
@@ -390,6 +405,28 @@ def test_a_foreign_file_is_refused_and_the_one_before_is_used(tmp_path, monkeypa
         assert line.startswith(f"{folder}/step-3.pt is damaged, or no checkpoint (")
         assert line.endswith(f": going on from {folder}/step-2.pt")
     assert not (tmp_path / "it ran").exists()
+
+
+@pytest.mark.parametrize("free", [0, 1, None])
+def test_an_error_that_is_not_the_files_fault_ends_the_run_and_leaves_every_file(tmp_path, free):
+    """Too many open files, in our test or in torch's reader; a folder in the file's place."""
+    save(tmp_path, 1, 2)
+    if free is None:
+        (tmp_path / "step-3.pt").mkdir()
+    keeper = checkpoint.Keeper(tmp_path, model=linear())
+    before = names(tmp_path)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    opened = [os.open(os.devnull, os.O_RDONLY) for _ in range(20)]  # so that no lower number is free
+    try:
+        if free is not None:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (max(opened) + 1 + free, limits[1]))
+        error = error_of(keeper.restore)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        for file in opened:
+            os.close(file)
+    assert error.startswith(f"CheckpointError: can't read {tmp_path}") and "\n" not in error
+    assert names(tmp_path) == before
 
 
 def test_a_damaged_file_does_not_count_among_the_last_two(tmp_path):
