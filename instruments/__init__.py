@@ -8,5 +8,5 @@
     meeting.py    where the ranks leave their notes: a folder, or torchrun's store
 
 torch and the standard library are enough for timeline/ under torchrun.  Other processes are
-started by launcher.py, which lies beside this folder.
+started by distributed_launcher.py, which lies beside this folder.
 """

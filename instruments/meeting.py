@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import socket
 import threading
 import time
 import zlib
@@ -49,18 +50,22 @@ class Folder:
 
 
 class Store:
-    """The store that torchrun serves.  Without torchrun rank 0 serves one, at MASTER_PORT + 1."""
+    """The store that torchrun serves.  Without torchrun rank 0 serves one, at MASTER_PORT + 1.
+
+    The notes are pickles: whoever can write to the store can run code here.  docs/launching.md,
+    Networks, says who should be able to.
+    """
 
     def __init__(self, tool: str, place: Place, patience: float) -> None:
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         is_served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        store = torch_dist.TCPStore(
-            address,
-            port if is_served else port + 1,
-            is_master=not is_served and place.rank == 0,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=max(patience, 30)),
-        )
+        if not is_served:
+            port += 1
+        limit = timedelta(seconds=max(patience, 30))
+        if not is_served and place.rank == 0:
+            store = serve_store(address, port, limit)
+        else:
+            store = torch_dist.TCPStore(address, port, timeout=limit, wait_for_workers=False)
         run = os.environ.get("TORCHELASTIC_RUN_ID", "")
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
         self.store = torch_dist.PrefixStore(f"{tool} {run} {attempt}", store)
@@ -105,9 +110,17 @@ def wait_until(
         time.sleep(0.02)
 
 
-def serve_store() -> torch_dist.TCPStore:
-    """As torchrun does for its processes: so nobody else can take its port."""
-    return torch_dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+def serve_store(
+    address: str = "127.0.0.1", port: int = 0, limit: timedelta = timedelta(minutes=5)
+) -> torch_dist.TCPStore:
+    """Serve one, as torchrun does for its processes.  torch itself listens on all networks."""
+    options: dict = {"timeout": limit, "is_master": True, "wait_for_workers": False}
+    if address == "localhost" or address.startswith("127."):
+        server = socket.create_server((address, port))
+        port = server.getsockname()[1]
+        # libuv's of torch 2.4 and 2.5 doesn't listen on a given socket (pytorch#150215).
+        options |= {"master_listen_fd": server.detach(), "use_libuv": False}
+    return torch_dist.TCPStore(address, port, **options)
 
 
 def variables_of_one(store: torch_dist.TCPStore) -> dict[str, str]:

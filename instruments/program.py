@@ -13,7 +13,7 @@ import torch
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 # Modules of this project that a program may have under the same name.
-OUR_MODULES = ("distributed", "launcher", "instruments", "timeline", "equivalence")
+OUR_MODULES = ("distributed", "distributed_launcher", "instruments", "timeline", "equivalence")
 LIBRARIES = [os.path.join(ROOT, name, "") for name in OUR_MODULES[2:]]
 
 
@@ -121,7 +121,7 @@ def library_paths() -> tuple[str, ...]:
     for name in OUR_MODULES:
         paths.add(os.path.join(ROOT, f"{name}.py"))
         paths.add(os.path.join(ROOT, name, ""))
-    for name in ("distributed", "launcher"):
+    for name in ("distributed", "distributed_launcher"):
         helper = sys.modules.get(name)  # the program's own copy of the helper
         if getattr(helper, "__file__", None):
             paths.add(helper.__file__)

@@ -118,19 +118,18 @@ def exit_at_sigterm() -> None:
 
 
 def translate_variables() -> None:
-    """srun's and mpirun's, if launcher.py is here."""
+    """srun's and mpirun's, if distributed_launcher.py is here."""
     with contextlib.suppress(ModuleNotFoundError):
-        import launcher
+        import distributed_launcher as launcher
 
-        if read_place() is None:
-            launcher.translate_variables()
+        launcher.translate_variables()
 
 
 def import_launcher() -> tuple[Callable, Callable]:
     try:
-        import launcher
+        import distributed_launcher as launcher
         from distributed import count_processes
-        from launcher import run
+        from distributed_launcher import run
 
         launcher.NOT_THE_PROGRAM += LIBRARIES
     except ModuleNotFoundError as problem:
@@ -184,7 +183,7 @@ def be_rank(job: Job, place: Place, meeting: Meeting, show: Callable | None) -> 
             return rank.end("ended")
         rank.end("failed")
         if isinstance(error, KeyboardInterrupt):
-            raise SystemExit(130) from None  # as launcher.py ends after Ctrl-C
+            raise SystemExit(130) from None  # as distributed_launcher.py ends after Ctrl-C
         raise without_our_frames(error) from error.__cause__
     rank.is_over.set()
     return rank.end("finished" if is_finished else "ended")
