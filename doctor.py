@@ -21,7 +21,7 @@ except Exception as problem:  # not only ImportError: a library of CUDA that is 
     sys.exit(f"WRONG  torch     {problem}: pip install torch")
 
 import distributed as dist
-import launcher
+import distributed_launcher as launcher
 
 VARIABLES = [*launcher.LAUNCHER_VARIABLES, "NPROC"]
 ADVICE = [  # for the first pattern that an error has
@@ -105,9 +105,9 @@ def check_ranks() -> bool:
 def main() -> int:
     """Print the table; 1 if anything is wrong, else 0."""
     try:
-        with contextlib.redirect_stderr(io.StringIO()):
-            is_primary = dist.is_primary()
-    except (ValueError, SystemExit):  # check_launcher says what is wrong
+        dist.check_variables()
+        is_primary = dist.is_primary()
+    except ValueError:  # check_launcher says what is wrong
         is_primary = True
     findings = [check_software(), check_devices(), check_launcher()] if is_primary else [True]
     if findings[-1]:  # else no process can find its place

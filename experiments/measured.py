@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-import launcher
+import distributed_launcher as launcher
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "experiments" / "results"

@@ -9,10 +9,8 @@ import torch  # noqa: E402
 import torch._dynamo  # noqa: E402, F401  a process's first DDP model imports it, for seconds; forked ones find it here
 from tqdm import tqdm  # noqa: E402
 
-import distributed as dist  # noqa: E402
-import launcher  # noqa: E402
+import distributed_launcher as launcher  # noqa: E402
 
-dist._launcher()  # it is asked for once: not while a test hides packages
 launcher.fork_is_safe = lambda: True  # pytest-xdist's own thread only waits
 torch.set_num_threads(1)  # no OpenMP pool; `launch` gives each worker its own number of threads
 tqdm.monitor_interval = 0  # no thread that watches over progress bars
@@ -23,4 +21,3 @@ def no_launcher(monkeypatch):
     """Whatever starts the tests: they start from a world without a launcher."""
     for name in (*launcher.LAUNCHER_VARIABLES, "NPROC", "OMP_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(dist, "_place", None)

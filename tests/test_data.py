@@ -345,7 +345,7 @@ def server(tmp_path, monkeypatch, known_sums):
 
 
 TWICE = """
-import json, os, sys, torch, data, launcher
+import json, os, sys, torch, data, distributed_launcher as launcher
 from torchvision import datasets
 torch.set_num_threads(1)  # the first call sets the size of a second pool, of threads that start at once
 torch.set_num_threads(2)

@@ -710,7 +710,7 @@ def test_notes_that_are_more_than_the_memory_are_refused(train, tmp_path):
 
 
 ON_ITS_OWN = """
-import launcher, runpy
+import distributed_launcher as launcher, runpy
 def train(): runpy.run_path("train.py", run_name="__main__")
 launcher.run(train, nproc=3)
 """

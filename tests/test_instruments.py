@@ -70,14 +70,14 @@ def test_what_was_recorded_is_drawn(mode, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", SAYS)
 def test_under_torchrun_without_the_helpers_from_another_folder(mode, tmp_path):
-    """The clone has no distributed.py and no launcher.py; the program has files with our names."""
+    """The clone has no distributed.py and no distributed_launcher.py; the program has files with our names."""
     for folder in "timeline", "instruments":
         shutil.copytree(ROOT / folder, tmp_path / "clone" / folder)
     home = tmp_path / "home"
     home.mkdir()
-    names = ["distributed", "launcher", "timeline", "instruments", "data"]
+    names = ["distributed", "distributed_launcher", "timeline", "instruments", "data"]
     for name in names:
-        (home / f"{name}.py").write_text(f"print('own {name}')")
+        (home / f"{name}.py").write_text(f"print('own {name}.')")
     (home / "train.py").write_text(f"import {', '.join(names)}{PROGRAM}")
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=3")
     options = (*STEPS, "--patience", 20)  # three processes that import torch on a busy machine
@@ -86,17 +86,17 @@ def test_under_torchrun_without_the_helpers_from_another_folder(mode, tmp_path):
     assert done.code == code and text.format(20) in " ".join((done.out + done.err).split()), done
     assert drawn_ranks(home) == [0, 1, 2]
     # Without the ends of the lines: two processes may write theirs at the same time.
-    assert all(done.out.count(f"own {name}") == 3 for name in names), done
+    assert all(done.out.count(f"own {name}.") == 3 for name in names), done
 
 
 def test_files_with_our_names(tmp_path):
-    names = ["distributed", "launcher", "timeline", "instruments", "data"]
+    names = ["distributed", "distributed_launcher", "timeline", "instruments", "data"]
     for name in names:
-        (tmp_path / f"{name}.py").write_text(f"print('own {name}')")
+        (tmp_path / f"{name}.py").write_text(f"print('own {name}.')")
     (tmp_path / "train.py").write_text(f"import {', '.join(names)}{PROGRAM}")
     for program in ["train.py"], ["-m", "train"]:
         done = forker().run(ROOT / "timeline", *STEPS, *program, "", cwd=tmp_path)
-        assert done.code == 0 and all(done.out.count(f"own {name}") == 2 for name in names), done
+        assert done.code == 0 and all(done.out.count(f"own {name}.") == 2 for name in names), done
 
 
 def test_one_process_of_a_program_in_another_folder(tmp_path):

@@ -45,11 +45,11 @@ def average(how, parameters):
     for parameter in parameters:
         gradient = parameter.grad
         if how == "rank 0":
-            dist.broadcast(gradient, 0)
+            torch.distributed.broadcast(gradient, 0)
         elif how == "sends":
             other = dist.get_rank() ^ 1
             if other < N:
-                works = [dist.isend(torch.ones(1), other), dist.irecv(torch.ones(1), other)]
+                works = [torch.distributed.isend(torch.ones(1), other), torch.distributed.irecv(torch.ones(1), other)]
                 for work in works:
                     work.wait()
         elif how != "nobody":

@@ -16,7 +16,7 @@ import torch
 from world import ENVIRONMENT, ROOT, error_of, forker, gone, wait_for
 
 import distributed as dist
-import launcher
+import distributed_launcher as launcher
 
 # As the launchers set them for the second of two tasks (Open MPI 4.1, MPICH 4.0, SLURM 22.05, torch 2.15).
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
@@ -26,13 +26,13 @@ MPICH = {"PMI_FD": "8", "PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1"
 BATCH = {"SLURM_JOB_ID": "8", "SLURM_NTASKS": "2", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
 
 
-def srun(rank=1, size=2, local_rank=1, tasks="2", node=0, nodes="node7", step="0"):
-    names = ("PROCID", "STEP_NUM_TASKS", "LOCALID", "STEP_TASKS_PER_NODE", "NODEID", "STEP_NODELIST", "STEP_ID")
-    values = (rank, size, local_rank, tasks, node, nodes, step)
+def srun(rank=1, size=2, local_rank=1, node_count=1, nodes="node7"):
+    names = ("PROCID", "STEP_NUM_TASKS", "LOCALID", "STEP_NUM_NODES", "STEP_NODELIST", "STEP_ID")
+    values = (rank, size, local_rank, node_count, nodes, 0)
     return BATCH | {f"SLURM_{name}": str(value) for name, value in zip(names, values, strict=True)}
 
 
-ONE = srun(0, 1, 0, "1")  # srun -n 1
+ONE = srun(0, 1, 0)  # srun -n 1
 SECOND_MACHINE = {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
 LAST_OF_FOUR = {"RANK": "3", "WORLD_SIZE": "4"}
 PLACES = {  # rank, world size, local rank, local world size; whether a launcher has said so
@@ -43,14 +43,14 @@ PLACES = {  # rank, world size, local rank, local world size; whether a launcher
     "MPICH": (MPICH, (1, 2, 1, 2, True)),
     "srun -n 2": (srun(), (1, 2, 1, 2, True)),
     "srun -n 2 --mpi=pmi2": (srun() | {"PMI_FD": "12", "PMI_RANK": "1", "PMI_SIZE": "2"}, (1, 2, 1, 2, True)),
-    "srun, nodes of 2, 2, 2 and 1 tasks: the last": (srun(6, 7, 0, "2(x3),1", 3), (6, 7, 0, 1, True)),
-    "srun -m cyclic": (srun(1, 4, 0, "2(x2)", 1), (1, 4, 0, 2, True)),
+    "srun, nodes of 2, 2, 2 and 1 tasks: the last": (srun(6, 7, 0, 4, "node[1-4]"), (6, 7, 0, None, True)),
+    "srun -m cyclic": (srun(1, 4, 0, 2, "node[1-2]"), (1, 4, 0, None, True)),
     "sbatch without srun": (BATCH, (0, 1, 0, 1, False)),
     "srun -n 1": (ONE, (0, 1, 0, 1, False)),
     "MPICH in salloc": (ONE | MPICH, (1, 2, 1, 2, True)),
-    "Open MPI in a job": (srun(0, 2, 0, "1(x2)") | OPEN_MPI, (1, 2, 1, 2, True)),
+    "Open MPI in a job": (srun(0, 2, 0, 2) | OPEN_MPI, (1, 2, 1, 2, True)),
     "torch's own env://, as Kubernetes sets it": ({"RANK": "1", "WORLD_SIZE": "2"}, (1, 2, 0, None, True)),
-    "torchrun on each node of a job": (srun(1, 2, 0, "1(x2)", 1) | TORCHRUN | LAST_OF_FOUR, (3, 4, 1, 2, True)),
+    "torchrun on each node of a job": (srun(1, 2, 0, 2) | TORCHRUN | LAST_OF_FOUR, (3, 4, 1, 2, True)),
 }
 
 
@@ -66,8 +66,8 @@ def who():
 
 def under(environment, function, *args):
     """function(*args) in this environment; its result and the environment after it."""
-    dist._place = None  # a process asks once
     with mock.patch.dict(os.environ, environment, clear=True):
+        launcher.translate_variables()  # as when distributed.py is imported
         return function(*args), dict(os.environ)
 
 
@@ -76,7 +76,8 @@ def test_the_place_is_the_launchers_and_is_written_into_torchruns_variables(case
     variables, place = PLACES[case]
     found, after = under(variables, who)
     assert found == place[:3]
-    written = {name: str(number) for name, number in zip(TORCHRUN, place, strict=False) if place[4]}
+    written = {name: str(number) for name, number in zip(TORCHRUN, place[:4], strict=True)}
+    written = {name: number for name, number in written.items() if place[4] and number != "None"}
     assert {name: after[name] for name in TORCHRUN if name in after} == (
         variables if case.startswith("torch's") else written
     )
@@ -84,7 +85,11 @@ def test_the_place_is_the_launchers_and_is_written_into_torchruns_variables(case
 
 
 def meeting_point(variables):
-    return under(variables, lambda: (dist.get_rank(), launcher._meeting_point())[1])
+    def found():
+        dist.check_variables()
+        return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+
+    return under(variables, found)
 
 
 @pytest.mark.parametrize(
@@ -93,8 +98,8 @@ def meeting_point(variables):
         (OPEN_MPI, "127.0.0.1"),
         (MPICH, "127.0.0.1"),
         (srun(), "127.0.0.1"),
-        (srun(1, 2, 0, "1(x2)", 1, "node[08-09,12],other"), "node08"),
-        (srun(1, 2, 0, "1(x2)", 1, "gpu-a,gpu-b"), "gpu-a"),
+        (srun(1, 2, 0, 4, "node[08-09,12],other"), "node08"),
+        (srun(1, 2, 0, 2, "gpu-a,gpu-b"), "gpu-a"),
     ],
 )
 def test_the_meeting_point_is_implied_by_the_launchers_variables_or_told(variables, address):
@@ -115,8 +120,8 @@ def test_the_meeting_point_is_implied_by_the_launchers_variables_or_told(variabl
         (TORCHRUN | {"RANK": "2"}, "RANK=2 WORLD_SIZE=2"),
         (TORCHRUN | {"LOCAL_RANK": "2"}, "RANK=1 .*LOCAL_RANK=2"),
         (TORCHRUN | {"LOCAL_WORLD_SIZE": "3"}, "RANK=1 .*LOCAL_WORLD_SIZE=3"),
-        ({name: value for name, value in MPICH.items() if name != "PMI_SIZE"}, ".*incomplete .'PMI_SIZE'.: start with"),
-        ({name: value for name, value in srun().items() if name != "SLURM_NODEID"}, ".*incomplete .'SLURM_NODEID'."),
+        ({name: value for name, value in MPICH.items() if name != "PMI_SIZE"}, "RANK=1 .*: set RANK and WORLD_SIZE"),
+        ({name: value for name, value in srun().items() if name != "SLURM_PROCID"}, "WORLD_SIZE=2 .*: set RANK and"),
         (OPEN_MPI | SECOND_MACHINE, "MASTER_ADDR= and MASTER_PORT= must say where rank 0 is: .*-x MASTER_ADDR=HOST"),
         (TORCHRUN | {"MASTER_ADDR": "here", "MASTER_PORT": "70000"}, "MASTER_ADDR=here and MASTER_PORT=70000 must say"),
         (TORCHRUN | {"DIST_TIMEOUT": "3s"}, r"the timeout \(or DIST_TIMEOUT\) is 3s: give seconds"),
@@ -135,6 +140,11 @@ def test_bad_variables_are_one_line(variables, error):
         (None, {"DIST_GRACE": "nan"}, r"DIST_GRACE is nan: give a number of seconds \(DIST_GRACE=30\), or unset it"),
         (None, {"DIST_TIMEOUT": "-1"}, r"the timeout \(or DIST_TIMEOUT\) is -1: give seconds greater than 0"),
         (None, {"WORLD_SIZE": "2"}, "WORLD_SIZE=2: set RANK and WORLD_SIZE"),
+        (
+            None,
+            {"DIST_BACKEND": "nvcc"},
+            r"torch has no backend nvcc \(DIST_BACKEND or an argument\): choose nccl or gloo",
+        ),
         (None, TORCHRUN, "MASTER_ADDR= and MASTER_PORT= must say where rank 0 is: set them"),
     ],
 )
@@ -158,7 +168,6 @@ def test_under_a_launcher_the_number_of_processes_is_the_launchers():
 
 UNKNOWN = {  # one of two tasks, as these launchers set them
     "PMI_RANK": {"PMI_RANK": "1", "PMI_SIZE": "2"},  # HPE Cray's PALS, MVAPICH2 under Hydra
-    "PALS_RANKID": {"PALS_RANKID": "0"},
     "MV2_COMM_WORLD_RANK": {"MV2_COMM_WORLD_RANK": "0", "MV2_COMM_WORLD_SIZE": "2"},
     "FLUX_TASK_RANK": {"FLUX_TASK_RANK": "0", "FLUX_JOB_SIZE": "2"},
     "JSM_NAMESPACE_RANK": {"JSM_NAMESPACE_RANK": "1", "JSM_NAMESPACE_SIZE": "2"},
@@ -169,11 +178,12 @@ UNKNOWN = {  # one of two tasks, as these launchers set them
 def test_a_launcher_that_is_not_known_is_no_world_of_one(name, capsys):
     """Unless it has started one process, or the program says who it is."""
     with pytest.raises(SystemExit, match="2"):
-        under(UNKNOWN[name], dist.get_rank)
-    assert re.fullmatch(f"distributed: {name} is set, but its launcher .* torchrun\n", capsys.readouterr().err)
-    if name != "PALS_RANKID":
-        alone = {key: "1" if value == "2" else "0" for key, value in UNKNOWN[name].items()}
-        assert under(alone, who)[0] == (0, 1, 0)
+        under(UNKNOWN[name], dist.launch, who)
+    said = capsys.readouterr().err
+    assert re.fullmatch(r"distributed: \w+_SIZE is 2, but RANK and WORLD_SIZE are not set: set them .*\n", said), said
+    assert under(UNKNOWN[name], error_of, dist.init_process_group)[0] == f"ValueError: {said[13:-1]}"
+    alone = {key: "1" if value == "2" else "0" for key, value in UNKNOWN[name].items()}
+    assert under(alone, lambda: (dist.check_variables(), who())[1])[0] == (0, 1, 0)
     missing = under(UNKNOWN[name], error_of, lambda: dist.init_process_group(rank=0, world_size=2))
     assert missing[0].startswith("ValueError: MASTER_ADDR= and MASTER_PORT= must say")
 
@@ -182,15 +192,17 @@ TRAIN = """
 import os, sys, time
 import torch
 IMPORT
+torch.manual_seed(5)
 
 def main_worker(local_rank, world_size, then):
     dist.init_process_group()
+    drawn = sorted({f"{drawn.item():.4f}" for drawn in dist.gather(torch.rand(()))})
     model = dist.prepare_ddp_model(torch.nn.Linear(1, 1, bias=False).double())
     rank = dist.get_rank()
     model(torch.full((1, 1), rank + 1.0, dtype=torch.float64)).sum().backward()  # the gradient is rank + 1
     mean = dist.unwrap_model(model).weight.grad.item()
     ranks = [found.item() for found in dist.gather(torch.tensor(rank))]
-    dist.print_primary(f"{world_size} ranks, mean {mean:.6f}, gathered {ranks}")
+    dist.print_primary(f"{world_size} ranks, mean {mean:.6f}, gathered {ranks}, drawn {', '.join(drawn)}")
     while then == "stay":
         open(f"staying{rank}", "w").close()
         dist.barrier()
@@ -210,7 +222,9 @@ def alone(folder, *files, text="import distributed as dist"):
 
 
 def says(n):
-    return f"{n} ranks, mean {(n + 1) / 2:.6f}, gathered {list(range(n))}"
+    """However it is started, all ranks draw the number that one process draws."""
+    drawn = torch.rand((), generator=torch.Generator().manual_seed(5)).item()
+    return f"{n} ranks, mean {(n + 1) / 2:.6f}, gathered {list(range(n))}, drawn {drawn:.4f}"
 
 
 def test_distributed_py_alone_runs_one_process_and_says_what_it_needs_for_more(tmp_path):
@@ -219,7 +233,8 @@ def test_distributed_py_alone_runs_one_process_and_says_what_it_needs_for_more(t
     assert (done.code, done.out.splitlines()[1:]) == (0, [says(1), "rank 0"]), done.err
     done = forker().run(tmp_path / "train.py", cwd=tmp_path)
     assert done.code == 2 and re.fullmatch(
-        "distributed: to start 2 processes, copy launcher.py beside distributed.py; or type torchrun .*py\n", done.err
+        "distributed: to start 2 processes, copy distributed_launcher.py beside distributed.py; or type torchrun .*\n",
+        done.err,
     )
 
 
@@ -227,9 +242,11 @@ def test_both_run_in_a_package(tmp_path):
     package = tmp_path / "mine"
     package.mkdir()
     (package / "__init__.py").touch()
-    alone(package, "distributed.py", "launcher.py", text="from . import distributed as dist")
-    for name in "distributed", "launcher":  # others of the same names, as Dask's
+    alone(package, "distributed.py", "distributed_launcher.py", text="from . import distributed as dist")
+    for name in "distributed", "distributed_launcher":  # others of the same names, as Dask's
         (tmp_path / f"{name}.py").write_text("raise ImportError")
+    for folder in tmp_path, package:  # a program may have a launcher.py, which is not even read
+        (folder / "launcher.py").write_bytes("é".encode("latin-1"))
     done = forker().run("-m", "mine.train", cwd=tmp_path, NPROC=3)
     assert (done.code, done.out.splitlines()[1:]) == (0, [says(3), "rank 0"]), done.err
 
@@ -294,9 +311,9 @@ def test_under_a_real_launcher(launcher, tmp_path):
     if launcher is torchrun_command:
         assert process.returncode == 0 and says(2) in out and out.count("rank 0") == 1, out
         return
-    assert process.returncode and "for srun and mpirun copy launcher.py beside distributed.py\n" in out, out
+    assert process.returncode and "for srun and mpirun copy distributed_launcher.py here\n" in out, out
     assert "Traceback" not in out and "ranks" not in out
-    alone(tmp_path, "launcher.py")
+    alone(tmp_path, "distributed_launcher.py")
     process = start(command, tmp_path, **environment)
     out = process.communicate(timeout=100)[0]
     assert process.returncode == 0 and says(2) in out and out.count("rank 0") == 1, out
@@ -308,7 +325,7 @@ def test_two_containers_whose_processes_have_the_same_numbers_do_not_meet(launch
     command, environment = launcher()
     if subprocess.run(["unshare", "-p", "-f", "--mount-proc", "true"]).returncode:
         pytest.skip("PID namespaces need root")
-    alone(tmp_path, "distributed.py", "launcher.py")
+    alone(tmp_path, "distributed.py", "distributed_launcher.py")
     contained = ["unshare", "-p", "-f", "--mount-proc", *command]
     first, second = start(contained, tmp_path, "stay", **environment), None
     wait_for(lambda: all((tmp_path / f"staying{rank}").exists() for rank in range(2)))
@@ -324,7 +341,7 @@ def test_two_containers_whose_processes_have_the_same_numbers_do_not_meet(launch
 @pytest.mark.parametrize("launcher", LAUNCHERS[:3], ids=["torchrun", "Open MPI", "MPICH"])  # srun's tasks are SLURM's
 def test_no_rank_outlives_a_launcher_that_is_killed(launcher, tmp_path):
     command, environment = launcher()
-    alone(tmp_path, "distributed.py", "launcher.py")
+    alone(tmp_path, "distributed.py", "distributed_launcher.py")
     process = start(command, tmp_path, "stay", **environment)
     wait_for(lambda: all((tmp_path / f"staying{rank}").exists() for rank in range(2)))
     ranks = [
@@ -372,7 +389,7 @@ def two_machines():
 @pytest.mark.slow
 def test_two_machines_under_torchrun(two_machines, tmp_path):
     """As Debian installs them: on each its own name is 127.0.1.1."""
-    alone(tmp_path, "distributed.py", "launcher.py")
+    alone(tmp_path, "distributed.py", "distributed_launcher.py")
     sides = []
     for node, (namespace, _, _) in enumerate(two_machines):
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=2"]

@@ -236,7 +236,7 @@ else:
     sys.exit()
 for fd, (file, mode) in enumerate([(os.devnull, os.O_RDONLY), (job["out"], os.O_WRONLY), (job["err"], os.O_WRONLY)]):
     os.dup2(os.open(file, mode | os.O_CREAT), fd)
-sys.stdout = open(1, "w", closefd=False)  # not frozen: launcher.py looks for open files
+sys.stdout = open(1, "w", closefd=False)  # not frozen: distributed_launcher.py looks for open files
 sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)
 for name, value in job["environment"].items():
     os.environ.pop(name, None)

@@ -6,7 +6,7 @@
     python PATH/timeline train.py                                    # the same without torchrun
     python -m timeline --draw a.json b.json --out both               # recordings, on one scale
 
-PATH is where this project lies.  Under torchrun neither distributed.py nor launcher.py is needed.
+PATH is where this project lies.  Under torchrun no other file is needed.
 
 The program is not changed; it needs an optimizer of torch.optim.  timeline.svg has a lane for each
 rank: forward, backward, optimizer, waiting; below them messages and memory.  timeline.json has the

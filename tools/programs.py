@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-import launcher
+import distributed_launcher as launcher
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT = 100  # seconds for a run that hangs: less than pytest's own limit, which prints nothing of it

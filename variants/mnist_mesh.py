@@ -64,7 +64,9 @@ def main(local_rank, world_size, args):
     torch.manual_seed(args.seed)  # equal seeds give equal weights
 
     replicas = world_size // args.tensor_parallel  # copies of the model
-    mesh = dist.init_device_mesh(device.type, (replicas, args.tensor_parallel), mesh_dim_names=("data", "tensor"))
+    mesh = torch.distributed.init_device_mesh(
+        device.type, (replicas, args.tensor_parallel), mesh_dim_names=("data", "tensor")
+    )
     replica = mesh.get_local_rank("data")
     batch_size = args.batch_size // replicas  # the processes that share a model see the same images
     train_set, test_set = data.load(args.dataset, args.data_dir, 2 * args.batch_size if args.dry_run else None)

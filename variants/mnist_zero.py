@@ -8,6 +8,7 @@ import time
 
 import torch
 import torch.nn.functional as F
+from torch import distributed as torch_dist
 from torch import nn
 
 import data
@@ -35,14 +36,14 @@ class ConvNet(nn.Sequential):
 def train(model, loader, optimizer, scheduler, device, weights, gradients, mine):
     """One epoch; returns the sum of the losses and the number of examples, [2] float64."""
     model.train()
-    reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)  # its name before torch 2.13
+    reduce_scatter = getattr(torch_dist, "reduce_scatter_single", torch_dist.reduce_scatter_tensor)  # before 2.13
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     for images, labels in data.batches(loader, device):
         loss = F.cross_entropy(model(images), labels)
         loss.backward()
         reduce_scatter(mine.grad, gradients.div_(dist.get_world_size()))  # the average of this process's slice only
         optimizer.step()
-        dist.all_gather(list(weights.chunk(dist.get_world_size())), mine)  # so all parameters of the model
+        torch_dist.all_gather(list(weights.chunk(dist.get_world_size())), mine)  # so all parameters of the model
         gradients.zero_()
         scheduler.step()
         sums[0] += loss.detach() * len(labels)

@@ -96,7 +96,8 @@ PROGRAMS_TO_BEGIN_WITH = {  # seven ranks have an odd share of the loop's data
 @pytest.mark.parametrize(("program", "n"), PROGRAMS_TO_BEGIN_WITH.values(), ids=PROGRAMS_TO_BEGIN_WITH)
 def test_a_program_to_begin_with_runs(program, n, tmp_path):
     (tmp_path / "train.py").write_text(AROUND + program, encoding="utf-8")
-    for helper in "distributed.py", "launcher.py", "checkpoint.py":  # as the README says: copied beside the program
+    # As the README says: copied beside the program.
+    for helper in "distributed.py", "distributed_launcher.py", "checkpoint.py":
         shutil.copy(ROOT / helper, tmp_path)
     done = forker().run(tmp_path / "train.py", cwd=tmp_path, NPROC=n)
     assert done.code == 0 and f"{n} processes" in done.out, done.err

@@ -1,17 +1,18 @@
+# Copied from the project ddp-by-diff.  SPDX-License-Identifier: MIT
 """A small torchrun inside the program: it starts one process per rank, watches them, and says which failed first.
 
-    launcher.run(function, args, nproc=2)    # function(*args) in two new processes; returns rank 0's result
+    run(function, args, nproc=2)    # function(*args) in two new processes; returns rank 0's result
 
 Each rank finds its place in torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and
-MASTER_PORT), so torch's own init_process_group works in it, too.  distributed.py uses this file if it is beside it: to
-start programs with `python train.py`, to understand srun and mpirun, and to name the ranks that don't come.
+MASTER_PORT), so torch's own init_process_group works in it, too.  distributed.py uses this file if it is beside it.
 
-The file reads in the order of a run: start, watch, explain, end; what each rank does; how the ranks find each other.
+The file reads in the order of a run: start, watch, explain, end; what each rank does.  Then come two things that
+torchrun's, srun's and mpirun's ranks need, too: the launchers' variables, and how the ranks find each other.
 """
 
 import atexit
 import contextlib
-import ctypes
+import errno
 import faulthandler
 import fcntl
 import gc
@@ -32,7 +33,6 @@ import tempfile
 import threading
 import time
 import traceback
-import weakref
 import zlib
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -49,6 +49,7 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 STACK_SIGNAL = getattr(signal, "SIGRTMAX", signal.SIGUSR1)  # macOS has no SIGRTMAX
 STOP_GRACE = 30  # seconds to save, for ranks that handle SIGTERM, if the run is told to stop
 FAILURE_GRACE = 3  # the same, after another rank has failed
+REPORT_UNENDED_AFTER = 10  # seconds that a rank's process lives on after the rank has finished
 POLL = 0.02  # seconds between two looks at the ranks
 CPU_QUOTA = "/sys/fs/cgroup/cpu.max"  # a container's: "200000 100000" is two cores, "max 100000" all
 _FRAME = re.compile(r'File "(.+)", line (\d+),? in (.+)')  # a line of a traceback, Python's or faulthandler's
@@ -60,7 +61,6 @@ NOT_THE_PROGRAM = [
     sysconfig.get_path("stdlib"),
     "<frozen ",  # a part of Python that is built in
 ]
-
 
 # How a rank may fail, the likeliest cause first.  One that died took its connections from the others.  One that reports
 # an error doesn't: it waits to be killed.  A lost connection is a consequence.
@@ -77,13 +77,6 @@ class _Report(NamedTuple):
     result: Any = None
 
 
-class _Standing(NamedTuple):
-    """Where a rank stands."""
-
-    place: str = ""  # file, line, function, and what that has called
-    call: str = ""  # the collective, or another function
-
-
 def run(function: Callable, args: tuple = (), nproc: int = 2) -> Any:
     """function(*args) in nproc new processes; returns what it returned on rank 0.
 
@@ -92,12 +85,12 @@ def run(function: Callable, args: tuple = (), nproc: int = 2) -> Any:
     `kill -USR1` of this process, print where each rank stands.
     Ranks that handle SIGTERM have DIST_GRACE seconds to save, or 30 if the run is told to stop, 3 after a failure.
     """
-    _check_caller()
+    if getattr(multiprocessing.current_process(), "_inheriting", False):  # a spawned rank, which imports the program
+        sys.exit('launch: the program calls it when it is imported: write  if __name__ == "__main__":  above the call')
     ranks = _Ranks(nproc, read_grace())
     with ranks.signals_handled():
         try:
-            method, threads, job = _how_to_start((function, args), nproc)
-            ranks.start(method, threads, job)
+            ranks.start((function, args, _random_numbers()))
             error = ranks.watch()
         finally:
             ranks.end()
@@ -121,20 +114,6 @@ def read_grace() -> float | None:
     if not 0 <= seconds <= 1e9:  # nan is refused, too
         raise ValueError(f"DIST_GRACE is {text}: give a number of seconds (DIST_GRACE=30), or unset it")
     return seconds
-
-
-def _check_caller() -> None:
-    """Signals need the main thread, and a daemonic process may not start others."""
-    thread, process = threading.current_thread(), multiprocessing.current_process()
-    if getattr(process, "_inheriting", False):  # a spawned rank, which imports the program
-        sys.exit('launch: the program calls it when it is imported: write  if __name__ == "__main__":  above the call')
-    if thread is not threading.main_thread():
-        raise RuntimeError(f"launch was called in the thread {thread.name}: call it in the main thread")
-    if process.daemon:
-        raise RuntimeError(
-            f"launch was called in {process.name}, a daemonic process (as multiprocessing.Pool's are), which may start "
-            "no others: call it in the main process, or use concurrent.futures.ProcessPoolExecutor"
-        )
 
 
 def _in_shell() -> bool:
@@ -220,14 +199,16 @@ class _Ranks:
         self.stop_signal = 0  # the first signal that told the run to stop
         self.stop_now = False  # there was a second Ctrl-C: don't wait for the ranks to save
         self.stacks_wanted = False
+        self.unended_reported = False
         self.guard = 0  # its process ID
         self.store: Any = None
-        self.folder = tempfile.mkdtemp(prefix="dist-")  # for the ranks' reports and stacks
+        self.folder = ""  # for the ranks' reports and stacks
 
     @contextlib.contextmanager
     def signals_handled(self) -> Iterator[None]:
         """Signals are noted here, and acted on in `watch`.  What is ignored stays ignored (SIGHUP under nohup)."""
-        handlers = {}
+        # A handler of the program's own might wait for the ranks in our place.
+        handlers = {signal.SIGCHLD: signal.signal(signal.SIGCHLD, signal.SIG_DFL)}
         for number in (*STOP_SIGNALS, signal.SIGUSR1):
             if signal.getsignal(number) != signal.SIG_IGN:
                 handlers[number] = signal.signal(number, self.note_signal)
@@ -240,14 +221,18 @@ class _Ranks:
     def note_signal(self, number: int, frame: Any) -> None:
         if number == signal.SIGUSR1:
             self.stacks_wanted = True
-        elif number in STOP_SIGNALS and not self.stop_signal:
+        elif not self.stop_signal:
             self.stop_signal = number
         elif number == signal.SIGINT:  # not a second SIGTERM: GNU timeout sends two at once
             self.stop_now = True
 
-    def start(self, method: str, threads: int | None, job: Any) -> None:
+    def start(self, job: tuple) -> None:
         """Start the processes, then serve their store."""
-        seed = torch.empty((), dtype=torch.int64).random_().item()  # as torch's DataLoader seeds its workers
+        self.folder = tempfile.mkdtemp(prefix="dist-")
+        method, threads, job = _how_to_start(job, self.nproc)
+        parent = os.getpid()
+        self.guard = _fork(lambda: _guard(parent, self.folder))
+        os.setpgid(self.guard, self.guard)  # here, too: its group must be there when the ranks join it
         server = socket.create_server(("127.0.0.1", 0))  # held from now on, so no other run can have its port
         address, port = server.getsockname()
         environment = {
@@ -258,12 +243,7 @@ class _Ranks:
             "TORCHELASTIC_USE_AGENT_STORE": "True",  # as under torchrun: rank 0 need not serve the store
             "TORCHELASTIC_RESTART_COUNT": "0",  # torch 2.4 and 2.5 read it then
         }
-        files = _open_files()
-        _inherited[:] = [weakref.ref(file) for file in files]
-        _write(files)  # otherwise each forked rank would also write what they have buffered
-        parent = os.getpid()
-        self.guard = _fork(lambda: _guard(parent, self.folder))
-        os.setpgid(self.guard, self.guard)  # here, too: its group must be there when the ranks join it
+        _write_open_files()  # otherwise each forked rank would also write what they have buffered
         if method == "spawn":
             resource_tracker.ensure_running()  # now, because it unblocks signals
         # Blocked until a rank is ready for them, so that none dies half-way into its start.
@@ -271,7 +251,7 @@ class _Ranks:
         try:
             for rank in range(self.nproc):
                 place = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                arguments = (self.guard, environment | place, self.folder, seed + rank, threads, job)
+                arguments = (self.guard, environment | place, self.folder, threads, job)
                 process = multiprocessing.get_context(method).Process(target=_be_rank, args=arguments)
                 process.start()
                 self.processes.append(process)
@@ -294,6 +274,7 @@ class _Ranks:
             self.wait_for_news()
             for report in self.reports.values():
                 self.stop_signal = self.stop_signal or report.stop_signal  # the rank was told to stop, so the run was
+            self.report_unended()
         # What is seen first may be a consequence.  So wait a moment for its cause, and longer if only lost connections
         # are known.
         since = time.monotonic()
@@ -304,7 +285,7 @@ class _Ranks:
                 return self.explain()
             self.wait_for_news(remaining)
         if self.stop_signal == signal.SIGINT and not any(report.stop_signal for report in self.reports.values()):
-            print(f"\n{_table(self.ask_ranks())}", file=sys.stderr, flush=True)  # a line below the terminal's ^C
+            print(f"\n{self.table()}", file=sys.stderr, flush=True)  # a line below the terminal's ^C
         return ""
 
     def wait_for_news(self, seconds: float = POLL) -> None:
@@ -312,14 +293,13 @@ class _Ranks:
         time.sleep(min(seconds, POLL))
         if self.stacks_wanted:
             self.stacks_wanted = False
-            print(_table(self.ask_ranks()), file=sys.stderr, flush=True)
+            print(self.table(), file=sys.stderr, flush=True)
         for rank, process in enumerate(self.processes):
-            self.look_at(rank, process)
+            self.look_at(rank, process.exitcode)
 
-    def look_at(self, rank: int, process: multiprocessing.Process) -> None:
+    def look_at(self, rank: int, code: int | None) -> None:
         """Note whether this rank has ended, and its report: its own, or one that says how it died."""
-        code = process.exitcode  # first: a rank that has ended has written its report, or never will
-        if code is not None:
+        if code is not None:  # asked for first: a rank that has ended has written its report, or never will
             self.ended.add(rank)
         if rank not in self.reports and (written := self.read(f"report{rank}")):
             try:
@@ -334,11 +314,20 @@ class _Ranks:
 
     def read(self, name: str) -> bytes:
         """What a rank has written into this file; b"" if nothing."""
-        path = f"{self.folder}/{name}"
-        if not os.path.exists(path):
-            return b""
-        with open(path, "rb") as file:
-            return file.read()
+        path = Path(self.folder, name)
+        return path.read_bytes() if path.exists() else b""
+
+    def report_unended(self) -> None:
+        """Name, once, the ranks that have finished, but whose processes go on."""
+        late = []
+        for rank, report in self.reports.items():
+            if rank not in self.ended and time.monotonic() - report.when > REPORT_UNENDED_AFTER:
+                late.append(f"rank {rank}")
+        if late and not self.unended_reported:
+            self.unended_reported = True
+            names = ", ".join(late)
+            text = f"launch: {names} finished {REPORT_UNENDED_AFTER} s ago, but did not end: a thread, or atexit?"
+            print(text, file=sys.stderr, flush=True)
 
     def failures(self) -> list[int]:
         """The ranks that have failed, the likeliest cause of the others' failures first."""
@@ -357,14 +346,9 @@ class _Ranks:
             text += f"\nIt lost its connection after {finished} had finished. All ranks must call the same collectives."
         elif finished:
             text += f"\n({finished} had finished)"
-        if report.failure != FAILED:
-            standings = self.ask_ranks()
-            text += f"\n{_table(standings)}"
-            if report.failure == TIMED_OUT:
-                text += f"\n{_in_words(standings)}"
-        return text
+        return text if report.failure == FAILED else f"{text}\n{self.table()}"
 
-    def ask_ranks(self) -> list[_Standing]:
+    def table(self) -> str:
         """Where each rank stands."""
         asked = set(range(len(self.processes))) - self.ended
         for rank in asked:
@@ -375,29 +359,26 @@ class _Ranks:
             if all(b"_bootstrap" in self.read(f"stack{rank}") for rank in asked):  # multiprocessing's frame comes last
                 break
             time.sleep(0.01)
-        standings = []
+        lines = ["where each rank stands:"]
         for rank, process in enumerate(self.processes):
             report = self.reports.get(rank)
             frames = _FRAME.findall(self.read(f"stack{rank}").decode())
             if report and report.failure in (FAILED, TIMED_OUT, LOST):
                 frames = _FRAME.findall(report.error)[::-1]  # a traceback has the innermost last
-            standing = _where(frames)
-            if not standing.place:
-                if rank not in asked:
-                    state = "has ended"
-                elif report:
-                    state = "has finished, but still runs: a thread of its own?"
-                else:
-                    state = f"no answer (starting, or stopped: then kill -CONT {process.pid})"
-                standing = _Standing(state)
-            standings.append(standing)
+            if rank not in asked:
+                otherwise = "has ended"
+            elif report:
+                otherwise = "has finished, but still runs: a thread of its own?"
+            else:
+                otherwise = f"no answer (starting, or stopped: then kill -CONT {process.pid})"
+            lines.append(f"  rank {rank}: {_where(frames) or otherwise}")
             open(f"{self.folder}/stack{rank}", "w").close()  # empty, for the next answer
-        return standings
+        return "\n".join(lines)
 
     # ---------------------------------------------------------------------------------------------------------- end
 
     def end(self) -> None:
-        """Let the ranks save, then kill them all; nothing of the run is left."""
+        """Let the ranks save, then kill them all, with what they have started; nothing of the run is left."""
         try:
             self.let_ranks_save()
         finally:
@@ -411,7 +392,7 @@ class _Ranks:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def let_ranks_save(self) -> None:
-        """Send SIGTERM to ranks that handle it.  SIGKILL ends the others, and their data loader workers with them."""
+        """Send SIGTERM to ranks that handle it.  The others stay until these have saved: they may be needed for it."""
         saving = []
         for rank, process in enumerate(self.processes):
             if rank not in self.reports and _handles_sigterm(process.pid):
@@ -438,8 +419,7 @@ class _Ranks:
 
 def _handles_sigterm(pid: int) -> bool:
     try:
-        with open(f"/proc/{pid}/status") as status:
-            caught = int(re.search(r"SigCgt:\s*(\w+)", status.read())[1], 16)  # a bit for each signal
+        caught = int(re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())[1], 16)  # a bit for each
     except OSError:  # macOS doesn't tell: perhaps
         return True
     return bool(caught >> (signal.SIGTERM - 1) & 1)
@@ -454,30 +434,17 @@ def _how_it_ended(code: int) -> str:
     return f"ended by {names.get(-code, f'signal {-code}')}"
 
 
-def _where(frames: list[tuple[str, str, str]]) -> _Standing:
+def _where(frames: list[tuple[str, str, str]]) -> str:
     """The program's own line: the first outside of NOT_THE_PROGRAM, of frames that begin with the innermost."""
     called = ""
     for path, line, function in frames:
         if function == "_bootstrap":  # what follows in a forked process is its parent's
             break
         if not path.startswith(tuple(NOT_THE_PROGRAM)):
-            return _Standing(f"{path}:{line}, {function}" + (f", in {called}" if called else ""), called or function)
+            return f"{path}:{line}, {function}" + (f", in {called}" if called else "")
         if function != "wrapper":  # torch's, around each of its collectives
             called = function
-    return _Standing()
-
-
-def _table(standings: list[_Standing]) -> str:
-    lines = (f"\n  rank {rank}: {standing.place}" for rank, standing in enumerate(standings))
-    return "where each rank stands:" + "".join(lines)
-
-
-def _in_words(standings: list[_Standing]) -> str:
-    ranks: dict[str, list[str]] = {}
-    for rank, standing in enumerate(standings):
-        ranks.setdefault(standing.call or "no call that is known", []).append(f"rank {rank}")
-    parts = [f"{' and '.join(names)} {'stand' if names[1:] else 'stands'} in {call}" for call, names in ranks.items()]
-    return f"{', '.join(parts)}. All ranks must call the same collectives, in the same order."
+    return ""
 
 
 # ------------------------------------------------------------------------------------------ in the guard, in each rank
@@ -486,34 +453,27 @@ def _in_words(standings: list[_Standing]) -> str:
 def _guard(parent: int, folder: str) -> None:
     """The leader of the process group that all ranks join, and so what they start: data loader workers, forkservers.
 
-    If the launching process dies, even by SIGKILL, the group is killed and the run's folder removed.
+    If the launching process dies, even by SIGKILL, the run's folder is removed, and the group killed.
     """
     os.setpgid(0, 0)  # otherwise, if the parent died now, the parent's group would be killed
     while os.getppid() == parent:
         time.sleep(0.5)
-    group = os.getpgid(0)
-    if os.fork() == 0:
-        os.setpgid(0, 0)  # out of the group, to be there when all of it has gone
-        os.killpg(group, signal.SIGKILL)
-        shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    os.killpg(0, signal.SIGKILL)
 
 
-def _be_rank(guard: int, environment: dict, folder: str, seed: int, threads: int | None, job: Any) -> None:
+def _be_rank(guard: int, environment: dict, folder: str, threads: int | None, job: Any) -> None:
     """Do the job, and report."""
-    # Forked inside an except block, this process would go on handling its parent's exception.
-    ctypes.pythonapi.PyErr_SetExcInfo(None, None, None)
     try:
         os.setpgid(0, guard)  # so Ctrl-C in a terminal reaches the launching process alone
     except OSError:  # the launching process was killed, and so the guard has ended
         os._exit(1)
     os.environ |= environment
+    multiprocessing.current_process()._config["tempdir"] = folder  # for sockets that killed workers can't remove
     is_forked = not isinstance(job, bytes)
     if is_forked:
-        gc.freeze()  # a rank that looked at all objects of the launching process would get a copy of their memory
         atexit._clear()  # what the launching process has registered runs there alone
-        atexit.register(multiprocessing.util._exit_function)  # as Python 3.13 does itself
     rank = int(environment["RANK"])
-    multiprocessing.current_process()._config["tempdir"] = folder  # for sockets that killed workers can't remove
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     stack_file = open(f"{folder}/stack{rank}", "a")  # noqa: SIM115  faulthandler keeps it open
@@ -524,20 +484,18 @@ def _be_rank(guard: int, environment: dict, folder: str, seed: int, threads: int
         torch.set_num_threads(threads)
     failure, pid = None, os.getpid()
     try:
-        function, args = job if is_forked else pickle.loads(job)
-        torch.manual_seed(seed)
-        random.seed(seed)
-        numpy.random.seed(seed % 2**32)  # it takes no larger number
+        function, args, random_numbers = job if is_forked else pickle.loads(job)
+        _set_random_numbers(random_numbers, is_forked)
         result = function(*args)
         report = _Report(time.monotonic(), result=result if rank == 0 else None)
     except BaseException as error:
         failure = error  # still here: what its frames hold may take long to end
         report = _report_of(error)
-        _write(_open_files())  # before the report: a rank that has reported a failure is killed
+        _write_open_files()  # before the report: a rank that has reported a failure is killed
     if os.getpid() != pid:  # a child that the function has forked, and that came back
         os._exit(failure is not None)
     _write_report(report, f"{folder}/report{rank}")
-    if failure and (report.failure or report.stop_signal):
+    if report.failure or report.stop_signal:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises if a data loader's worker dies
         failure = None  # frees its frames: their files are closed, and their data loaders end
         while True:  # if this rank ended now, the others would report a lost connection
@@ -545,38 +503,55 @@ def _be_rank(guard: int, environment: dict, folder: str, seed: int, threads: int
     # Python does this at the end of a program, in this order; multiprocessing leaves out a part.
     threading._shutdown()  # waits for threads; pools of threads are told to end
     atexit._run_exitfuncs()
-    _write(_open_files())
+    _write_open_files()
 
 
-_inherited: list[weakref.ref] = []  # the files that the launching process had open
+class _RandomNumbers(NamedTuple):
+    """The states of the generators that a program may have seeded."""
+
+    seed: int
+    torch_cpu: torch.Tensor
+    torch_cuda: list[torch.Tensor]
+    python: tuple
+    numpy: tuple
 
 
-def _open_files() -> list:
-    files = [reference() for reference in _inherited]  # gc doesn't tell of them, as they are frozen
+def _random_numbers() -> _RandomNumbers:
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    return _RandomNumbers(
+        torch.initial_seed(), torch.get_rng_state(), cuda, random.getstate(), numpy.random.get_state()
+    )
+
+
+def _set_random_numbers(states: _RandomNumbers, is_forked: bool) -> None:
+    """Go on where the launching process was.  A forked process does, but Python seeds its own generator anew."""
+    random.setstate(states.python)
+    if not is_forked:
+        torch.manual_seed(states.seed)  # GPUs, too
+        torch.set_rng_state(states.torch_cpu)
+        if states.torch_cuda:
+            torch.cuda.set_rng_state_all(states.torch_cuda)
+        numpy.random.set_state(states.numpy)
+
+
+def _write_open_files() -> None:
+    """Write what the program's open files have buffered; in threads, as one may be a pipe that nobody reads."""
     kinds = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
-    files += [item for item in gc.get_objects() if issubclass(type(item), kinds)]  # isinstance would ask the item
-    return list({id(file): file for file in files if file is not None}.values())
-
-
-def _write(files: list) -> None:
-    """Write what they have buffered."""
-    while files:  # one that is a pipe which nobody reads is left behind
-        thread = threading.Thread(target=_flush, args=[files], daemon=True)
+    for file in [item for item in gc.get_objects() if issubclass(type(item), kinds)]:  # isinstance would ask the item
+        thread = threading.Thread(target=_flush, args=[file], daemon=True)
         thread.start()
         thread.join(2)
 
 
-def _flush(files: list) -> None:
-    while files:
-        with contextlib.suppress(Exception):  # it is closed, or the disk is full
-            files.pop().flush()
+def _flush(file: Any) -> None:
+    with contextlib.suppress(Exception):  # it is closed, or the disk is full
+        file.flush()
 
 
 def _write_report(report: _Report, path: str) -> None:
     """The launching process sees no report, or all of it."""
     try:
-        written = pickle.dumps(report)
-        Path(f"{path}.tmp").write_bytes(written)
+        Path(f"{path}.tmp").write_bytes(pickle.dumps(report))
     except Exception as error:  # pickle has many kinds, and the disk may be full
         text = (
             f"worker_fn has returned, but its result can't be sent to the launching process ({type(error).__name__}: "
@@ -613,68 +588,49 @@ def _failure_of(error: BaseException) -> str:
     return TIMED_OUT if isinstance(error, TimeoutError) else FAILED
 
 
-# ------------------------------------------------------------------------------------------ the launchers' variables
+# ------------------------------------------------------------------------------------------ srun's, mpirun's variables
 
-_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-_OPEN_MPI = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
-_MPICH = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
-_SRUN = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
-PLACES = (*_TORCHRUN, *_OPEN_MPI, *_MPICH, *_SRUN)
+TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+OPEN_MPI = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
+MPICH = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+SRUN = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
+PLACES = (*TORCHRUN, *OPEN_MPI, *MPICH, *SRUN)
 LAUNCHER_VARIABLES = (*PLACES, "MASTER_ADDR", "MASTER_PORT")
 
 
-def translate_variables() -> bool:
-    """If mpirun or srun has started this process, write its place into torchrun's variables, and return True.
+def translate_variables() -> None:
+    """If mpirun or srun has started this process, write its place into torchrun's variables, unless these are set.
 
-    Precedence: torchrun's own, Open MPI, MPICH, srun, because mpirun runs inside SLURM jobs.  A given MASTER_ADDR or
-    MASTER_PORT stays.  ValueError, in one line, if variables are missing.
+    mpirun counts before srun, because it runs inside SLURM jobs.  A given MASTER_ADDR or MASTER_PORT stays.  What is
+    missing is not invented: distributed.check_variables refuses what is left.
     """
     env = os.environ
-    if any(name in env for name in _OPEN_MPI):
-        names = _OPEN_MPI
+    if any(name in env for name in TORCHRUN):
+        return
+    host = run = ""  # mpirun doesn't tell rank 0's host, and MPICH names no run
+    if any(name in env for name in OPEN_MPI):
+        names, run = OPEN_MPI, env.get("PMIX_NAMESPACE", "")
     elif "MPI_LOCALRANKID" in env:  # srun --mpi=pmi2 sets PMI_RANK, but not this
-        names = _MPICH
+        names = MPICH
     elif env.get("SLURM_STEP_NUM_TASKS", "1") != "1":  # 1: a batch script, or an interactive shell
-        names = _SRUN
+        names, run = SRUN, f"{env.get('SLURM_JOB_ID')}.{env.get('SLURM_STEP_ID')}"
+        nodes = env.get("SLURM_STEP_NODELIST", "")
+        host = re.sub(r"\[(\w+)[^]]*]", r"\1", nodes).split(",")[0]  # of node[08-09,12],other: node08
     else:
-        return False
-    host, run = "", env.get("PMIX_NAMESPACE", "")  # mpirun doesn't tell rank 0's host, MPICH names no run
-    try:
-        place = [int(env[name]) for name in names]
-        if names is _SRUN:
-            place.append(_count_srun_tasks_here())
-            host = re.sub(r"\[(\w+)[^]]*]", r"\1", env["SLURM_STEP_NODELIST"]).split(",")[0]  # of node[08-09]: node08
-            run = f"{env['SLURM_JOB_ID']}.{env['SLURM_STEP_ID']}"
-    except (KeyError, IndexError, ValueError) as error:
-        raise ValueError(f"the launcher's variables are incomplete ({error}): start with it, or unset them") from None
-    if place[1] == place[3]:  # all processes are on this machine
+        return
+    env |= {ours: env[theirs] for ours, theirs in zip(TORCHRUN, names, strict=False) if theirs in env}
+    if names is SRUN and env.get("SLURM_STEP_NUM_NODES") == "1":
+        env["LOCAL_WORLD_SIZE"] = env["WORLD_SIZE"]
+    if env.get("LOCAL_WORLD_SIZE") == env.get("WORLD_SIZE"):  # all processes are on this machine
         host = "127.0.0.1"
-        if names is not _SRUN and "MASTER_PORT" not in env:
+        if names is not SRUN and "MASTER_PORT" not in env:
             # PMIX_NAMESPACE, too, is made of a process's number, which is unique in its namespace: a container's.
             link = "/proc/self/ns/pid"
             run = f"{run or os.getppid()} {os.readlink(link) if os.path.lexists(link) else ''}"
-    env |= {name: str(number) for name, number in zip(_TORCHRUN, place, strict=True)}
     env["DIST_RUN"] = run  # the same for all ranks, different for other runs; "" if there is no such name
     if host:
         env.setdefault("MASTER_ADDR", host)
         env.setdefault("MASTER_PORT", str(20000 + zlib.crc32(run.encode()) % 10000))  # below the ephemeral ports
-    return True
-
-
-def _count_srun_tasks_here() -> int:
-    """The number of tasks on this node; srun lists those of each node, such as 2(x3),1."""
-    counts = []
-    for part in os.environ["SLURM_STEP_TASKS_PER_NODE"].split(","):
-        count, _, times = part.removesuffix(")").partition("(x")
-        counts += [int(count)] * int(times or 1)
-    return counts[int(os.environ["SLURM_NODEID"])]
-
-
-def check_variables() -> None:
-    """ValueError, in one line, if a run couldn't start with these."""
-    read_grace()
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        _meeting_point()
 
 
 # -------------------------------------------------------------------------------------- roll-call: who is missing?
@@ -686,11 +642,12 @@ _own_address = _address_of_rank_0 = ""  # on the network that joins them
 def open_store(rank: int, world_size: int, limit: timedelta) -> torch_dist.Store:
     """Connect to the store of this run.  RuntimeError, in one line, if another process has this rank already."""
     global _own_address, _address_of_rank_0
-    if any(name in os.environ for name in ("TORCHELASTIC_RUN_ID", _OPEN_MPI[0], _MPICH[2])):
+    env = os.environ
+    if any(name in env for name in ("TORCHELASTIC_RUN_ID", OPEN_MPI[0], MPICH[2])):
         # If torchrun or mpirun is killed, Linux kills this process, too.
         torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)
-    address, port = _meeting_point()
-    is_server = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    address, port = env["MASTER_ADDR"], int(env["MASTER_PORT"])
+    is_server = rank == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
     def missing() -> str:
         try:
@@ -702,20 +659,22 @@ def open_store(rank: int, world_size: int, limit: timedelta) -> torch_dist.Store
     if not is_server:
         _wait_for(missing, rank, limit)  # a TCPStore that connects too early prints torch's warnings
     advice = f"set MASTER_PORT to a free port, the same on all ranks of a run, and not {port}"
-    inherited = " ".join(f"-u {name}" for name in PLACES if name in os.environ)
+    inherited = " ".join(f"-u {name}" for name in PLACES if name in env)
     advice += f". If a rank has started this program, it has that rank's variables: type env {inherited} python ..."
+    options: dict = {"wait_for_workers": False, "multi_tenant": True}
     try:
-        store = torch_dist.TCPStore(
-            address, port, world_size, is_server, limit, wait_for_workers=False, multi_tenant=True
-        )
-    except RuntimeError as error:
-        if "EADDRINUSE" not in str(error):
+        if is_server and _is_loopback(address):  # otherwise torch listens on all networks
+            server = socket.create_server((address, port), family=_family(address))
+            options |= {"master_listen_fd": server.detach(), "use_libuv": False}
+        store = torch_dist.TCPStore(address, port, world_size, is_server, limit, **options)
+    except (OSError, RuntimeError) as error:
+        if getattr(error, "errno", 0) != errno.EADDRINUSE and "EADDRINUSE" not in str(error):
             raise
         raise RuntimeError(f"rank 0: port {port} is in use. If by another run, {advice}") from None
     with socket.create_connection((address, port), timeout=60) as connection:
         _own_address, _address_of_rank_0 = connection.getsockname()[0], connection.getpeername()[0]
     # Two runs that meet on one port have different names; torch 2.4's torchrun has one store for all attempts.
-    names = [os.environ.get(name, "") for name in ("DIST_RUN", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")]
+    names = [env.get(name, "") for name in ("DIST_RUN", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")]
     store = torch_dist.PrefixStore(f"run {' '.join(names)} of {world_size}", store)
     if store.add(f"processes with rank {rank}", 1) > 1:
         raise RuntimeError(f"rank {rank} of {world_size} is here already. If this is another run, {advice}")
@@ -756,7 +715,11 @@ def _choose_interface(store: torch_dist.Store) -> None:
 
 
 def _is_loopback(address: str) -> bool:
-    return address.startswith("127.") or address == "::1"
+    return address.startswith("127.") or address in ("localhost", "::1")
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
 def _interface_with(address: str) -> str:
@@ -789,14 +752,3 @@ def _wait_for(missing: Callable[[], str], rank: int, limit: timedelta) -> None:
                 print(f"distributed: waiting for {ranks}", file=sys.stderr, flush=True)
         time.sleep(pause)
         pause = min(2 * pause, 0.1)
-
-
-def _meeting_point() -> tuple[str, int]:
-    """Rank 0's address and port."""
-    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
-    if not address or not port.isdecimal() or int(port) > 65535:
-        raise ValueError(
-            f"MASTER_ADDR={address or ''} and MASTER_PORT={port} must say where rank 0 is: set them "
-            "(mpirun over several machines: -x MASTER_ADDR=HOST -x MASTER_PORT=29500), or start with launch or torchrun"
-        )
-    return address, int(port)
