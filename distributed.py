@@ -1,6 +1,7 @@
 # Copied from the project ddp-by-diff.  SPDX-License-Identifier: MIT
 """What a training script calls: rank, device, process group, collectives, sampler, DDP model, launch.
 
+    import torch
     from torch.utils.data import DataLoader
 
     import distributed as dist                        # distributed.py, not torch.distributed
@@ -8,11 +9,12 @@
     def main_worker(local_rank, world_size, epochs):  # runs once per process; launch passes the first two
         dist.init_process_group()
         model = dist.prepare_ddp_model(Net().to(dist.get_device()))  # averages the gradients over all processes
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         sampler = dist.data_sampler(dataset)          # this process's share of the data
-        loader = DataLoader(dataset, batch_size=64 // world_size, sampler=sampler)  # 64 of all processes together
+        loader = DataLoader(dataset, batch_size=64 // world_size, sampler=sampler)  # 64 in all processes together
         for epoch in range(epochs):
             sampler.set_epoch(epoch)                  # a different order in each epoch
-            loss = train(model, loader)               # yours, as Net and dataset; returns a tensor
+            loss = train(model, loader, optimizer)    # you write Net, dataset and train, which returns a tensor
             loss = dist.reduce(loss)                  # the mean over all processes
             dist.print_primary(f"epoch {epoch}  loss {loss:.4f}")
         dist.cleanup()
@@ -25,9 +27,9 @@
     NPROC=2 DIST_BACKEND=gloo python train.py         # two processes that may share one GPU: slow, and right
     torchrun --nproc_per_node=2 train.py              # torchrun starts the processes; so do srun, and mpirun
 
-This file is complete for one process, under torchrun, and under every launcher that sets torch's variables.  With
-distributed_launcher.py beside it, `python train.py`, srun and mpirun start several processes, too, and missing ranks
-are named.  This file is to read, the other one to use.  Both need Python 3.10, torch 2.4 and numpy.
+Copy distributed_launcher.py, too: with it `launch` starts processes for `python train.py`, srun and mpirun are
+understood, and missing ranks are named.  Without it this file is complete for one process, under torchrun, and under
+every launcher that sets torch's variables.  Both files need Python 3.10, torch 2.4 and numpy.
 
 A collective is a call in which all ranks exchange data: all_reduce, reduce, gather, sync_params, barrier, and also the
 backward pass of a DDP model.  A rank waits in it until all others have called it.  So every rank must make the same
@@ -55,7 +57,7 @@ try:
     else:
         import distributed_launcher as launcher
 except ImportError as problem:
-    if "distributed_launcher" not in str(problem):  # it is there, and lacks something, such as numpy
+    if "'distributed_launcher'" not in str(problem):  # it is there, and lacks something, such as numpy
         raise
     launcher = None
 if launcher:
@@ -78,7 +80,10 @@ def get_world_size() -> int:
 
 
 def get_local_rank() -> int:
-    """This process's number among those on this machine; if nobody says it, the ranks take the GPUs in turn."""
+    """LOCAL_RANK: this process's number among those on this machine.
+
+    Without it the rank modulo the number of GPUs: so a machine's ranks take its GPUs in turn; without a GPU all are 0.
+    """
     return int(os.environ.get("LOCAL_RANK", get_rank() % max(1, torch.cuda.device_count())))
 
 
@@ -116,13 +121,13 @@ def init_process_group(
     With a GPU it also calls torch.cuda.set_device(get_device()).
     backend: the library that moves the data: "nccl" between GPUs, or "gloo", with which processes may share a GPU.
         None: DIST_BACKEND, or nccl with GPUs, else gloo.
-    rank, world_size: leave them out if `launch` or a launcher starts your processes.  If you start them yourself, give
-        them, and set MASTER_ADDR and MASTER_PORT.  init_process_group(rank, world_size) works, too.  They become RANK
-        and WORLD_SIZE until `cleanup`, unless these are set already.
-    timeout: seconds, or a timedelta (None: DIST_TIMEOUT, or 600 s).  It limits two waits.  At the start:
+    rank, world_size: leave them out if `launch`, torchrun, srun or mpirun starts your processes.  If you start them
+        yourself, give them, and set MASTER_ADDR and MASTER_PORT.  init_process_group(rank, world_size) works, too.
+        They become RANK and WORLD_SIZE until `cleanup`.  If RANK is set already, it counts, and `rank` is ignored.
+    timeout: seconds, or a timedelta (None: DIST_TIMEOUT, or 600 s), for joining and for each collective.  Joining:
         distributed_launcher.py names the missing ranks on stderr after 10 s, and in a TimeoutError when the time is up.
-        In each collective: when the time is up, gloo raises an error; NCCL ends the process, about a minute later.
-    ValueError, in one line, if the variables contradict each other or these arguments.
+        A collective: when the time is up, gloo raises an error; NCCL ends the process, about a minute later.
+    ValueError, in one line, if the variables contradict each other, or world_size contradicts WORLD_SIZE.
     """
     if isinstance(backend, int):
         backend, rank = None, backend
@@ -174,7 +179,7 @@ def _meet(rank: int, world_size: int, limit: timedelta) -> torch_dist.Store:
 def choose_backend(backend: str | None = None) -> str:
     """The argument, or DIST_BACKEND, or nccl with GPUs, else gloo.  ValueError, in one line, if it can't be used."""
     has_nccl = torch.cuda.device_count() > 0 and torch_dist.is_nccl_available()
-    backend = backend or os.environ.get("DIST_BACKEND") or ("nccl" if has_nccl else "gloo")
+    backend = (backend or os.environ.get("DIST_BACKEND") or ("nccl" if has_nccl else "gloo")).lower()
     if backend == "nccl" and not has_nccl:
         raise ValueError("backend nccl needs a visible CUDA GPU and a torch that was built with it: use gloo")
     if ":" not in backend and not torch_dist.is_backend_available(backend):  # "cpu:gloo,cuda:nccl" torch checks itself
@@ -183,9 +188,14 @@ def choose_backend(backend: str | None = None) -> str:
 
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-# In these other launchers say how many processes they have started (Open MPI, MPICH, MVAPICH, IBM, Flux, srun).
-SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "JSM_NAMESPACE_SIZE", "FLUX_JOB_SIZE")
-SIZES += ("SLURM_STEP_NUM_TASKS",)
+SIZES = (  # other launchers put their number of processes into these
+    "OMPI_COMM_WORLD_SIZE",  # Open MPI
+    "PMI_SIZE",  # MPICH, Cray
+    "MV2_COMM_WORLD_SIZE",  # MVAPICH
+    "JSM_NAMESPACE_SIZE",  # IBM
+    "FLUX_JOB_SIZE",
+    "SLURM_STEP_NUM_TASKS",  # srun; a batch script is one process
+)
 
 
 def check_variables(env: Mapping[str, str] = os.environ) -> None:
@@ -217,7 +227,7 @@ def check_variables(env: Mapping[str, str] = os.environ) -> None:
 
 
 def get_timeout(timeout: float | timedelta | None = None) -> timedelta:
-    """The limit of a collective, from seconds or a timedelta; None: DIST_TIMEOUT, or 10 minutes."""
+    """The limit for joining and for each collective, from seconds or a timedelta; None: DIST_TIMEOUT, or 600 s."""
     if timeout is None:
         timeout = os.environ.get("DIST_TIMEOUT") or 600
     try:
@@ -250,20 +260,22 @@ def _leave_group() -> None:
 
 
 # ------------------------------------------------------------------------------------------------------ collectives
-# All ranks must make the same call, with the same op, shapes and dtypes; otherwise RuntimeError on all, with a table of
-# what each rank called.  Each call first sends a small message to find that out; torch's own functions don't, so they
-# are cheaper in an inner loop.  No gradient flows through these functions.  With one process they need no group.
+# All ranks must make the same call, with the same op, dtypes and (except in gather) shapes; otherwise RuntimeError on
+# all, with a table of what each rank called.  Each call first sends a small message to find that out; torch's own
+# functions don't, so they are cheaper in an inner loop.  If a rank calls nothing, the others wait for it until the
+# time-out; if it has ended, they report a lost connection.  No gradient flows through these functions.  With one
+# process they need no group.
 
-_SUMMABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # nccl and gloo add up these
-_SUMMABLE += (torch.uint8, torch.int8, torch.int32, torch.int64)
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_SUMMABLE = (*_FLOATS, torch.uint8, torch.int8, torch.int32, torch.int64)  # nccl and gloo add up these
 _DTYPES = (*_SUMMABLE, torch.int16, torch.bool)
 _OPS = ("sum", "mean", "min", "max")
 
 
 def all_reduce(tensor: torch.Tensor, op: str | torch_dist.ReduceOp = "sum") -> torch.Tensor:
-    """Overwrite the tensor with the sum (or another op) over all ranks, on every rank; returns it.  As torch's.
+    """Overwrite the tensor with the sum (or another op) over all ranks, on every rank; also returns it.
 
-    op: "sum", "mean" (or "avg"), "min", "max", or torch's ReduceOp.  A NaN on any rank is in the result.
+    op: "sum", "mean" (or "avg"), "min", "max", or ReduceOp.SUM, AVG, MIN, MAX.  A NaN on any rank is in the result.
     The dtype stays, so small dtypes may overflow.  TypeError for bool, int16 and the mean of integers: use `reduce`.
     """
     op = _op_name(op)
@@ -294,17 +306,17 @@ def _reduce_in_place(tensor: torch.Tensor, op: str) -> torch.Tensor:
     device = _comm_device()
     if device is None:
         return tensor
-    data = tensor.detach().to(device).contiguous()  # the tensor itself, if it is as the backend needs it
+    data = tensor.detach().to(device).contiguous()  # shares the tensor's memory, if that is as the backend needs it
     is_extreme = op in ("min", "max")
     if is_extreme and data.is_floating_point():
         is_nan = data.isnan()  # the backends' min and max may drop a NaN
-        torch_dist.all_reduce(is_nan.view(torch.uint8), torch_dist.ReduceOp.MAX)
+        torch_dist.all_reduce(is_nan.view(torch.uint8), torch_dist.ReduceOp.MAX)  # a view: changes is_nan
     torch_dist.all_reduce(data, getattr(torch_dist.ReduceOp, op.upper() if is_extreme else "SUM"))
     if is_extreme and data.is_floating_point():
         data.masked_fill_(is_nan, torch.nan)
     if op == "mean":  # gloo of torch 2.4 has no AVG
         data /= get_world_size()
-    tensor.detach().copy_(data)
+    tensor.detach().copy_(data)  # nothing to do, if they share the memory
     return tensor
 
 
@@ -323,7 +335,7 @@ def gather(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def sync_params(params: torch.Tensor | Iterable[torch.Tensor]) -> None:
-    """Copy rank 0's values into the tensors, in place: sync_params(model.parameters())."""
+    """Copy rank 0's values into the tensors, in place: sync_params(model.parameters()), or model.buffers()."""
     params = [params] if isinstance(params, torch.Tensor) or not isinstance(params, Iterable) else list(params)
     _check("sync_params", params)
     device = _comm_device()
@@ -372,7 +384,11 @@ def _check(call: str, values: list, is_any_shape: bool = False) -> None:
     _compare(f"{call} of {', '.join(kinds)}" if kinds else call)
     for value in values:
         if not isinstance(value, torch.Tensor):
-            hint = "the .grad of an unused parameter? skip it on all ranks" if value is None else "use torch.as_tensor"
+            hint = "use torch.as_tensor"
+            if value is None:
+                hint = "the .grad of an unused parameter? skip it on all ranks"
+            elif isinstance(value, nn.Module):
+                hint = "pass its parameters() or buffers()"
             raise TypeError(f"{call} takes tensors, not {type(value).__name__} ({hint})")
         if value.layout != torch.strided:
             raise TypeError(f"{call} takes dense tensors: pass .to_dense()")
@@ -387,7 +403,7 @@ def _compare(call: str) -> None:
     """RuntimeError on all ranks, with a table of the calls, unless all ranks make the same call.
 
     The backends don't check: of a sum of 3 and 5 elements one rank may get garbage, and another be killed.  This is an
-    all-gather of a hash.  It can't see that two equal calls are swapped: the loss before the accuracy on one rank only.
+    all-gather of a hash.  It can't see two calls of one kind in another order: loss, accuracy; accuracy, loss.
     """
     device = _comm_device()
     if device is None:
@@ -397,7 +413,7 @@ def _compare(call: str) -> None:
     rows = [torch.empty_like(mine) for _ in range(get_world_size())]
     work = torch_dist.all_gather(rows, mine, async_op=True)
     started, pause, is_said = time.monotonic(), 1e-5, False
-    while not work.is_completed():  # not work.wait(seconds): when these are over, NCCL ends the process
+    while not work.is_completed():  # not work.wait(seconds): when the seconds are over, NCCL ends the process
         if time.monotonic() - started > WARN_AFTER and not is_said:
             is_said = True
             _warn(f"rank {get_rank()} has waited for {WARN_AFTER} s in {call}: Ctrl-C shows where each rank stands")
@@ -496,11 +512,11 @@ def prepare_ddp_model(
     Each rank has a copy.  All start from rank 0's weights, and backward() averages the gradients, so they stay equal.
     Every rank must call it, with the model on `get_device()`.  The optimizer may be made before or after it.
     sync_bn: BatchNorm over the global batch, on CUDA only.  Without it each process normalises by its own share.
-    sync_buffers: buffers are tensors that are not trained, such as BatchNorm's averages.  Each rank computes its own.
-        With True DDP copies rank 0's to all, in each forward pass of the training, and in the first one of an
-        evaluation under torch.no_grad().  (So each rank needs a batch there; after it their numbers may differ.)
-        False saves these messages.  Then call `sync_params(model.buffers())` before each evaluation.
-    kwargs go to DistributedDataParallel (find_unused_parameters=True, ...).  device_ids is accepted, and not needed.
+    sync_buffers: buffers are tensors that are saved but not trained, such as BatchNorm's averages.  Each rank computes
+        its own.  True: DDP copies rank 0's to all ranks in each forward pass of the training, and in the first one of
+        an evaluation under torch.no_grad(), for which each rank therefore needs a batch.  False: no such copies; call
+        `sync_params(model.buffers())` before each evaluation.
+    kwargs go to DistributedDataParallel (find_unused_parameters=True, ...).  device_ids is ignored.
     """
     if get_world_size() == 1:
         return model
@@ -528,16 +544,16 @@ def unwrap_model(model: nn.Module) -> nn.Module:
 def launch(worker_fn: Callable, *args: Any, nproc: int | None = None) -> Any:
     """Run `worker_fn(local_rank, world_size, *args)` once per process; returns what it returned on rank 0.
 
-    Starts nproc (or NPROC) processes on this machine, by default one per visible GPU, or two without a GPU.  Under
-    torchrun, srun or mpirun, or with one process, worker_fn is called here, and nproc is ignored.
+    Starts nproc (or NPROC) processes on this machine, by default one per visible GPU, or two without a GPU.  With one
+    process worker_fn is called here.  So it is under torchrun, srun and mpirun, where nproc is ignored.
     The first started process that fails ends the run: SystemExit with its error, in a notebook RuntimeError.
     The processes are forked where that is safe, else spawned: then each imports the program anew.  So what worker_fn
     needs (a default dtype, globals) is set in it or passed to it.  Files that it leaves open are written, and its
-    atexit functions run; archives (gzip, zip) it must close.
+    atexit functions run, unless it is killed because another rank has failed; archives (gzip, zip) it must close.
     `launch` changes no random numbers: torch's, Python's and numpy's go on in each rank where they are in this process.
-    So a seed that was set before holds in every rank, as under torchrun.  Then all ranks drop the same units, too.  For
-    dropout of its own, a rank seeds once more, behind what must be equal (the model, random_split):
-    torch.manual_seed(seed + dist.get_rank())
+    So a seed that was set before holds in every rank, as under torchrun.  (Without one these ranks begin equal, and
+    torchrun's don't.)  Then all ranks have the same dropout masks, too.  A rank draws its own if it seeds once more,
+    after what must be equal has been made (the model, random_split):  torch.manual_seed(seed + dist.get_rank())
     """
     count = count_processes(nproc)
     if count == 1 or "WORLD_SIZE" in os.environ:
