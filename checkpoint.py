@@ -197,7 +197,7 @@ class Keeper:
     """
 
     def __init__(self, folder: str | Path, config: dict | None = None, keep: int = 2, **parts: Any) -> None:
-        if not isinstance(keep, int) or keep < 0:
+        if not _is_count(keep):
             raise ValueError(f"Keeper: keep is {keep!r}: give an integer of at least 0")
         self.folder, self.config, self.keep = Path(folder), config or {}, keep
         self.parts = {name: dist.unwrap_model(part) for name, part in parts.items()}
@@ -267,7 +267,7 @@ class Keeper:
         or if the folder has one of a later step, which `restore` would take: what was saved before is untouched.
         One of the same step is replaced.
         """
-        if not _is_step(step) or not _is_score(score):
+        if not _is_count(step) or not _is_score(score):
             raise ValueError(f"save: step {step!r}, score {score!r}: give an integer of at least 0 and a finite score")
         if taken := extra.keys() & {"config", "parts", "random"}:
             raise ValueError(f"save: {', '.join(sorted(taken))}: the checkpoint has these names already, choose others")
@@ -332,14 +332,14 @@ class Keeper:
                     path.unlink()
 
 
-def _is_step(step: Any) -> bool:
-    return isinstance(step, int) and not isinstance(step, bool) and step >= 0
+def _is_count(number: Any) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool) and number >= 0
 
 
 def _is_score(score: Any) -> bool:
     try:
         return score is None or math.isfinite(score)
-    except (TypeError, OverflowError):  # no number, or an integer that no float can hold
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # no number, or several, or too large for a float
         return False
 
 

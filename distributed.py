@@ -134,24 +134,33 @@ def init_process_group(
     limit = get_timeout(timeout)
     backend = choose_backend(backend)
     by_hand = {}
-    if "RANK" not in os.environ and (rank or (world_size or 1) > 1):
+    if rank is not None or world_size is not None:
         by_hand = {"RANK": str(rank or 0), "WORLD_SIZE": str(world_size or 1)}
+        by_hand = {name: value for name, value in by_hand.items() if name not in os.environ}
     check_variables(os.environ | by_hand)
-    os.environ |= by_hand
-    _set_by_hand.extend(by_hand)
-    rank, known_size = get_rank(), get_world_size()
+    known_size = int((os.environ | by_hand).get("WORLD_SIZE", 1))
     if world_size not in (None, known_size):
         raise ValueError(f"init_process_group: world_size is {world_size}, but WORLD_SIZE is {known_size}")
-    device = get_device()
-    options: dict = {"rank": rank, "world_size": known_size, "timeout": limit}
+    os.environ |= by_hand
+    _set_by_hand.extend(by_hand)
+    try:
+        _join(backend, limit)
+    except BaseException:
+        _remove_variables()
+        raise
+
+
+def _join(backend: str, limit: timedelta) -> None:
+    rank, world_size, device = get_rank(), get_world_size(), get_device()
+    options: dict = {"rank": rank, "world_size": world_size, "timeout": limit}
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if backend == "nccl" and torch.__version__ >= (2, 7, 1):  # 2.6 and 2.7.0 hang with it (pytorch#153960)
         options["device_id"] = device  # connect at once, and to the right GPU
-    torch_dist.init_process_group(backend, store=_meet(rank, known_size, limit), **options)
+    torch_dist.init_process_group(backend, store=_meet(rank, world_size, limit), **options)
     barrier()  # otherwise a rank that ends early would break connections that others are still making
-    processes = "process" if known_size == 1 else "processes"
-    print_primary(f"distributed: {known_size} {processes}, {backend}, {device.type}")
+    processes = "process" if world_size == 1 else "processes"
+    print_primary(f"distributed: {world_size} {processes}, {backend}, {device.type}")
 
 
 _store: torch_dist.Store | None = None  # all groups of this process use it; rank 0 may serve it to the others
@@ -169,10 +178,11 @@ def _meet(rank: int, world_size: int, limit: timedelta) -> torch_dist.Store:
             _store = launcher.open_store(rank, world_size, limit)
         else:
             _store, *_ = next(torch_dist.rendezvous("env://", rank, world_size, timeout=limit))
-    _group_count += 1
-    store = torch_dist.PrefixStore(f"group {_group_count}", _store)  # it must not read what an earlier group has left
+    # A group must not read what an earlier one has left.
+    store = torch_dist.PrefixStore(f"group {_group_count}", _store)
     if launcher:
         launcher.wait_for_all_ranks(store, rank, world_size, limit)
+    _group_count += 1  # not before all are here: a rank that tries once more looks in the same place
     return store
 
 
@@ -180,9 +190,10 @@ def choose_backend(backend: str | None = None) -> str:
     """The argument, or DIST_BACKEND, or nccl with GPUs, else gloo.  ValueError, in one line, if it can't be used."""
     has_nccl = torch.cuda.device_count() > 0 and torch_dist.is_nccl_available()
     backend = (backend or os.environ.get("DIST_BACKEND") or ("nccl" if has_nccl else "gloo")).lower()
-    if backend == "nccl" and not has_nccl:
+    names = [part.rpartition(":")[2] for part in backend.split(",")]  # torch's own way to have two: cpu:gloo,cuda:nccl
+    if "nccl" in names and not has_nccl:
         raise ValueError("backend nccl needs a visible CUDA GPU and a torch that was built with it: use gloo")
-    if ":" not in backend and not torch_dist.is_backend_available(backend):  # "cpu:gloo,cuda:nccl" torch checks itself
+    if not all(torch_dist.is_backend_available(name) for name in names):
         raise ValueError(f"torch has no backend {backend} (DIST_BACKEND or an argument): choose nccl or gloo")
     return backend
 
@@ -219,7 +230,7 @@ def check_variables(env: Mapping[str, str] = os.environ) -> None:
         said = " ".join(f"{name}={text}" for name, text in given.items())
         raise ValueError(f"{said}: set RANK and WORLD_SIZE to this process's place, or unset {' '.join(given)}")
     address, port = env.get("MASTER_ADDR", ""), env.get("MASTER_PORT", "")
-    if world_size > 1 and not (address and port.isdecimal() and int(port) < 65536):
+    if world_size > 1 and not (address and port.isdecimal() and 0 < int(port) < 65536):
         raise ValueError(
             f"MASTER_ADDR={address} and MASTER_PORT={port} must say where rank 0 is: set them (mpirun over several "
             "machines: -x MASTER_ADDR=HOST -x MASTER_PORT=29500), or start with launch or torchrun"
@@ -232,9 +243,9 @@ def get_timeout(timeout: float | timedelta | None = None) -> timedelta:
         timeout = os.environ.get("DIST_TIMEOUT") or 600
     try:
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
-    except ValueError:
+    except (TypeError, ValueError, OverflowError):
         seconds = 0
-    if not 0 < seconds <= 1e9:  # nan is refused, too
+    if not 0.001 <= seconds <= 1e9:  # nan is refused, too
         raise ValueError(f"the timeout (or DIST_TIMEOUT) is {timeout}: give seconds greater than 0, such as 600")
     return timedelta(seconds=seconds)
 
@@ -255,6 +266,11 @@ def _leave_group() -> None:
         # (pytorch#179291; seen with torch 2.4.1).
         time.sleep(0.02)
         torch_dist.destroy_process_group()
+    _remove_variables()
+
+
+def _remove_variables() -> None:
+    """Those that init_process_group has set."""
     while _set_by_hand:
         os.environ.pop(_set_by_hand.pop(), None)
 
@@ -416,7 +432,8 @@ def _compare(call: str) -> None:
     while not work.is_completed():  # not work.wait(seconds): when the seconds are over, NCCL ends the process
         if time.monotonic() - started > WARN_AFTER and not is_said:
             is_said = True
-            _warn(f"rank {get_rank()} has waited for {WARN_AFTER} s in {call}: Ctrl-C shows where each rank stands")
+            hint = "plain python shows at Ctrl-C where each rank stands"
+            _warn(f"rank {get_rank()} has waited for {WARN_AFTER} s in {call}: {hint}")
         time.sleep(pause)
         pause = min(2 * pause, 1e-3)
     work.wait()  # raises the error, if there was one

@@ -250,6 +250,8 @@ class _Ranks:
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, (*STOP_SIGNALS, signal.SIGUSR1, STACK_SIGNAL))
         try:
             for rank in range(self.nproc):
+                if signal.sigpending() & set(STOP_SIGNALS):
+                    break
                 place = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
                 arguments = (self.guard, environment | place, self.folder, threads, job)
                 process = multiprocessing.get_context(method).Process(target=_be_rank, args=arguments)
@@ -668,6 +670,8 @@ def open_store(rank: int, world_size: int, limit: timedelta) -> torch_dist.Store
             options |= {"master_listen_fd": server.detach(), "use_libuv": False}
         store = torch_dist.TCPStore(address, port, world_size, is_server, limit, **options)
     except (OSError, RuntimeError) as error:
+        if is_server and isinstance(error, torch_dist.DistNetworkError) and "EADDRINUSE" not in str(error):
+            raise RuntimeError(f"rank 0 is not at MASTER_ADDR={address}: set it to this machine's address") from None
         if getattr(error, "errno", 0) != errno.EADDRINUSE and "EADDRINUSE" not in str(error):
             raise
         raise RuntimeError(f"rank 0: port {port} is in use. If by another run, {advice}") from None

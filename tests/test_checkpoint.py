@@ -145,7 +145,7 @@ def test_what_could_not_be_restored_is_not_saved(tmp_path):
     keeper = save(tmp_path, 1)
     errors = [
         error_of(keeper.save, *bad)
-        for bad in [(-1,), (2.0,), ("2",), (True,), (2, float("nan")), (2, 10**400), (2, "a")]
+        for bad in [(-1,), (2.0,), ("2",), (True,), (2, float("nan")), (2, 10**400), (2, "a"), (2, torch.ones(2))]
     ]
     errors += [error_of(keeper.save, 2, **{name: []}) for name in ("parts", "config", "random")]
     assert all(error.startswith("ValueError: save: ") for error in errors)

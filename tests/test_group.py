@@ -105,6 +105,13 @@ def test_bad_arguments_are_one_line(arguments, error, monkeypatch):
     assert not torch_dist.is_initialized()
 
 
+def test_arguments_complete_what_the_environment_says(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert error_of(dist.init_process_group, rank=1).startswith("ValueError: MASTER_ADDR= and MASTER_PORT= must say")
+    assert error_of(dist.init_process_group).startswith("ValueError: WORLD_SIZE=2: set RANK and WORLD_SIZE")
+    assert (os.environ["WORLD_SIZE"], os.environ.get("RANK")) == ("2", None)
+
+
 # ------------------------------------------------------------------------------------------------- P6: who is missing
 
 
@@ -144,7 +151,7 @@ def _by_hand(rank, n, port, pipe, timeout, name):
     os.environ["DIST_RUN"] = name
     error = error_of(dist.init_process_group, rank=rank, world_size=n, timeout=timeout)
     if error:
-        pipe.send(error)
+        pipe.send(error if "RANK" not in os.environ else f"RANK is left after {error}")
     else:
         interfaces = os.environ.get("GLOO_SOCKET_IFNAME"), os.environ["NCCL_SOCKET_IFNAME"]
         listening, total = listening_addresses(), dist.all_reduce(torch.tensor(1)).item()

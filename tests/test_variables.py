@@ -138,6 +138,8 @@ def test_bad_variables_are_one_line(variables, error):
         (0, {}, r"nproc \(or NPROC\) is 0: start at least 1 process"),
         (None, {"NPROC": "two"}, r"nproc \(or NPROC\) is two: start at least 1 process"),
         (None, {"DIST_GRACE": "nan"}, r"DIST_GRACE is nan: give a number of seconds \(DIST_GRACE=30\), or unset it"),
+        (None, {"DIST_BACKEND": "cpu:gloo,cuda:nvcc"}, "torch has no backend cpu:gloo,cuda:nvcc "),
+        (None, {"DIST_TIMEOUT": "1e-9"}, r"the timeout \(or DIST_TIMEOUT\) is 1e-9: give seconds greater than 0"),
         (None, {"DIST_TIMEOUT": "-1"}, r"the timeout \(or DIST_TIMEOUT\) is -1: give seconds greater than 0"),
         (None, {"WORLD_SIZE": "2"}, "WORLD_SIZE=2: set RANK and WORLD_SIZE"),
         (
