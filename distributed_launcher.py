@@ -475,6 +475,7 @@ def _be_rank(guard: int, environment: dict, folder: str, threads: int | None, jo
     is_forked = not isinstance(job, bytes)
     if is_forked:
         atexit._clear()  # what the launching process has registered runs there alone
+        atexit.register(multiprocessing.util._exit_function)  # as Python 3.13 does itself
     rank = int(environment["RANK"])
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_DFL)

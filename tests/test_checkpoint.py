@@ -231,7 +231,7 @@ def test_a_set_is_equal_in_any_order_and_an_error_of_one_rank_is_one_of_all(tmp_
     refusal = error_of(checkpoint.Keeper(tmp_path, other=part({"names": set(order)})).save, 1)
     assert not refusal or "builtins.set in it is no tensor" in refusal  # by torch 2.4, which can't read one
     error = error_of(checkpoint.Keeper, "a\0b")  # rank 0 makes the folder: the others don't wait for it
-    assert error == f"{'ValueError' if rank == 0 else 'CheckpointError: ValueError'}: embedded null byte"
+    assert error.startswith("ValueError: " if rank == 0 else "CheckpointError: ValueError: ") and "null" in error
     assert error_of(checkpoint.Keeper, tmp_path, keep=-1).startswith("ValueError: Keeper: keep is -1: give an integer")
 
 
