@@ -42,7 +42,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -133,20 +133,19 @@ def init_process_group(
         backend, rank = None, backend
     limit = get_timeout(timeout)
     backend = choose_backend(backend)
-    by_hand = {}
     if rank is not None or world_size is not None:
-        by_hand = {"RANK": str(rank or 0), "WORLD_SIZE": str(world_size or 1)}
-        by_hand = {name: value for name, value in by_hand.items() if name not in os.environ}
-    check_variables(os.environ | by_hand)
-    known_size = int((os.environ | by_hand).get("WORLD_SIZE", 1))
-    if world_size not in (None, known_size):
-        raise ValueError(f"init_process_group: world_size is {world_size}, but WORLD_SIZE is {known_size}")
-    os.environ |= by_hand
-    _set_by_hand.extend(by_hand)
+        for name, number in ("RANK", rank or 0), ("WORLD_SIZE", world_size or 1):
+            if name not in os.environ:
+                os.environ[name] = str(number)
+                _set_by_hand.append(name)
     try:
+        check_variables()
+        if world_size not in (None, get_world_size()):
+            raise ValueError(f"init_process_group: world_size is {world_size}, but WORLD_SIZE is {get_world_size()}")
         _join(backend, limit)
     except BaseException:
-        _remove_variables()
+        if not torch_dist.is_initialized():
+            _remove_variables()
         raise
 
 
@@ -178,8 +177,7 @@ def _meet(rank: int, world_size: int, limit: timedelta) -> torch_dist.Store:
             _store = launcher.open_store(rank, world_size, limit)
         else:
             _store, *_ = next(torch_dist.rendezvous("env://", rank, world_size, timeout=limit))
-    # A group must not read what an earlier one has left.
-    store = torch_dist.PrefixStore(f"group {_group_count}", _store)
+    store = torch_dist.PrefixStore(f"group {_group_count}", _store)  # it must not read what an earlier group has left
     if launcher:
         launcher.wait_for_all_ranks(store, rank, world_size, limit)
     _group_count += 1  # not before all are here: a rank that tries once more looks in the same place
@@ -209,8 +207,9 @@ SIZES = (  # other launchers put their number of processes into these
 )
 
 
-def check_variables(env: Mapping[str, str] = os.environ) -> None:
+def check_variables() -> None:
     """ValueError, in one line, if the launcher's variables are incomplete or contradict each other."""
+    env = os.environ
     given = {name: env[name] for name in VARIABLES if name in env}
     if not given:
         for name in SIZES:
