@@ -364,7 +364,8 @@ class _Ranks:
         lines = ["where each rank stands:"]
         for rank, process in enumerate(self.processes):
             report = self.reports.get(rank)
-            frames = _FRAME.findall(self.read(f"stack{rank}").decode())
+            stacks = self.read(f"stack{rank}").decode()
+            frames = _FRAME.findall(stacks.rpartition("hread 0x")[2])  # of several threads the main one comes last
             if report and report.failure in (FAILED, TIMED_OUT, LOST):
                 frames = _FRAME.findall(report.error)[::-1]  # a traceback has the innermost last
             if rank not in asked:
@@ -432,6 +433,8 @@ def _how_it_ended(code: int) -> str:
         return f"ended with exit code {code}, by os._exit or an error above"
     if -code == signal.SIGKILL:
         return "ended by SIGKILL (by hand, or by the kernel because memory ran out: see dmesg)"
+    if -code == signal.SIGABRT:
+        return "ended by SIGABRT (by C or C++ code; NCCL's watchdog does it after a time-out, and says so above)"
     names = {number.value: number.name for number in signal.Signals}
     return f"ended by {names.get(-code, f'signal {-code}')}"
 
@@ -480,7 +483,7 @@ def _be_rank(guard: int, environment: dict, folder: str, threads: int | None, jo
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     stack_file = open(f"{folder}/stack{rank}", "a")  # noqa: SIM115  faulthandler keeps it open
-    faulthandler.enable(file=stack_file, all_threads=False)  # if it crashes
+    faulthandler.enable(file=stack_file)  # if it crashes, maybe in another thread, as by NCCL's watchdog
     faulthandler.register(STACK_SIGNAL, file=stack_file, all_threads=False)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (*STOP_SIGNALS, signal.SIGUSR1, STACK_SIGNAL))
     if threads:
