@@ -113,6 +113,8 @@ def run_once(args: argparse.Namespace, folder: Path, plan: Plan) -> tuple[Result
 
 def replay(job: Job, folder: str) -> None:
     """The run itself; its notes, and what it prints, are files in the folder."""
+    # One GPU, the first: with more a program may take all of them (nn.DataParallel).
+    os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     os.environ["NPROC"] = "1"  # for `launch` of a helper of its own
     terminal = os.dup(2)
     log = os.open(f"{folder}/log", os.O_WRONLY | os.O_CREAT)

@@ -84,7 +84,7 @@ def to_plain(value: Any, depth: int = 8) -> Any:
     if parts is not None and depth:
         return {name: to_plain(part, depth - 1) for name, part in parts.items()}
     if isinstance(value, torch.Tensor):
-        return value.detach().clone()
+        return value.detach().to("cpu", copy=True)  # for a process with other GPUs
     if isinstance(value, numpy.ndarray) and value.dtype.kind in "biuf":
         return torch.from_numpy(value.copy())
     try:
@@ -99,7 +99,7 @@ def from_plain(plain: Any, own: Any) -> Any:
     if isinstance(plain, Own):
         return own
     if isinstance(plain, torch.Tensor):
-        copied = plain.clone()
+        copied = plain.to(own.device, copy=True) if isinstance(own, torch.Tensor) else plain.clone()
         return copied.numpy() if isinstance(own, numpy.ndarray) else copied
     parts = parts_of(own)
     if parts is None or not isinstance(plain, dict):
