@@ -13,13 +13,21 @@ import sys
 
 import torch
 
+here = os.getpid()  # in a forked process this is the parent's, in a spawned one its own
+if sys.argv[1] == "tasks":  # become one of these: each has variables of its own before it imports anything of ours
+    for task in map(json.loads, sys.argv[2:]):
+        if os.fork() == 0:
+            os.environ.update(task)
+            sys.argv[1:] = ["who"]
+            break
+    else:
+        sys.exit(max(os.wait()[1] for _ in sys.argv[2:]) > 0)
+
 import distributed as dist
 
-here = os.getpid()  # in a forked process this is the parent's, in a spawned one its own
 
-
-def who(local_rank, world_size, backend=None):
-    dist.init_process_group(backend=backend)
+def who(local_rank, world_size):
+    dist.init_process_group()
     device = dist.get_device()
     name = f"{torch.cuda.get_device_properties(device).uuid}" if device.type == "cuda" else "cpu"
     total = dist.all_reduce(torch.ones(2, device=device)).tolist()
@@ -49,25 +57,12 @@ def first_three_steps(local_rank, world_size):
     return losses
 
 
-def as_a_task(variables):
-    for task in variables:
-        if os.fork() == 0:
-            os.environ.update(task)
-            return
-    sys.exit(max(os.wait()[1] for _ in variables) > 0)
-
-
 if __name__ == "__main__":
     what, *args = sys.argv[1:]
     if what == "start_cuda_first":
         torch.zeros(1, device="cuda")
         what = "who"
-    if what == "tasks":
-        as_a_task([json.loads(text) for text in args])
-        what, args = "who", []
-    nproc = 3 if what == "three" else None
-    what = "who" if nproc else what
-    print(json.dumps(dist.launch(globals()[what], *args, nproc=nproc)))
+    print(json.dumps(dist.launch(globals()[what], *args)))
 """
 
 
@@ -85,8 +80,9 @@ def answer(run):
 
 
 @pytest.fixture(scope="module")
-def uuids(start):
+def uuids(machine, start):
     """Of the first two GPUs."""
+    machine.needs(2)
     found = [answer(start("who", CUDA_VISIBLE_DEVICES=i))[2] for i in "01"]
     assert found[0] != found[1]
     return found
@@ -112,9 +108,10 @@ def test_processes_are_forked_unless_cuda_was_started(start):
 
 def test_more_processes_than_gpus(machine, start):
     command = ["mnist_ddp.py", "--dataset", "synthetic", "--dry-run", "--batch-size", "30", "--nproc", "3"]
-    run = machine.run(*command, gpus=("8.0",) * 2)
-    assert run.code == 2 and "3 processes, but 2 visible GPU(s)" in run.err and "Traceback" not in run.err, run.err
-    run = start("three", "gloo")  # two of them on one card
+    run = machine.run(*command, gpus=("8.0",) * 2, DIST_BACKEND=None)
+    text = f"3 processes, but {machine.visible(2)} visible GPU(s)"
+    assert run.code == 2 and text in run.err and "Traceback" not in run.err, run.err
+    run = start("who", NPROC=3, DIST_BACKEND="gloo")  # two of them on one card
     assert answer(run)[3] == [3, 3] and "3 processes, gloo, cuda" in run.out
 
 
@@ -130,17 +127,18 @@ def test_one_gpu_per_task_as_under_srun(start, uuids):
         assert f"I am {json.dumps([rank, 'cuda:0', uuids[rank], [2.0, 2.0], 'forked'])}\n" in run.out, run.out
 
 
-def test_sync_batchnorm_is_one_process(start):
+def test_sync_batchnorm_is_one_process(machine, start):
     """SyncBatchNorm on two GPUs: the losses are those of one CPU process with the whole batch."""
     exact = answer(start("first_three_steps", gpus=(), CUDA_VISIBLE_DEVICES="", NPROC=1))
-    assert answer(start("first_three_steps")) == pytest.approx(exact, abs=1e-5)
+    assert answer(start("first_three_steps")) == machine.approx(exact)
 
 
 def test_the_doctor_finds_two_gpus(machine):
+    machine.needs(2)
     run = machine.run("doctor.py", gpus=("8.0", "9.0"))
     assert run.code == 0, run.out + run.err
     assert all(text in run.out for text in ("2, CUDA_VISIBLE_DEVICES", "cuda:0 computes", "cuda:1 computes", "nccl"))
-    assert "cuda:1 computes (Simulated GPU 9.0)" in run.out or machine.base is None
+    assert "cuda:1 computes (Simulated GPU 9.0)" in run.out or machine.cards
 
 
 @pytest.mark.parametrize("n", [1, 2])
@@ -162,8 +160,6 @@ def test_the_cells_of_the_notebook(machine, tmp_path, n):
     assert "on cuda:0, global batch" in run.out and "a mistake on rank 1" in run.out
 
 
-def test_the_doctor_says_that_the_driver_is_too_old(machine):
-    if machine.base is None:
-        pytest.skip("only a simulated driver can be too old")
-    run = machine.run("doctor.py", gpus=("8.0",), SIM_OLD_DRIVER=1)
+def test_the_doctor_says_that_the_driver_is_too_old(simulated):
+    run = simulated.run("doctor.py", gpus=("8.0",), SIM_OLD_DRIVER=1)
     assert run.code == 1 and "-> nvidia-smi shows up to which CUDA the driver goes" in run.out, run.out + run.err

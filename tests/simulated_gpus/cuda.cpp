@@ -1,22 +1,34 @@
-// A CUDA runtime, a driver and NVML for GPUs that aren't there: device memory is host memory, and all work is done when
-// it is asked for.
+// A CUDA runtime, a driver and NVML for GPUs that aren't there.  Device memory is host memory.
+//
+// NCCL's work is done in the background.  Kernels are computed when they are asked for: the host waits there until
+// their stream has got so far.  Streams and events tell the truth about both.
 //
 // Written from NVIDIA's public headers.  It has what the tests need; build.py makes a stub of whatever else torch asks
 // for, which says its name and ends the program.  So no kernel is launched: kernels.py computes on the CPU.
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>
 #include <pthread.h>
+#include <sched.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
+#include <algorithm>
 #include <array>
+#include <atomic>
 #include <chrono>
+#include <functional>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <sstream>
 #include <string>
+#include <thread>
 #include <vector>
+
+// cupti.cpp: for torch's profiler
+void sim_note(const char* name, int device, void* stream, size_t thread, double launched, double begin, double end);
 
 namespace {
 
@@ -72,7 +84,8 @@ const std::vector<Gpu>& visible_gpus() {
       const Gpu* hit = nullptr;
       for (auto& gpu : gpus) {
         bool is_number = !word.empty() && word.find_first_not_of("0123456789") == std::string::npos;
-        if (is_number ? atoi(word.c_str()) == gpu.number : word.size() > 4 && gpu.uuid().rfind(word, 0) == 0) hit = &gpu;
+        bool is_uuid = word.size() > 4 && gpu.uuid().rfind(word, 0) == 0;
+        if (is_number ? atoi(word.c_str()) == gpu.number : is_uuid) hit = &gpu;
       }
       if (!hit) break;
       for (auto& other : seen)
@@ -122,13 +135,84 @@ cudaError_t allocate(void** pointer, size_t size, cudaMemoryType type) {
   return cudaSuccess;
 }
 
+// ------------------------------------------------------------------------------------------------- streams and events
+
 double now() {
   return std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-struct Event {
-  double time = now();
+struct Work {
+  std::atomic<double> end{0};  // when it ended, in ms
 };
+
+struct Point {  // of a stream: reached when this time has come and these works have ended
+  double time = 0;
+  std::vector<std::shared_ptr<Work>> works;
+
+  void add(const Point& other) {
+    time = std::max(time, other.time);
+    works.insert(works.end(), other.works.begin(), other.works.end());
+    look();
+  }
+  void look() {
+    for (auto& work : works) time = std::max(time, (double)work->end);
+    std::erase_if(works, [](auto& work) { return work->end > 0; });
+  }
+  bool is_reached() {
+    look();
+    return works.empty() && time <= now();
+  }
+  void wait_for_works() {
+    for (int turn = 0; look(), !works.empty(); turn++) turn < 1000 ? (void)sched_yield() : (void)usleep(100);
+  }
+  void wait() {
+    wait_for_works();
+    for (double left; (left = time - now()) > 0;) usleep(1000 * left + 1);
+  }
+};
+
+struct Stream {
+  int device;
+  Point end;
+};
+
+struct Event {
+  Point point;
+};
+
+auto& streams = *new std::map<cudaStream_t, Stream>;  // not freed at the end: threads may run until then
+auto& streams_lock = *new std::mutex;
+
+cudaStream_t named(cudaStream_t stream, int device) {  // each device has a stream 0 of its own
+  return (size_t)stream > 2 ? stream : (cudaStream_t)(size_t)(-1 - device);
+}
+
+Point end_of(cudaStream_t stream, int device = current) {
+  std::lock_guard<std::mutex> guard(streams_lock);
+  return streams[named(stream, device)].end;
+}
+
+void go_on(cudaStream_t stream, const Point& point, int device = current) {
+  std::lock_guard<std::mutex> guard(streams_lock);
+  auto& known = streams[named(stream, device)];
+  known.device = device;
+  known.end.add(point);
+}
+
+void launch(int device, cudaStream_t stream, const char* name, std::shared_ptr<Work>* before,
+            std::function<void()> work) {
+  Point begin = end_of(stream, device);
+  if (*before) begin.add({0, {*before}});
+  auto mine = *before = std::make_shared<Work>();
+  go_on(stream, {0, {mine}}, device);
+  std::thread([=, launched = now(), thread = pthread_self()]() mutable {
+    begin.wait();
+    double from = now();
+    work();
+    sim_note(name, device, stream, thread, launched, from, now());
+    mine->end = now();
+  }).detach();
+}
 
 int missing_driver_function() {
   fprintf(stderr, "simulated GPU: torch called a function that the driver lacks\n");
@@ -137,7 +221,11 @@ int missing_driver_function() {
 
 }  // namespace
 
+double sim_now() { return now(); }
+
 extern "C" {
+
+void sim_copy(int device, cudaStream_t stream, void* to, const void* from, size_t size);
 
 // ------------------------------------------------------------------------------------------------------------ devices
 
@@ -175,6 +263,10 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device) {
   properties->totalGlobalMem = 2ull << 30;
   properties->multiProcessorCount = 8;
   properties->warpSize = 32;
+  properties->maxThreadsPerBlock = properties->maxThreadsPerMultiProcessor = 1024;  // the profiler divides by these
+  properties->regsPerBlock = properties->regsPerMultiprocessor = 65536;
+  properties->sharedMemPerBlock = properties->sharedMemPerBlockOptin = 48 << 10;
+  properties->sharedMemPerMultiprocessor = 48 << 10;
   return cudaSuccess;
 }
 
@@ -183,7 +275,17 @@ cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
   return cudaSuccess;
 }
 
-cudaError_t cudaDeviceSynchronize() { return start(); }
+cudaError_t cudaDeviceSynchronize() {
+  if (auto error = start()) return error;
+  Point all;
+  {
+    std::lock_guard<std::mutex> guard(streams_lock);
+    for (auto& [_, stream] : streams)
+      if (stream.device == current) all.add(stream.end);
+  }
+  all.wait();
+  return cudaSuccess;
+}
 
 cudaError_t cudaDriverGetVersion(int* version) {
   *version = getenv("SIM_OLD_DRIVER") ? 11040 : CUDART_VERSION;
@@ -208,6 +310,7 @@ const char* cudaGetErrorString(cudaError_t error) {
     case cudaErrorInitializationError: return "initialization error";
     case cudaErrorNoDevice: return "no CUDA-capable device is detected";
     case cudaErrorInvalidDevice: return "invalid device ordinal";
+    case cudaErrorNotReady: return "device not ready";
     default: return "an error of a simulated GPU";
   }
 }
@@ -233,29 +336,75 @@ cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const vo
   return cudaSuccess;
 }
 
-cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t size, cudaMemcpyKind, cudaStream_t) {
-  memmove(to, from, size);
+cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t size, cudaMemcpyKind, cudaStream_t stream) {
+  sim_copy(current, stream, to, from, size);
   return cudaSuccess;
 }
 
 // -------------------------------------------------------------------------------------------------- streams and events
 
+// Work that the GPU does in the background, NCCL's say: after what its stream has to do, and after another work.
+void sim_launch(cudaStream_t stream, const char* name, std::shared_ptr<Work>* before, std::function<void()> work) {
+  launch(current, stream, name, before, work);
+}
+
+// A kernel that the caller computes next: the host waits for the works before it.  SIM_KERNEL_US: a GPU's time for it.
+void sim_kernel(int device, cudaStream_t stream, const char* name, bool blocks) {
+  Point end = end_of(stream, device);
+  double launched = now();
+  end.wait_for_works();
+  if (const char* us = getenv("SIM_KERNEL_US")) {
+    double begin = std::max(end.time, now());
+    go_on(stream, {begin + atof(us) / 1000}, device);
+    sim_note(name, device, stream, pthread_self(), launched, begin, begin + atof(us) / 1000);
+  }
+  if (blocks) end_of(stream, device).wait();
+}
+
+void sim_copy(int device, cudaStream_t stream, void* to, const void* from, size_t size) {
+  Point end = end_of(stream, device);
+  end.look();
+  if (end.works.empty()) {
+    sim_kernel(device, stream, "copy", false);
+    memmove(to, from, size);
+  } else {
+    std::shared_ptr<Work> none;
+    launch(device, stream, "copy", &none, [=] { memmove(to, from, size); });
+  }
+}
+
+void sim_wait(std::shared_ptr<Work>* work) {
+  if (*work) Point{0, {*work}}.wait();
+}
+
 cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned, int) {
   if (auto error = start()) return error;
   *stream = (cudaStream_t) new char;
+  go_on(*stream, {});
   return cudaSuccess;
 }
 
-cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaSuccess; }
-cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t, unsigned) { return cudaSuccess; }
+cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+  end_of(stream).wait();
+  return cudaSuccess;
+}
+
+cudaError_t cudaStreamQuery(cudaStream_t stream) {
+  return end_of(stream).is_reached() ? cudaSuccess : cudaErrorNotReady;
+}
+
+cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
+  go_on(stream, ((Event*)event)->point);
+  return cudaSuccess;
+}
 
 cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
   *status = cudaStreamCaptureStatusNone;
   return cudaSuccess;
 }
 
-cudaError_t cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus* status, unsigned long long* id, cudaGraph_t*,
-                                     const cudaGraphNode_t**, const cudaGraphEdgeData**, size_t*) {
+cudaError_t cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus* status, unsigned long long* id,
+                                     cudaGraph_t*, const cudaGraphNode_t**, const cudaGraphEdgeData**, size_t*) {
   *status = cudaStreamCaptureStatusNone;
   if (id) *id = 0;
   return cudaSuccess;
@@ -269,17 +418,29 @@ cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
   return cudaSuccess;
 }
 
-cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t) {
-  ((Event*)event)->time = now();
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+  ((Event*)event)->point = end_of(stream);
+  ((Event*)event)->point.add({now()});
   return cudaSuccess;
 }
 
-cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned) { return cudaEventRecord(event, stream); }
-cudaError_t cudaEventQuery(cudaEvent_t) { return cudaSuccess; }
-cudaError_t cudaEventSynchronize(cudaEvent_t) { return cudaSuccess; }
+cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned) {
+  return cudaEventRecord(event, stream);
+}
+
+cudaError_t cudaEventQuery(cudaEvent_t event) {
+  return Point(((Event*)event)->point).is_reached() ? cudaSuccess : cudaErrorNotReady;
+}
+
+cudaError_t cudaEventSynchronize(cudaEvent_t event) {
+  Point(((Event*)event)->point).wait();
+  return cudaSuccess;
+}
 
 cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t from, cudaEvent_t to) {
-  *milliseconds = ((Event*)to)->time - ((Event*)from)->time;
+  Point first = ((Event*)from)->point, last = ((Event*)to)->point;
+  if (!first.is_reached() || !last.is_reached()) return cudaErrorNotReady;
+  *milliseconds = last.time - first.time;
   return cudaSuccess;
 }
 

@@ -6,6 +6,7 @@ As on a GPU, tensors of different devices in one operation are an error.
 
 import ctypes
 
+RUNTIME = ctypes.CDLL(None)  # cuda.cpp, which is loaded first
 # Operators that torch's CUDA backend does itself, because they compute nothing: it makes tensors, or looks at them.
 TORCHS_OWN = """empty empty_strided resize_ set_ record_stream is_pinned _pin_memory _local_scalar_dense is_set_to
 _to_copy"""
@@ -49,7 +50,9 @@ def on_the_cpu(torch, tensor):
 
 def kernel(torch, operator, overload, schema):
     """The function that computes this operator for tensors of GPUs."""
+    name = ctypes.c_char_p(operator.encode())  # kept: the profiler reads it later
     outputs = {a.name for a in schema.arguments if a.kwarg_only and a.alias_info and a.alias_info.is_write}
+    takes_tensor = [str(argument.type) == "Tensor" for argument in schema.arguments]
 
     def run(*args, **kwargs):
         call = Call(torch)
@@ -58,7 +61,15 @@ def kernel(torch, operator, overload, schema):
         if call.device and len(call.places) > 1 and operator not in SEVERAL_DEVICES.split():
             places = " and ".join(sorted(map(str, call.places)))
             raise RuntimeError(f"Expected all tensors to be on the same device, but found {places} in {operator}")
-        results = getattr(getattr(torch.ops.aten, operator), overload)(*args, **kwargs)
+        is_copy = operator == "copy_"
+        if is_copy and call.copies_later(*args):
+            return call.to_gpu(args[0])
+        is_across = is_copy and len(call.pairs) == 2  # the other tensor is the CPU's
+        call.wait(name, blocks=is_across and args[2:] != (True,))
+        function = getattr(torch.ops.aten, operator)
+        if not any(map(is_number_for_tensor, takes_tensor, args)):  # as in x % 4: torch finds the overload
+            function = getattr(function, overload)
+        results = function(*args, **kwargs)
         for cpu, gpu in call.outputs:
             gpu.resize_(cpu.size())
             on_the_cpu(torch, gpu).copy_(cpu)
@@ -67,14 +78,20 @@ def kernel(torch, operator, overload, schema):
     return run
 
 
+def is_number_for_tensor(takes_tensor, value):
+    return takes_tensor and isinstance(value, (bool, int, float))
+
+
 class Call:
     """The tensors of one call: each of a GPU, and the one of the CPU that stands for it."""
 
     def __init__(self, torch):
         self.torch, self.device = torch, None
+        self.gpus = set()  # their numbers
         self.places = set()  # the devices of the tensors with dimensions
         self.pairs = {}  # by the id of either tensor: both
         self.outputs = []  # pairs that the kernel may resize
+        self.stream = torch._C._cuda_getCurrentRawStream
 
     def to_cpu(self, value, is_output=False):
         torch = self.torch
@@ -82,6 +99,7 @@ class Call:
             return type(value)(self.to_cpu(part, is_output) for part in value)
         if isinstance(value, torch.device) and value.type == "cuda":
             self.device = value
+            self.gpus.add(torch.cuda.current_device() if value.index is None else value.index)
             return torch.device("cpu")
         if isinstance(value, torch.Generator):
             return None  # the CPU's own
@@ -92,6 +110,7 @@ class Call:
         if not value.is_cuda:
             return value
         self.device = self.device or value.device
+        self.gpus.add(value.device.index)
         if id(value) not in self.pairs:
             cpu = on_the_cpu(torch, value)
             if is_output:
@@ -99,6 +118,24 @@ class Call:
                 self.outputs.append((cpu, value))
             self.pairs[id(value)] = self.pairs[id(cpu)] = cpu, value
         return self.pairs[id(value)][0]
+
+    def wait(self, name, blocks):
+        """What is computed next comes after what the streams have to do; with `blocks` the host waits for it, too."""
+        for gpu in self.gpus:
+            RUNTIME.sim_kernel(gpu, ctypes.c_void_p(self.stream(gpu)), name, blocks)
+
+    def copies_later(self, to, source, non_blocking=False):
+        """Whether this copy is one that a GPU makes alone: within its memory, or into pinned memory of the host."""
+        alike = to.dtype == source.dtype and to.size() == source.size()
+        if not (alike and to.is_contiguous() and source.is_contiguous() and len(self.gpus) == 1):
+            return False
+        is_within = len(self.pairs) == 4
+        if not is_within and not (non_blocking and to.is_pinned()):
+            return False
+        (gpu,) = self.gpus
+        numbers = self.stream(gpu), to.data_ptr(), source.data_ptr(), to.nbytes
+        RUNTIME.sim_copy(gpu, *map(ctypes.c_void_p, numbers))
+        return True
 
     def to_gpu(self, value):
         if isinstance(value, (list, tuple)):

@@ -1,7 +1,9 @@
 // An NCCL for simulated GPUs: the processes of one machine meet in a file of shared memory.
 //
-// Declared after NVIDIA's public nccl.h.  Each call is done when it returns, so streams have nothing to do.  A rank that
-// waits for longer than two minutes says so and fails.  Like the real one, it refuses one GPU for two ranks.
+// Declared after NVIDIA's public nccl.h.  Each call is a list of messages from rank to rank, and what is computed when
+// they are there.  This is done in the background: after what its stream and its communicator have to do, and later
+// with SIM_NCCL_DELAY and SIM_NCCL_FILE.  A rank that waits for longer than two minutes says so and fails.  Like the
+// real one, it refuses one GPU for two ranks.
 #include <fcntl.h>
 #include <sched.h>
 #include <stdint.h>
@@ -14,17 +16,26 @@
 #include <atomic>
 #include <chrono>
 #include <functional>
+#include <memory>
+#include <set>
+#include <sstream>
 #include <string>
 #include <vector>
 
+#include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
 
 enum Result { SUCCESS = 0, SYSTEM_ERROR = 2, INVALID_ARGUMENT = 4, INVALID_USAGE = 5 };
-enum Op { SUM = 0, AVG = 4 };
-enum Type { I64 = 4, F16 = 6, F32 = 7, F64 = 8 };
+enum Op { SUM = 0, MAX = 2, MIN = 3, AVG = 4 };
+enum Type { I8 = 0, U8 = 1, I32 = 2, I64 = 4, F16 = 6, F32 = 7, F64 = 8, BF16 = 9 };
 const size_t SIZES[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1};
 
-extern "C" int sim_gpu_number();  // cuda.cpp: the current device's place in the machine
+struct Work;
+extern "C" {  // cuda.cpp
+int sim_gpu_number();  // the current device's place in the machine
+void sim_launch(void* stream, const char* name, std::shared_ptr<Work>* before, std::function<void()> work);
+void sim_wait(std::shared_ptr<Work>* work);
+}
 
 struct UniqueId {
   char bytes[128];
@@ -32,30 +43,46 @@ struct UniqueId {
 
 namespace {
 
-constexpr size_t SLOT = 1 << 20;  // bytes that a rank shows to the others at once
+constexpr size_t BOX = 1 << 18;   // bytes that are on their way from one rank to another
 constexpr double PATIENCE = 120;  // seconds
 
 thread_local std::string last_error;
 
-struct Shared {  // all zeros at first
-  std::atomic<int> joined, arrived, rounds;
-};
-
 double now() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
+
+struct Box {
+  std::atomic<bool> is_full;
+  char bytes[BOX];
+};
+
+struct Shared {  // all zeros at first
+  std::atomic<int> joined;
+  Box boxes[];  // one for each pair of ranks
+};
+
+struct Message {
+  int peer;
+  bool is_out;  // to the peer, or from it
+  char* data;
+  size_t left;  // bytes
+};
 
 struct Comm {
   std::string name;
   int rank, size;
   Shared* shared = nullptr;
   size_t bytes = 0;
-
-  char* slot(int of) { return (char*)shared + 4096 + of * SLOT; }
+  int splits = 0;
+  std::shared_ptr<Work> last;
+  std::atomic<int> error = SUCCESS;
+  std::atomic<bool> is_aborted = false;
 
   bool wait_until(const std::function<bool()>& done, const char* what) {
     double end = now() + PATIENCE;
     for (int turn = 0; !done(); turn++) {
+      if (is_aborted) return false;
       if (now() > end) {
         last_error = std::string("simulated NCCL: rank ") + std::to_string(rank) + " waited in vain " + what;
         fprintf(stderr, "%s\n", last_error.c_str());
@@ -66,18 +93,8 @@ struct Comm {
     return true;
   }
 
-  bool barrier() {
-    int round = shared->rounds;
-    if (shared->arrived.fetch_add(1) + 1 == size) {
-      shared->arrived = 0;
-      shared->rounds++;
-      return true;
-    }
-    return wait_until([&] { return shared->rounds != round; }, "for the other ranks in a collective");
-  }
-
   bool join() {
-    bytes = 4096 + size * SLOT;
+    bytes = sizeof(Shared) + size * size * sizeof(Box);
     std::string path = "/dev/shm/" + name;
     int file = open(path.c_str(), O_CREAT | O_RDWR, 0600);
     if (file < 0 || ftruncate(file, bytes)) return false;
@@ -86,46 +103,125 @@ struct Comm {
     if (shared == MAP_FAILED) return false;
     shared->joined++;
     bool all = wait_until([&] { return shared->joined == size; }, "for the other ranks to join");
-    if (!barrier()) all = false;
     if (rank == 0) unlink(path.c_str());
     return all;
   }
 
-  // Each rank shows `count` bytes, piece by piece; `look` sees each piece of all ranks.
-  int show(const char* data, size_t count, const std::function<void(size_t, size_t)>& look) {
-    for (size_t at = 0; at < count; at += SLOT) {
-      size_t piece = std::min(SLOT, count - at);
-      memcpy(slot(rank), data + at, piece);
-      if (!barrier()) return SYSTEM_ERROR;
-      look(at, piece);
-      if (!barrier()) return SYSTEM_ERROR;
+  void move(Message& message) {  // the next piece of it, if the box is ready for it
+    int from = message.is_out ? rank : message.peer, to = message.is_out ? message.peer : rank;
+    Box& box = shared->boxes[from * size + to];
+    if (box.is_full == message.is_out) return;
+    size_t piece = std::min(BOX, message.left);
+    message.is_out ? memcpy(box.bytes, message.data, piece) : memcpy(message.data, box.bytes, piece);
+    box.is_full = message.is_out;
+    message.data += piece;
+    message.left -= piece;
+  }
+
+  bool exchange(std::vector<Message> messages) {
+    auto all_done = [&] {
+      std::set<std::pair<int, bool>> seen;  // messages to one peer keep their order, and so do those from it
+      for (auto& message : messages)
+        if (message.left && seen.insert({message.peer, message.is_out}).second) move(message);
+      std::erase_if(messages, [](auto& message) { return message.left == 0; });
+      return messages.empty();
+    };
+    return wait_until(all_done, "for another rank's message");
+  }
+
+  // With each rank: `bytes` from the place that is meant for it, and as many to the place that is meant for its own.
+  std::vector<Message> with_all(const void* from, size_t from_step, void* to, size_t to_step, size_t bytes) {
+    std::vector<Message> messages;
+    for (int peer = 0; peer < size; peer++) {
+      messages.push_back({peer, true, (char*)from + peer * from_step, bytes});
+      messages.push_back({peer, false, (char*)to + peer * to_step, bytes});
     }
-    return SUCCESS;
+    return messages;
   }
 };
 
+// ------------------------------------------------------------------------------------------------ what is done later
+
+struct Call {
+  Comm* comm;
+  void* stream;
+  const char* name;
+  std::vector<Message> messages;
+  std::function<void()> finish = [] {};
+};
+
+thread_local int depth = 0;            // of groups: their calls begin together, at the end of the outermost
+thread_local std::vector<Call> calls;  // one for each communicator
+
+double delay() {  // SIM_NCCL_DELAY=0,0.05: seconds for each GPU of the machine; the last number is also the next GPUs'
+  const char* text = getenv("SIM_NCCL_DELAY");
+  std::stringstream numbers(text ? text : "");
+  std::string number = "0";
+  for (int gpu = 0; gpu <= sim_gpu_number(); gpu++) std::getline(numbers, number, ',');
+  return atof(number.c_str());
+}
+
+int launch_calls() {
+  for (auto& call : calls) {
+    const char* path = getenv("SIM_NCCL_FILE");
+    std::string file = path ? path : "/";
+    double seconds = delay();
+    sim_launch(call.stream, call.name, &call.comm->last, [=] {
+      Comm* comm = call.comm;
+      double begin = now() + seconds;
+      auto may_begin = [&] { return now() >= begin && access(file.c_str(), F_OK) == 0; };
+      if (comm->wait_until(may_begin, "for its delay") && comm->exchange(call.messages)) return call.finish();
+      if (!comm->is_aborted) comm->error = SYSTEM_ERROR;
+    });
+  }
+  calls.clear();
+  return SUCCESS;
+}
+
+int add(Call call) {
+  auto earlier = std::find_if(calls.begin(), calls.end(), [&](auto& other) { return other.comm == call.comm; });
+  if (earlier == calls.end()) {
+    calls.push_back(call);
+  } else {
+    earlier->messages.insert(earlier->messages.end(), call.messages.begin(), call.messages.end());
+    earlier->finish = [first = earlier->finish, second = call.finish] { first(), second(); };
+  }
+  return depth ? SUCCESS : launch_calls();
+}
+
 template <class T, class Compute>
-void reduce_as(Comm* comm, char* to, size_t bytes, int op) {
-  for (size_t i = 0; i < bytes / sizeof(T); i++) {
-    Compute result{};
-    for (int rank = 0; rank < comm->size; rank++) result += (Compute)((T*)comm->slot(rank))[i];
-    ((T*)to)[i] = (T)(op == AVG ? result / comm->size : result);
+void reduce_as(const std::vector<char>& parts, int size, char* to, int op) {
+  size_t count = parts.size() / size / sizeof(T);
+  const T* values = (const T*)parts.data();
+  for (size_t i = 0; i < count; i++) {
+    Compute result = (Compute)values[i];
+    for (int rank = 1; rank < size; rank++) {
+      Compute value = (Compute)values[rank * count + i];
+      result = op == MAX ? std::max(result, value) : op == MIN ? std::min(result, value) : Compute(result + value);
+    }
+    ((T*)to)[i] = (T)(op == AVG ? result / size : result);
   }
 }
 
-bool can_reduce(int type, int op) {
-  if ((op == SUM || op == AVG) && (type == I64 || type == F16 || type == F32 || type == F64)) return true;
-  last_error = "simulated NCCL: no reduction " + std::to_string(op) + " of type " + std::to_string(type);
-  return false;
-}
-
-void reduce_slots(Comm* comm, char* to, size_t bytes, int type, int op) {
-  switch (type) {
-    case I64: return reduce_as<int64_t, int64_t>(comm, to, bytes, op);
-    case F16: return reduce_as<c10::Half, float>(comm, to, bytes, op);
-    case F32: return reduce_as<float, float>(comm, to, bytes, op);
-    default: return reduce_as<double, double>(comm, to, bytes, op);
+// `bytes` of each rank to each, then their reduction into `to`.
+int reduce(Comm* comm, void* stream, const char* name, const char* from, size_t step, char* to, size_t bytes, int type,
+           int op) {
+  auto reduce_type = type == I8     ? reduce_as<int8_t, int8_t>
+                     : type == U8   ? reduce_as<uint8_t, uint8_t>
+                     : type == I32  ? reduce_as<int32_t, int32_t>
+                     : type == I64  ? reduce_as<int64_t, int64_t>
+                     : type == F16  ? reduce_as<c10::Half, float>
+                     : type == BF16 ? reduce_as<c10::BFloat16, float>
+                     : type == F32  ? reduce_as<float, float>
+                     : type == F64  ? reduce_as<double, double>
+                                    : nullptr;
+  if (!reduce_type || !(op == SUM || op == MAX || op == MIN || op == AVG)) {
+    last_error = "simulated NCCL: no reduction " + std::to_string(op) + " of type " + std::to_string(type);
+    return INVALID_ARGUMENT;
   }
+  auto parts = std::make_shared<std::vector<char>>(comm->size * bytes);
+  auto messages = comm->with_all(from, step, parts->data(), bytes, bytes);
+  return add({comm, stream, name, messages, [=] { reduce_type(*parts, comm->size, to, op); }});
 }
 
 }  // namespace
@@ -137,6 +233,8 @@ const char* ncclGetErrorString(int code) {
 }
 
 const char* ncclGetLastError(Comm*) { return last_error.c_str(); }
+
+// ------------------------------------------------------------------------------------------------------ communicators
 
 int ncclGetUniqueId(UniqueId* id) {
   memset(id, 0, sizeof *id);
@@ -150,13 +248,10 @@ int ncclGetUniqueId(UniqueId* id) {
 
 int ncclCommInitRankConfig(Comm** made, int size, UniqueId id, int rank, void*) {
   Comm* comm = new Comm{id.bytes, rank, size};
-  if (!comm->join()) return SYSTEM_ERROR;
   std::vector<int> gpus(size);
   int mine = sim_gpu_number();
-  int result = comm->show((char*)&mine, sizeof mine, [&](size_t, size_t) {
-    for (int i = 0; i < size; i++) memcpy(&gpus[i], comm->slot(i), sizeof(int));
-  });
-  if (result) return result;
+  if (!comm->join() || !comm->exchange(comm->with_all(&mine, 0, gpus.data(), sizeof mine, sizeof mine)))
+    return SYSTEM_ERROR;
   for (int i = 0; i < size; i++)
     if (i != rank && gpus[i] == mine) {
       last_error = "Duplicate GPU detected : rank " + std::to_string(rank) + " and rank " + std::to_string(i) +
@@ -167,16 +262,46 @@ int ncclCommInitRankConfig(Comm** made, int size, UniqueId id, int rank, void*) 
   return SUCCESS;
 }
 
+int ncclCommSplit(Comm* comm, int color, int key, Comm** made, void*) {  // a new one of the ranks with my color
+  struct Place {
+    int color, key, rank;
+  };
+  std::vector<Place> places(comm->size);
+  Place mine{color, key, comm->rank};
+  sim_wait(&comm->last);
+  if (!comm->exchange(comm->with_all(&mine, 0, places.data(), sizeof mine, sizeof mine))) return SYSTEM_ERROR;
+  std::string name = comm->name + "-" + std::to_string(comm->splits++) + "-" + std::to_string(color);
+  *made = nullptr;
+  if (color < 0) return SUCCESS;  // I am in none
+  int rank = 0, size = 0;  // there, in the order of the keys
+  for (auto& place : places) {
+    if (place.color != color) continue;
+    size++;
+    if (std::pair(place.key, place.rank) < std::pair(key, comm->rank)) rank++;
+  }
+  *made = new Comm{name, rank, size};
+  return (*made)->join() ? SUCCESS : SYSTEM_ERROR;
+}
+
+int ncclCommFinalize(Comm* comm) {  // torch 2.14 calls it
+  sim_wait(&comm->last);
+  return SUCCESS;
+}
+
+int ncclCommAbort(Comm* comm) {  // its memory stays: threads may look at it; torch calls it again with none
+  if (comm) comm->is_aborted = true;
+  return SUCCESS;
+}
+
 int ncclCommDestroy(Comm* comm) {
+  sim_wait(&comm->last);
   munmap(comm->shared, comm->bytes);
   delete comm;
   return SUCCESS;
 }
 
-int ncclCommFinalize(Comm*) { return SUCCESS; }  // torch 2.14 calls it
-
-int ncclCommGetAsyncError(Comm*, int* error) {
-  *error = SUCCESS;
+int ncclCommGetAsyncError(Comm* comm, int* error) {
+  *error = comm->error;
   return SUCCESS;
 }
 
@@ -201,45 +326,51 @@ int ncclCommRegister(Comm*, void*, size_t, void** handle) {
 }
 
 int ncclCommDeregister(Comm*, void*) { return SUCCESS; }
-int ncclGroupStart() { return SUCCESS; }
-int ncclGroupEnd() { return SUCCESS; }
 
-int ncclAllReduce(const char* from, char* to, size_t count, int type, int op, Comm* comm, void*) {
-  if (!can_reduce(type, op)) return INVALID_ARGUMENT;
-  return comm->show(from, count * SIZES[type], [&](size_t at, size_t piece) {
-    reduce_slots(comm, to + at, piece, type, op);
-  });
+// -------------------------------------------------------------------------------------------------------------- calls
+
+int ncclGroupStart() {
+  depth++;
+  return SUCCESS;
 }
 
-int ncclBroadcast(const char* from, char* to, size_t count, int type, int root, Comm* comm, void*) {
-  const char* data = comm->rank == root ? from : to;
-  return comm->show(data, count * SIZES[type], [&](size_t at, size_t piece) {
-    memcpy(to + at, comm->slot(root), piece);
-  });
+int ncclGroupEnd() { return --depth ? SUCCESS : launch_calls(); }
+
+int ncclSend(const char* from, size_t count, int type, int peer, Comm* comm, void* stream) {
+  return add({comm, stream, "ncclDevKernel_SendRecv", {{peer, true, (char*)from, count * SIZES[type]}}});
+}
+
+int ncclRecv(char* to, size_t count, int type, int peer, Comm* comm, void* stream) {
+  return add({comm, stream, "ncclDevKernel_SendRecv", {{peer, false, to, count * SIZES[type]}}});
+}
+
+int ncclBroadcast(const char* from, char* to, size_t count, int type, int root, Comm* comm, void* stream) {
+  std::vector<Message> messages{{root, false, to, count * SIZES[type]}};
+  for (int peer = 0; comm->rank == root && peer < comm->size; peer++)
+    messages.push_back({peer, true, (char*)from, count * SIZES[type]});
+  return add({comm, stream, "ncclDevKernel_Broadcast", messages});
 }
 
 int ncclBcast(char* data, size_t count, int type, int root, Comm* comm, void* stream) {
   return ncclBroadcast(data, data, count, type, root, comm, stream);
 }
 
-int ncclAllGather(const char* from, char* to, size_t count, int type, Comm* comm, void*) {
+int ncclAllGather(const char* from, char* to, size_t count, int type, Comm* comm, void* stream) {
   size_t bytes = count * SIZES[type];
-  return comm->show(from, bytes, [&](size_t at, size_t piece) {
-    for (int i = 0; i < comm->size; i++) memcpy(to + i * bytes + at, comm->slot(i), piece);
-  });
+  return add({comm, stream, "ncclDevKernel_AllGather", comm->with_all(from, 0, to, bytes, bytes)});
 }
 
-int ncclReduceScatter(const char* from, char* to, size_t count, int type, int op, Comm* comm, void*) {
-  if (!can_reduce(type, op)) return INVALID_ARGUMENT;
+int ncclAlltoAll(const char* from, char* to, size_t count, int type, Comm* comm, void* stream) {
   size_t bytes = count * SIZES[type];
-  std::vector<char> mine(bytes);  // `to` may be a part of `from`
-  for (int part = 0; part < comm->size; part++) {
-    int result = comm->show(from + part * bytes, bytes, [&](size_t at, size_t piece) {
-      if (part == comm->rank) reduce_slots(comm, mine.data() + at, piece, type, op);
-    });
-    if (result) return result;
-  }
-  memcpy(to, mine.data(), bytes);
-  return SUCCESS;
+  return add({comm, stream, "ncclDevKernel_AlltoAll", comm->with_all(from, bytes, to, bytes, bytes)});
+}
+
+int ncclAllReduce(const char* from, char* to, size_t count, int type, int op, Comm* comm, void* stream) {
+  return reduce(comm, stream, "ncclDevKernel_AllReduce", from, 0, to, count * SIZES[type], type, op);
+}
+
+int ncclReduceScatter(const char* from, char* to, size_t count, int type, int op, Comm* comm, void* stream) {
+  size_t bytes = count * SIZES[type];
+  return reduce(comm, stream, "ncclDevKernel_ReduceScatter", from, bytes, to, bytes, type, op);
 }
 }
