@@ -587,7 +587,9 @@ def _failure_of(error: BaseException) -> str:
     """
     message = "".join(traceback.format_exception_only(type(error), error))
     if isinstance(error, torch_dist.DistError) or (type(error) is RuntimeError and "gloo/" in message):
-        if re.search("connection (was likely )?(closed|reset)|broken pipe|ncclRemoteError", message, re.IGNORECASE):
+        lost = "connection (was likely )?(closed|reset)|broken pipe|ncclRemoteError"
+        lost += "|NCCL operation failed"  # torch 2.15 says no more
+        if re.search(lost, message, re.IGNORECASE):
             return LOST
         if re.search("tim(ed|e) ?out", message, re.IGNORECASE):
             return TIMED_OUT

@@ -228,6 +228,14 @@ def worker(rank, n):
     open(f"done{rank}", "w").close()
 dist.launch(worker, nproc=3)
 """
+NCCL = """
+def worker(rank, n):
+    while rank == 1 and not os.path.exists("failed"): time.sleep(0.01)
+    if rank == 1: raise ValueError("mine")
+    open("failed", "w").close()
+    raise torch.distributed.DistBackendError("NCCL operation failed")  # all that torch 2.15's backend says
+dist.launch(worker, nproc=2)
+"""
 OWN = (
     r"rank 1 of 3 failed first: \s+Traceback(?s:.*)raise ConnectionResetError\(104, (?s:.*)\nConnectionResetError: .*x"
     r"\n\(rank 0, rank 2 had finished\)\n$"
@@ -236,6 +244,7 @@ CAUSES = {
     "half a report": (UNFINISHED, "rank 0 of 2 failed first: ended by SIGKILL"),
     "a death seen after its consequence": (LATE, "rank 1 of 2 failed first: ended by SIGKILL"),
     "a rank that has failed and stays": (WATCHDOG, r"rank 1 of 2 failed first: \s+Traceback(?s:.*)ValueError: mine"),
+    "one that NCCL's error on another rank comes before": (NCCL, r"rank 1 of 2 failed first: (?s:.*)ValueError: mine"),
     "one that dies at its end": (AFTERWARDS, "rank 1 of 2 failed first: ended with exit code 3, .* after its work"),
     "an error of its own that looks like a lost connection": (DOWNLOAD, OWN),
 }
