@@ -8,6 +8,7 @@ import time
 
 import torch
 import torch.nn.functional as F
+from torch import distributed as torch_dist
 from torch import nn
 
 import data
@@ -40,7 +41,8 @@ def train(model, loader, optimizer, scheduler, device):
         loss = F.cross_entropy(model(images), labels)
         loss.backward()
         for p in model.parameters():
-            dist.all_reduce(p.grad, "mean")  # the average over all processes
+            p.grad /= dist.get_world_size()
+            torch_dist.all_reduce(p.grad)  # now p.grad is the average over all processes
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
