@@ -119,7 +119,7 @@ def test_one_gpu_per_task_as_under_srun(start, uuids):
     port = str(free_port())
     tasks = []
     for rank in range(2):
-        slurm = srun(rank, 2, rank, 2, 0, "localhost") | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        slurm = srun(rank, 2, rank, 1, "localhost") | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         tasks.append(json.dumps(slurm | {"CUDA_VISIBLE_DEVICES": str(rank)}))
     run = start("tasks", *tasks)
     assert run.code == 0, run.err[-3000:]
