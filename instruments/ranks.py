@@ -49,6 +49,7 @@ NO_STEP = (
     "thread, or in processes of the program's own are not: start its worker function under torchrun"
 )
 MOMENT = 5  # seconds that a rank which has failed waits for the others' notes
+DRAWING = 20  # seconds that it waits at most, under torchrun, until rank 0 has shown them
 
 
 class Job(NamedTuple):
@@ -215,10 +216,14 @@ class Rank:
         if ending == "finished" and self.all_are_here() and torch_dist.is_initialized():
             with contextlib.suppress(RuntimeError):  # the program was left within its group
                 torch_dist.destroy_process_group()
-        if ending == "failed" and not self.show and isinstance(self.meeting, Store):
-            # torchrun ends the others when this rank fails.
-            wait_until(lambda: self.meeting.has("shown"), MOMENT, lambda left: None)
+        if ending == "failed":
+            self.wait_until_shown()
         return code
+
+    def wait_until_shown(self) -> None:
+        """torchrun ends all when this rank fails: rank 0, too, which may still be drawing."""
+        if isinstance(self.meeting, Store):
+            wait_until(lambda: self.meeting.has("shown"), DRAWING, lambda left: None)
 
     def show_all(self) -> int:
         with self.lock:  # once: the watching thread may have done it
@@ -273,6 +278,7 @@ class Rank:
         if self.show or not self.all_are_here():
             wait_until(self.all_are_here, MOMENT, self.report)
         self.show_all()
+        self.wait_until_shown()
         sys.stdout.flush()
         os._exit(1)
 
