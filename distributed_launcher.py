@@ -33,6 +33,7 @@ import tempfile
 import threading
 import time
 import traceback
+import weakref
 import zlib
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -243,7 +244,9 @@ class _Ranks:
             "TORCHELASTIC_USE_AGENT_STORE": "True",  # as under torchrun: rank 0 need not serve the store
             "TORCHELASTIC_RESTART_COUNT": "0",  # torch 2.4 and 2.5 read it then
         }
-        _write_open_files()  # otherwise each forked rank would also write what they have buffered
+        files = _open_files()
+        _inherited[:] = [weakref.ref(file) for file in files]
+        _write(files)  # otherwise each forked rank would also write what they have buffered
         if method == "spawn":
             resource_tracker.ensure_running()  # now, because it unblocks signals
         # Blocked until a rank is ready for them, so that none dies half-way into its start.
@@ -477,6 +480,7 @@ def _be_rank(guard: int, environment: dict, folder: str, threads: int | None, jo
     multiprocessing.current_process()._config["tempdir"] = folder  # for sockets that killed workers can't remove
     is_forked = not isinstance(job, bytes)
     if is_forked:
+        gc.freeze()  # a rank that looked at all objects of the launching process would get a copy of their memory
         atexit._clear()  # what the launching process has registered runs there alone
         atexit.register(multiprocessing.util._exit_function)  # as Python 3.13 does itself
     rank = int(environment["RANK"])
@@ -497,7 +501,7 @@ def _be_rank(guard: int, environment: dict, folder: str, threads: int | None, jo
     except BaseException as error:
         failure = error  # still here: what its frames hold may take long to end
         report = _report_of(error)
-        _write_open_files()  # before the report: a rank that has reported a failure is killed
+        _write(_open_files())  # before the report: a rank that has reported a failure is killed
     if os.getpid() != pid:  # a child that the function has forked, and that came back
         os._exit(failure is not None)
     _write_report(report, f"{folder}/report{rank}")
@@ -509,7 +513,7 @@ def _be_rank(guard: int, environment: dict, folder: str, threads: int | None, jo
     # Python does this at the end of a program, in this order; multiprocessing leaves out a part.
     threading._shutdown()  # waits for threads; pools of threads are told to end
     atexit._run_exitfuncs()
-    _write_open_files()
+    _write(_open_files())
 
 
 class _RandomNumbers(NamedTuple):
@@ -540,10 +544,19 @@ def _set_random_numbers(states: _RandomNumbers, is_forked: bool) -> None:
         numpy.random.set_state(states.numpy)
 
 
-def _write_open_files() -> None:
-    """Write what the program's open files have buffered; in threads, as one may be a pipe that nobody reads."""
+_inherited: list[weakref.ref] = []  # the files that the launching process had open
+
+
+def _open_files() -> list:
+    """The program's; gc does not tell of the inherited ones, as they are frozen."""
     kinds = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
-    for file in [item for item in gc.get_objects() if issubclass(type(item), kinds)]:  # isinstance would ask the item
+    files = [item for item in gc.get_objects() if issubclass(type(item), kinds)]  # isinstance would ask the item
+    return files + [file for reference in _inherited if (file := reference()) is not None]
+
+
+def _write(files: list) -> None:
+    """Write what they have buffered; in threads, as one may be a pipe that nobody reads."""
+    for file in files:
         thread = threading.Thread(target=_flush, args=[file], daemon=True)
         thread.start()
         thread.join(2)
