@@ -614,6 +614,27 @@ def test_with_threads_the_ranks_are_spawned_with_copies_and_a_lambda_is_refused(
     assert re.match(refused, done.out.splitlines()[2])
 
 
+COLLECTS = """
+import gc, re
+def private():
+    with open("/proc/self/smaps_rollup") as rollup:
+        return sum(int(kB) for kB in re.findall(r"Private_\\w+:\\s+(\\d+) kB", rollup.read()))
+def worker(rank, n):
+    before = private()
+    gc.collect()
+    return private() - before
+if __name__ == "__main__":
+    loaded = [[number] for number in range(500_000)]  # 36 MB or more
+    print(dist.launch(worker, nproc=2))
+"""
+
+
+@needs_proc
+def test_a_rank_that_collects_garbage_does_not_copy_what_the_launching_process_has_loaded(program):
+    done = run(program(COLLECTS))
+    assert done.code == 0 and int(done.out) < 10_000, done
+
+
 UNENDED = """
 import threading
 def stays():
