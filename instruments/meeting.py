@@ -115,8 +115,9 @@ def serve_store(
 ) -> torch_dist.TCPStore:
     """Serve one, as torchrun does for its processes.  torch itself listens on all networks."""
     options: dict = {"timeout": limit, "is_master": True, "wait_for_workers": False}
-    if address == "localhost" or address.startswith("127."):
-        server = socket.create_server((address, port))
+    if address in ("localhost", "::1") or address.startswith("127."):
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        server = socket.create_server((address, port), family=family)
         port = server.getsockname()[1]
         # libuv's of torch 2.4 and 2.5 doesn't listen on a given socket (pytorch#150215).
         options |= {"master_listen_fd": server.detach(), "use_libuv": False}
