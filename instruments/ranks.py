@@ -11,6 +11,7 @@ Who reads the notes: the process that has started the ranks; under torchrun rank
 """
 
 import contextlib
+import multiprocessing
 import os
 import shutil
 import signal
@@ -102,7 +103,9 @@ def look_at(job: Job, nproc: int | None, show: Callable[[list[Notes]], int]) -> 
 
         try:
             run(be_started_rank, (job, folder), count)
-        except (SystemExit, RuntimeError):
+        except (SystemExit, RuntimeError) as error:
+            if isinstance(getattr(error, "code", ""), int):
+                raise  # after Ctrl-C or SIGTERM nothing new begins
             notes = collect(meeting, count)
             code = show(notes) if notes else 1
             if len(notes) == count and all(one.ending != "failed" for one in notes):
@@ -163,7 +166,7 @@ def collect(meeting: Meeting, world_size: int) -> list[Notes]:
 
 def be_started_rank(job: Job, folder: str) -> None:
     place = Place(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
-    end_process_if_threads_live_on(be_rank(job, place, Folder(folder), None))
+    leave(be_rank(job, place, Folder(folder), None))
 
 
 def be_rank(job: Job, place: Place, meeting: Meeting, show: Callable | None) -> int:
@@ -283,9 +286,14 @@ class Rank:
         os._exit(1)
 
 
-def end_process_if_threads_live_on(code: int) -> None:
-    """Python would wait at its end for the program's threads, which may never end."""
+def leave(code: int) -> None:
+    """End this process.  What the program has started, and did not end, would keep it alive."""
+    for child in multiprocessing.active_children():
+        child.terminate()
+    sys.stdout.flush()
+    sys.stderr.flush()
     if other_threads():
-        sys.stdout.flush()
-        sys.stderr.flush()
         os._exit(code)
+    timer = threading.Timer(MOMENT, os._exit, [code])  # in case that something waits for ever
+    timer.daemon = True
+    timer.start()

@@ -52,7 +52,7 @@ def check(args: argparse.Namespace) -> None:
 def main() -> int:
     args = parse_args()
     error = vars(args).pop("error")  # not sent to the processes
-    from instruments.ranks import end_process_if_threads_live_on  # imports torch: seconds
+    from instruments.ranks import leave  # imports torch: seconds
     from timeline import show
 
     if args.draw:
@@ -61,7 +61,7 @@ def main() -> int:
         code = show.record_and_show(args)
     except show.UsageError as problem:
         error(str(problem))
-    end_process_if_threads_live_on(code)
+    leave(code)
     return code
 
 

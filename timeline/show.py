@@ -11,7 +11,7 @@ from instruments.ranks import (
     Job,
     Notes,
     UsageError,
-    end_process_if_threads_live_on,
+    leave,
     look_at,
 )
 from timeline.data import Recording, counted, recorded_steps
@@ -29,7 +29,7 @@ def record_and_show(args: argparse.Namespace) -> int:
     """Record the program on all ranks, then show it; returns the exit code."""
     job = Job("timeline", args.command, args.patience, Recorder, (args.steps,))
     code = look_at(job, args.nproc, functools.partial(show, args))
-    end_process_if_threads_live_on(code)
+    leave(code)
     return code
 
 
