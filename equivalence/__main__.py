@@ -8,6 +8,7 @@ import sys
 import tempfile
 import textwrap
 import time
+import traceback
 from pathlib import Path
 
 if not __package__:  # as `python PATH/equivalence`, from any folder
@@ -26,6 +27,7 @@ def parse_args() -> argparse.Namespace:
     add = parser.add_argument
     add("--nproc", type=int, help="processes (default: one for each GPU; without a GPU, 2)")
     add("--steps", type=int, default=3, help="to compare (default: %(default)s)")
+    add("--only", choices=["averaging"], help="without runs in one process: only this question")
     add("--alone", default="", help='flags for the run in one process: --alone="--nproc 1"')
     add("--patience", type=float, default=120, help="seconds without a step (default: %(default)s)")
     args = command.read(parser)
@@ -40,25 +42,29 @@ def parse_args() -> argparse.Namespace:
 def main() -> int:
     args = parse_args()
     # These import torch, which takes seconds.
-    from instruments.ranks import UsageError, end_process_if_threads_live_on
+    from instruments.ranks import UsageError, leave
 
     try:
         code = compare(args)
     except UsageError as problem:
         print(f"equivalence: error: {problem}", file=sys.stderr)
-        return 2
+        code = 2
     except KeyboardInterrupt:
         return 130
-    end_process_if_threads_live_on(code)
+    except Exception:  # 1 would mean: different
+        traceback.print_exc()
+        print("equivalence: this is a mistake of equivalence's own", file=sys.stderr)
+        code = 2
+    leave(code)
     return code
 
 
 def compare(args: argparse.Namespace) -> int:
-    """Run A, and where its notes come together run B and the answer."""
+    """Run A, and where its notes come together the runs in one process, and the answer."""
     import torch
     from instruments import ranks as instrument
 
-    from equivalence.record import QuietRecorder
+    from equivalence.record import Recorder
 
     started = time.perf_counter()
     folder = Path(tempfile.mkdtemp(prefix="equivalence-"))
@@ -69,12 +75,19 @@ def compare(args: argparse.Namespace) -> int:
         return answer(args, sorted(notes), folder, started)
 
     torch.set_num_threads(1)  # or nothing could be forked after it
-    arguments = (args.steps, str(folder))
-    job = instrument.Job("equivalence", args.command, args.patience, QuietRecorder, arguments)
+    # On GPUs another batch size may mean another kernel, which rounds otherwise.
+    os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    arguments = (args.steps, f"{folder}/log", (), bool(args.only))
+    job = instrument.Job("equivalence", args.command, args.patience, Recorder, arguments)
     try:
         return instrument.look_at(job, args.nproc, show)
     except SystemExit as end:  # the program failed
         progress.show("")
+        refusal = str(end.code).partition("failed first: equivalence: ")[2]
+        if refusal:
+            print(f"equivalence: {refusal}", file=sys.stderr)
+            return 2
         if isinstance(end.code, str):
             for log in sorted(folder.glob("log*")):
                 sys.stderr.write(log.read_text(encoding="utf-8", errors="replace")[-2000:])
@@ -87,68 +100,49 @@ def compare(args: argparse.Namespace) -> int:
 
 
 def answer(args: argparse.Namespace, notes: list, folder: Path, started: float) -> int:
-    from instruments.ranks import NO_STEP
+    from instruments.ranks import NO_STEP, exit_at_sigterm
 
-    from equivalence.alone import run_all, why_no_room
-    from equivalence.evidence import Evidence
-    from equivalence.plan import Plan, Test
-    from equivalence.verdict import judge
+    from equivalence import verdict
+    from equivalence.alone import Runs
+    from equivalence.facts import Facts
+    from equivalence.judge import Judge
 
+    exit_at_sigterm()
     ranks = [one.value for one in notes]
     steps = [len(rank.counts) for rank in ranks]
-    made = min(steps)
     if max(steps) == 0:
         return unknown(NO_STEP)
-    if len(ranks) < ranks[0].world_size or any(one.ending == "stuck" for one in notes):
+    is_stuck = any(one.ending == "stuck" for one in notes)
+    if len(ranks) < ranks[0].world_size or is_stuck or min(steps) <= args.steps < max(steps):
         each = ", ".join(f"rank {rank.rank}: {len(rank.counts)}" for rank in ranks)
         return unknown(
             f"not all ranks came through {args.steps + 1} steps of an optimizer ({each})"
         )
-    if made <= args.steps:
-        steps = "1 step" if made == 1 else f"{made} steps"
+    if min(steps) <= args.steps:
+        made = "1 step" if min(steps) == 1 else f"{min(steps)} steps"
         return unknown(
-            f"the program made {steps}, and {args.steps + 1} are needed: let it make more, or "
+            f"the program made {made}, and {args.steps + 1} are needed: let it make more, or "
             "give fewer --steps"
         )
     if len(ranks) < 2:
         return unknown("there is only one process: give --nproc 2")
-    plan = Plan(ranks, args.steps)
-    if reason := plan.why_not_one_batch() or why_no_room(plan):
-        return unknown(reason)
-    alone = run_all(args, plan, folder)
-    if alone.result is None:
-        sys.stderr.write(alone.problem)
-        return unknown(
-            "the program failed in one process, on the batches of all (its error is above). If it "
-            "can't run so, or finds the first run's files, give it other flags: "
-            '--alone="FLAGS"'
-        )
-    needed = [Test("whole", step) for step in range(args.steps)]
-    needed += [Test("rounded", step) for step in range(args.steps)]
-    if not all(test in alone.result.steps for test in needed):
-        count = len(alone.result.steps)
-        text = f"in one process the program made only {count} of the steps that are needed"
-        text += f" (at least {len(needed)})"
-        if alone.problem:
-            sys.stderr.write(alone.problem)
-            text += " (its error is above)"
-        return unknown(text)
-    if alone.result.unmatched:
-        names = ", ".join(alone.result.unmatched[:3])
-        return unknown(
-            f"one process has weights that the {len(ranks)} don't have, or not in this shape: "
-            f'{names}. If the program splits its model, try --alone="FLAGS" that leave it whole; '
-            "if it calls a model in some steps only, give more --steps"
-        )
-    code, lines = judge(Evidence(alone.plan, alone.result))
+    runs = Runs(args, folder, len(ranks))
+    if args.only:
+        found = verdict.only_averaging(Facts(ranks, args.steps))
+    else:
+        judge = Judge(ranks, args.steps, runs)
+        found = verdict.all_three(judge, args.command)
+        if judge.look is None and found.code == verdict.UNKNOWN:
+            sys.stderr.write(runs.problem)
     size = max(rank.size for rank in ranks) / 1000
     seconds = f"{time.perf_counter() - started:.0f} s"
-    program = f"{shlex.join(args.command)}: {len(ranks)} processes and one, {args.steps} steps"
-    texts = [(line.label, line.text) for line in lines]
+    one = "" if args.only else " and one"
+    program = f"{shlex.join(args.command)}: {len(ranks)} processes{one}, {args.steps} steps"
+    texts = [(line.label, line.text) for line in found.lines]
     texts.insert(1, ("program", f"{program} ({seconds}; notes of {size:,.0f} kB on each rank)"))
     texts.append(("note", f"{args.steps} steps; {LEFT_OUT}"))
     say(texts)
-    return code
+    return found.code
 
 
 def unknown(text: str) -> int:

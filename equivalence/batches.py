@@ -5,15 +5,16 @@ import dataclasses
 import hashlib
 import itertools
 import pickle
-import random
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy
 import torch
 import torch.nn.functional as F
 from instruments.tensors import bytes_of, tensors_in
 from torch import nn
+
+from equivalence.limits import GROUPS
 
 IGNORED = -100  # torch's losses leave these targets out; everything else is padded with 0
 
@@ -67,13 +68,6 @@ def mapped(function: Callable[[list, Any], Any], values: list, key: Any = None) 
     return with_parts(values[0], made)
 
 
-def clone(value: Any) -> Any:
-    def cloned(same: list, key: Any) -> Any:
-        return same[0].detach().clone() if isinstance(same[0], torch.Tensor) else same[0]
-
-    return mapped(cloned, [value])
-
-
 class Own:
     """In place of what no other process can read: it takes its own."""
 
@@ -84,7 +78,7 @@ def to_plain(value: Any, depth: int = 8) -> Any:
     if parts is not None and depth:
         return {name: to_plain(part, depth - 1) for name, part in parts.items()}
     if isinstance(value, torch.Tensor):
-        return value.detach().to("cpu", copy=True)  # for a process with other GPUs
+        return value.detach().to("cpu", copy=True)
     if isinstance(value, numpy.ndarray) and value.dtype.kind in "biuf":
         return torch.from_numpy(value.copy())
     try:
@@ -99,8 +93,9 @@ def from_plain(plain: Any, own: Any) -> Any:
     if isinstance(plain, Own):
         return own
     if isinstance(plain, torch.Tensor):
-        copied = plain.to(own.device, copy=True) if isinstance(own, torch.Tensor) else plain.clone()
-        return copied.numpy() if isinstance(own, numpy.ndarray) else copied
+        if isinstance(own, numpy.ndarray):
+            return plain.clone().numpy()
+        return plain.to(own.device if isinstance(own, torch.Tensor) else "cpu", copy=True)
     parts = parts_of(own)
     if parts is None or not isinstance(plain, dict):
         return plain
@@ -110,27 +105,38 @@ def from_plain(plain: Any, own: Any) -> Any:
     return with_parts(own, made)
 
 
-def join(batches: list) -> Any:
+def join(batches: list, only: int | None = None, order: torch.Generator | None = None) -> Any:
     """One batch with the examples of all of them; shorter ones are padded at their ends.
 
+    only: that one's examples, as long as the longest of all.  order: the examples in another one.
     A tensor that does not have a row for each example is taken once.
     """
-    count = count_examples(batches[0])
+    chosen = range(len(batches)) if only is None else [only]
+    counts = [count_examples(batch) for batch in batches]
+    rows = torch.arange(sum(counts[number] for number in chosen))
+    if order is not None:
+        rows = torch.randperm(len(rows), generator=order)
 
     def joined(same: list, key: Any) -> Any:
+        parts = [same[number] for number in chosen]
         if isinstance(same[0], (list, tuple)):
-            return type(same[0])(itertools.chain(*same))
-        if not isinstance(same[0], torch.Tensor) or same[0].dim() == 0 or len(same[0]) != count:
-            return same[0]
+            every = list(itertools.chain(*parts))
+            if order is not None and len(every) == len(rows):
+                every = [every[row] for row in rows]
+            return type(same[0])(every)
+        is_tensor = isinstance(same[0], torch.Tensor) and same[0].dim() > 0
+        if not is_tensor or [len(tensor) for tensor in same] != counts:
+            return parts[0]
         shapes = [tensor.shape[1:] for tensor in same]
         longest = [max(sizes) for sizes in zip(*shapes, strict=True)]
         is_target = key == "labels" or any((tensor == IGNORED).any() for tensor in same)
-        return torch.cat([_padded(tensor, longest, IGNORED * is_target) for tensor in same])
+        found = torch.cat([_padded(tensor, longest, IGNORED * is_target) for tensor in parts])
+        return found if order is None else found[rows]
 
-    return mapped(joined, batches) if len(batches) > 1 else batches[0]
+    return mapped(joined, batches)
 
 
-def why_not_joined(batches: list) -> str:
+def rows_differ(batches: list) -> str:
     """If tensors that differ between the batches have no row for each example; else ""."""
     counts = [count_examples(batch) for batch in batches]
     for same in zip(*[tensors_in(batch) for batch in batches], strict=False):
@@ -142,10 +148,15 @@ def why_not_joined(batches: list) -> str:
     return ""
 
 
-def are_columns(batch: Any, count: int) -> bool:
-    """Whether so many examples are the second dimension of all tensors, as with (time, batch)."""
-    shapes = [tensor.shape for tensor in tensors_in(batch) if tensor.dim() > 1]
-    return bool(shapes) and all(shape[0] != count == shape[1] for shape in shapes)
+def counts_up(batch: Any) -> bool:
+    """Whether a tensor numbers groups of rows, such as the graphs that nodes belong to."""
+    for tensor in tensors_in(batch):
+        is_number = tensor.dim() == 1 and not tensor.is_floating_point() and len(tensor) > GROUPS
+        if is_number and tensor[0] == 0 and tensor[-1] > 1:
+            steps = tensor.long().diff()
+            if bool(((steps == 0) | (steps == 1)).all()):
+                return True
+    return False
 
 
 def _padded(tensor: torch.Tensor, longest: list[int], value: int) -> torch.Tensor:
@@ -155,21 +166,6 @@ def _padded(tensor: torch.Tensor, longest: list[int], value: int) -> torch.Tenso
     for count in reversed(missing):  # F.pad begins with the last dimension
         pads += [0, count]
     return F.pad(tensor, pads, value=value) if any(pads) else tensor
-
-
-def split(batch: Any, count: int) -> list:
-    """The batch in so many parts."""
-
-    def part(number: int) -> Any:
-        def chosen(same: list, key: Any) -> Any:
-            value = same[0]
-            if isinstance(value, torch.Tensor) and value.dim():
-                return value.tensor_split(count)[number]
-            return value
-
-        return mapped(chosen, [batch])
-
-    return [part(number) for number in range(count)]
 
 
 def count_examples(batch: Any) -> int:
@@ -200,44 +196,3 @@ def digests_of_examples(batch: Any) -> list[bytes]:
             found.update(bytes_of(tensor[row]))
         names.append(found.digest())
     return names
-
-
-class RandomState(NamedTuple):
-    """Of torch (the CPU's and this process's GPU's), Python and numpy."""
-
-    cpu: torch.Tensor
-    gpu: torch.Tensor | None
-    python: tuple
-    numpy: tuple
-
-    def other_than(self, other: "RandomState") -> set[str]:
-        """The generators that are in another state."""
-        found = set()
-        if not self.cpu.equal(other.cpu):
-            found.add("cpu")
-        if self.gpu is not None and other.gpu is not None and not self.gpu.equal(other.gpu):
-            found.add("gpu")
-        if self.python != other.python:
-            found.add("python")
-        if self.numpy[2] != other.numpy[2] or (self.numpy[1] != other.numpy[1]).any():
-            found.add("numpy")
-        return found
-
-
-def random_state() -> RandomState:
-    gpu = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-    return RandomState(torch.get_rng_state(), gpu, random.getstate(), numpy.random.get_state())
-
-
-def set_random_state(state: RandomState, reseeded: bool = False) -> None:
-    """`reseeded`: not this state, but another one that follows from it."""
-    torch.set_rng_state(state.cpu)
-    random.setstate(state.python)
-    numpy.random.set_state(state.numpy)
-    if state.gpu is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state.gpu)
-    if reseeded:
-        seed = int(torch.randint(2**31, ()))
-        torch.manual_seed(seed)
-        random.seed(seed)
-        numpy.random.seed(seed)

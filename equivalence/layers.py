@@ -1,9 +1,7 @@
 """The layers and functions that compute something else with several processes, by design."""
 
-from collections.abc import Iterable
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import nn
 
@@ -15,21 +13,18 @@ DROPOUTS = [name for name in dir(F) if name.rstrip("123d").endswith("dropout") a
 DROPOUTS.append(ATTENTION)
 
 
-def kinds_in(models: Iterable[nn.Module]) -> set[str]:
-    found = set()
-    for model in models:
-        for part in model.modules():
-            if isinstance(part, BATCH_NORM):
-                found.add("BatchNorm")
-            elif isinstance(part, DROPOUT) and part.p:
-                found.add("dropout")
-    return found
+def kind_of(layer: nn.Module) -> str:
+    """What it is, if it trains."""
+    if not layer.training:
+        return ""
+    if isinstance(layer, BATCH_NORM):
+        return "BatchNorm"
+    is_dropout = isinstance(layer, DROPOUT) and layer.p
+    return "dropout" if is_dropout or isinstance(layer, nn.RNNBase) and layer.dropout else ""
 
 
 def drops(name: str, args: tuple, kwargs: dict[str, Any]) -> bool:
     """Whether a call of one of DROPOUTS drops anything."""
-    if not torch.is_grad_enabled():
-        return False
     if name == ATTENTION:
         return bool(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0))
     rate = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
@@ -39,5 +34,7 @@ def drops(name: str, args: tuple, kwargs: dict[str, Any]) -> bool:
 def without_dropout(name: str, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
     """The arguments of the same call that drops nothing."""
     if name == ATTENTION:
-        return args[:4], kwargs | {"dropout_p": 0.0}
+        if len(args) > 4:
+            return (*args[:4], 0.0, *args[5:]), kwargs
+        return args, kwargs | {"dropout_p": 0.0}
     return args[:2], kwargs | {"training": False}

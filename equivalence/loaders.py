@@ -1,13 +1,21 @@
-"""Which of the program's DataLoaders a batch comes from, and what its sampler says."""
+"""Which of the program's DataLoaders a batch comes from, and which examples are in it."""
 
-import contextlib
-import copy
 import weakref
+from collections.abc import Callable
 from typing import Any
 
-from torch.utils.data import BatchSampler, Subset, dataloader
+import numpy
+import torch
+from torch.utils import data as torch_data
+from torch.utils.data import Subset, dataloader
+from torch.utils.data._utils import collate
 
-from equivalence.batches import random_state, set_random_state
+from equivalence.limits import LARGEST_EPOCH
+from equivalence.randomness import random_state
+
+IN_TURN = (torch_data.SequentialSampler, torch_data.DistributedSampler)  # they draw nothing
+KEPT = "equivalence: a batch, and its examples"  # a class of ours could not be sent
+TORCHS_COLLATE = (collate.default_collate, collate.default_convert)
 
 
 class Loaders:
@@ -15,64 +23,118 @@ class Loaders:
 
     def __init__(self) -> None:
         self.owners: list[weakref.ref] = []  # a loader's sampler, or its iterator
-        self.indices: dict[str, list] = {}
-        self.lengths: dict[str, int] = {}  # of the data sets to which the indices belong
+        self.rounds: dict[str, int] = {}
+        self.epochs: dict[str, list] = {}
         self.batch_sizes: dict[str, int] = {}
+        self.redraws: set[str] = set()
+        self.names: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # of iterators
+        self.waiting: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # indices drawn
+        self.examples: list | None = None  # of the last batch, if its collate_fn is not torch's
 
     def name_of(self, iterator: Any) -> str:
         """A new one takes the name of one that is gone: many programs build one for each epoch."""
+        if iterator in self.names:
+            return self.names[iterator]
         sampler = iterator._index_sampler
-        known = [owner() for owner in self.owners]
-        for number, owner in enumerate(known):
-            if owner is sampler or owner is iterator:
-                return f"loader {number}"
         is_list = isinstance(sampler, (list, tuple, range))  # which no weak reference refers to
         own = weakref.ref(iterator if is_list else sampler)
-        if None in known:
+        known = [owner() for owner in self.owners]
+        if own() in known:
+            number = [owner is own() for owner in known].index(True)
+        elif None in known:
             number = known.index(None)
             self.owners[number] = own
-            return f"loader {number}"
-        self.owners.append(own)
-        name = f"loader {len(known)}"
-        is_stream = iterator._dataset_kind == dataloader._DatasetKind.Iterable  # it never ends
-        if not is_stream:
-            self.note_epoch(name, sampler, iterator._dataset)
-        if type(sampler) is BatchSampler:  # a subclass may split its batches
-            self.batch_sizes[name] = sampler.batch_size
+        else:
+            number = len(known)
+            self.owners.append(own)
+        name = f"loader {number}"
+        self.rounds[name] = self.rounds.get(name, 0) + 1
+        self.names[iterator] = name
+        self.batch_sizes.setdefault(name, getattr(sampler, "batch_size", None) or 0)
+        if name not in self.epochs:
+            self.epochs[name] = epoch_of(iterator)
+        inner = getattr(sampler, "sampler", None)
+        if getattr(inner, "replacement", False):
+            self.redraws.add(name)
         return name
 
-    def note_epoch(self, name: str, sampler: Any, dataset: Any) -> None:
-        """Which examples come in it; those of a Subset have the numbers of the whole data set."""
-        with contextlib.suppress(Exception):  # whatever classes of the program's own raise
-            indices = indices_of(sampler)
-            while type(dataset) is Subset:  # as random_split makes them
-                indices = [int(dataset.indices[index]) for index in indices]
-                dataset = dataset.dataset
-            self.lengths[name] = len(dataset)
-            self.indices[name] = indices
+    def draws(self, iterator: Any, indices: Any) -> None:
+        """The iterator has drawn the indices of a batch, perhaps in advance."""
+        if iterator._dataset_kind == dataloader._DatasetKind.Map and isinstance(indices, list):
+            self.waiting.setdefault(iterator, []).append(in_whole(iterator._dataset, indices))
+
+    def indices_of(self, iterator: Any) -> tuple:
+        """Of the batch that was just loaded."""
+        waiting = self.waiting.get(iterator)
+        return tuple(waiting.pop(0)) if waiting else ()
+
+    def fetch(self, original: Callable, fetcher: Any, index: Any) -> Any:
+        """Keep the examples from which the program's own collate_fn makes a batch.
+
+        This may be in a worker process, which was forked from the one that notes.
+        """
+        own = fetcher.collate_fn
+        if own in TORCHS_COLLATE or not fetcher.auto_collation:
+            return original(fetcher, index)
+        kept: list | None = None
+
+        def keep(examples: list) -> Any:
+            nonlocal kept
+            is_each = type(examples) is list and len(examples) == len(index)  # or __getitems__'s
+            kept = plain_copy(examples) if is_each else None
+            state = random_state()
+            batch = own(examples)
+            if random_state().other_than(state):
+                kept = None  # from the same examples it makes another batch each time
+            return batch
+
+        fetcher.collate_fn = keep
+        try:
+            batch = original(fetcher, index)
+        finally:
+            fetcher.collate_fn = own
+        return batch if kept is None else (KEPT, batch, kept)
+
+    def unpack(self, original: Callable, iterator: Any) -> Any:
+        """What the program gets of it."""
+        batch = original(iterator)
+        self.examples = None
+        if type(batch) is tuple and batch and isinstance(batch[0], str) and batch[0] == KEPT:
+            _, batch, self.examples = batch
+        return batch
 
 
-def indices_of(sampler: Any) -> list:
-    """Those of an epoch, if a sampler of torch's can be asked without a trace; else none."""
-    state, generators = random_state(), []
-    copied = copy.copy(sampler)
-    inner = copied
-    while inner is not None:
-        generator = getattr(inner, "generator", None)
-        if generator is not None:
-            generators.append((generator, generator.get_state()))
-        below = None
-        for name in "batch_sampler", "sampler":
-            if hasattr(inner, name):
-                below = copy.copy(getattr(inner, name))
-                setattr(inner, name, below)
-                break
-        inner = below
-    found = []
-    with contextlib.suppress(Exception):
-        for batch in copied:
-            found += batch if isinstance(batch, (list, tuple)) else [batch]
-    set_random_state(state)
-    for generator, old in generators:
-        generator.set_state(old)
-    return found
+def plain_copy(value: Any) -> Any:
+    """A copy of what consists of torch's, numpy's and Python's own types; else None."""
+    if type(value) in (str, bytes, int, float, bool):
+        return value
+    if type(value) is torch.Tensor:
+        return value.detach().clone()
+    if isinstance(value, numpy.ndarray | numpy.generic) and value.dtype.kind in "biufc":
+        return value.copy()
+    if type(value) in (list, tuple):
+        parts = [plain_copy(part) for part in value]
+        return None if any(part is None for part in parts) else type(value)(parts)
+    if type(value) is dict:
+        parts = [plain_copy(part) for part in value.values()]
+        return None if any(part is None for part in parts) else dict(zip(value, parts, strict=True))
+    return None
+
+
+def in_whole(dataset: Any, indices: list) -> list:
+    """Those of a Subset have the numbers of the whole data set."""
+    while type(dataset) is Subset:  # as random_split makes them
+        indices = [dataset.indices[index] for index in indices]
+        dataset = dataset.dataset
+    return [int(index) for index in indices if isinstance(index, int)]
+
+
+def epoch_of(iterator: Any) -> list:
+    """All indices of an epoch, if the sampler is torch's own and draws nothing; else []."""
+    sampler = getattr(iterator._index_sampler, "sampler", None)
+    if type(sampler) is torch_data.RandomSampler and not sampler.replacement:
+        sampler = torch_data.SequentialSampler(sampler.data_source)  # the same, in order
+    is_own = type(iterator._index_sampler) is torch_data.BatchSampler and type(sampler) in IN_TURN
+    if not is_own or len(sampler) > LARGEST_EPOCH:
+        return []
+    return in_whole(iterator._dataset, list(sampler))

@@ -1,12 +1,9 @@
-"""What one process has noted of each step: batches, weights, gradients."""
+"""What one process has noted of each step."""
 
 import dataclasses
-from collections import Counter
 from typing import Any, NamedTuple
 
-import torch
-
-from equivalence.batches import RandomState
+from equivalence.randomness import RandomState
 from equivalence.vectors import Vector
 
 
@@ -15,19 +12,29 @@ class Event(NamedTuple):
 
     value: Any  # without the program's own classes
     state: RandomState  # after it
+    examples: list | None = None  # before the program's own collate_fn made a batch of them
+    round: int = 0  # how often its loader had been begun
+    indices: tuple = ()  # of its examples in the data set, if the loader has one
+
+
+class Clip(NamedTuple):
+    """A call of clip_grad_norm_."""
+
+    norm: float  # what it returned
+    most: float  # max_norm
 
 
 @dataclasses.dataclass
 class Step:
     weights: Vector = dataclasses.field(default_factory=dict)  # before it; buffers, too
-    forced: Vector = dataclasses.field(default_factory=dict)  # those that it computed with
-    raw: Vector = dataclasses.field(default_factory=dict)  # gradients after backward, not clipped
-    gradients: dict[str, torch.Tensor | None] = dataclasses.field(default_factory=dict)
-    rates: list[float] = dataclasses.field(default_factory=list)
-    norms: list[float] = dataclasses.field(default_factory=list)  # of clip_grad_norm_
-    states: list[RandomState] = dataclasses.field(default_factory=list)  # at each forward pass
-    draws: set[str] = dataclasses.field(default_factory=set)  # the generators that the program used
-    is_repeated: bool = False  # the optimizer has called its closure again, at other weights
+    own: Vector = dataclasses.field(default_factory=dict)  # gradients, before any message
+    first: Vector = dataclasses.field(default_factory=dict)  # own, after the first backward pass
+    got: Vector = dataclasses.field(default_factory=dict)  # gradients, as the optimizer got them
+    options: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)  # by parameter
+    clips: list[Clip] = dataclasses.field(default_factory=list)
+    inputs: str = ""  # a digest of what the models were called with
+    draws: set[str] = dataclasses.field(default_factory=set)  # generators used after the batch
+    is_repeated: bool = False  # an optimizer has asked for gradients more than once
     begun: set[int] = dataclasses.field(default_factory=set)  # the models that were called in it
 
 
@@ -39,14 +46,11 @@ class Notes:
     world_size: int
     steps: list[Step]
     events: dict[str, list[Event]]  # by where they come from: a loader, a model's inputs
-    counts: list[Counter]  # how many events there were at each step of the optimizer
+    counts: list[dict[str, int]]  # how many events there were at each step of the optimizer
     parameters: list[str]  # names; what else a step's weights have are buffers
-    loose: int  # parameters with gradients that an optimizer has, and none of the modules
-    kinds: set[str]  # "BatchNorm", "dropout", if the models have them
-    precision: float  # of the coarsest number format in which a module computes
-    optimizers: int  # that the program itself calls
-    indices: dict[str, list]  # of an epoch, as a loader's sampler says
-    lengths: dict[str, int]  # of the data sets to which they belong
-    examples: dict[str, int]  # in the first batch of each loader
-    batch_sizes: dict[str, int]  # that each loader's sampler makes, if it is torch's own
-    size: int  # bytes of all tensors here
+    kinds: set[str]  # "BatchNorm", "dropout", if layers that train have them
+    is_coarse: bool  # a module computes in bfloat16 or float16
+    batch_sizes: dict[str, int]  # of each loader, if it is known
+    epochs: dict[str, list]  # the indices of an epoch, where a sampler is torch's own
+    redraws: set[str]  # the loaders whose sampler may take an example again
+    size: int = 0  # bytes of all tensors here

@@ -1,73 +1,223 @@
-"""Is the mean of the shares' gradients that of the whole batch?
-
-It isn't with BatchNorm, or a contrastive loss.
-"""
+"""Link 2: is the mean of the ranks' own gradients that of all examples in one batch?"""
 
 from typing import NamedTuple
 
-from equivalence import vectors
-from equivalence.evidence import Evidence
-from equivalence.gradients import Line
-from equivalence.plan import FACTOR, Test
+from instruments.tensors import tensors_in
 
-KINK = 0.01  # one step of several may be off by so much, where rounding crosses a ReLU's corner
-
-
-class OneBatch(NamedTuple):
-    line: Line
-    cause: str = ""  # "BatchNorm", "dropout", "random numbers", if that explains the difference
-    unknown: str = ""  # why that can't be found out
+from equivalence import limits, vectors
+from equivalence.batches import counts_up, rows_differ
+from equivalence.facts import Facts
+from equivalence.given import together
+from equivalence.notes import Event, Notes
+from equivalence.replay import Alone
+from equivalence.vectors import Vector
+from equivalence.words import list_of, some_of
 
 
-def one_batch(evidence: Evidence) -> OneBatch:
-    wanted = evidence.raws("whole")
-    rounding = evidence.rounding()
-    made = [evidence.plan.mean(step, evidence.raw) for step in evidence.steps]
-    far = vectors.distances(made, wanted)
-    off = vectors.median(far)
-    if off <= FACTOR * rounding and max(far) > KINK:
-        off = max(far)
-    batch = f"all{number_of_examples(evidence)} examples in one batch"
-    if min(far) <= FACTOR * rounding < off:
-        wrong = [str(k + 1) for k in evidence.steps if far[k] > FACTOR * rounding]
-        batch += f" in step {', '.join(wrong)}"
-    apart = f"apart by {off:.0e}; rounding alone makes {rounding:.0e}"
-    if off <= FACTOR * rounding:
-        return OneBatch(Line("one batch", f"right: that is the gradient of {batch} ({apart})"))
-    cause = ""
-    left = without_layers(evidence)
-    kinds = sorted(evidence.result.notes.kinds)  # BatchNorm first
-    if left is not None and left <= FACTOR * evidence.rounding(is_neutral=True):
-        cause = kinds[0] if kinds else "dropout"
-        apart += f"; without {cause} {left:.0e}"
-    elif evidence.changed_by("reseeded") > off / FACTOR:
-        if left is not None:
-            why = (
-                f"without {' and '.join(kinds)} the gradient still differs from that of one batch "
-            )
-            why += f"(apart by {left:.0e}), and the step draws random numbers: switch them off"
-            return OneBatch(Line("one batch", f"different from {batch} ({apart})"), unknown=why)
-        cause = "random numbers"
-    elif left is None and any(rank.steps[0].draws for rank in evidence.plan.ranks):
-        why = "the step draws random numbers, which may be why its gradient is not that of one "
-        why += "batch: switch them off"
-        return OneBatch(Line("one batch", f"different from {batch} ({apart})"), unknown=why)
-    return OneBatch(Line("one batch", f"different from {batch} ({apart})", True), cause)
+class Apart(NamedTuple):
+    """How far two gradients are apart: of the tensor that is furthest beyond its limit."""
+
+    far: float
+    limit: float  # up to this it is rounding
+    name: str = ""
+    rounding: float = 0.0  # how far rounding, or another order of the examples, moves it
+    most_rounding: float = 0.0  # of all tensors
+
+    @property
+    def is_right(self) -> bool:
+        return self.far <= self.limit
 
 
-def number_of_examples(evidence: Evidence) -> str:
-    """With a space before it; "" if the steps have different ones."""
-    totals = {evidence.examples(step) for step in evidence.steps}
-    return f" {totals.pop()}" if len(totals) == 1 else ""
+class Measured(NamedTuple):
+    """In one step."""
+
+    apart: Apart
+    weights: list[float] | None  # of the shares, that make one process's gradient; None: no such
 
 
-def without_layers(evidence: Evidence) -> float | None:
-    """The same distance without BatchNorm and dropout; None if that was not tried."""
-    if Test("whole", 0, 0, True) not in evidence.result.steps:
-        return None
-    made = []
-    for step in evidence.steps:
-        shares = [evidence.raw(Test("share", step, c, True)) for c in evidence.shares]
-        weights = evidence.plan.weights_of_shares(step, evidence.raw)
-        made.append(vectors.combine(shares, weights))
-    return vectors.median(vectors.distances(made, evidence.raws("whole", is_neutral=True)))
+class Look(NamedTuple):
+    """The processes' notes beside a run in one process."""
+
+    facts: Facts
+    whole: Alone | None
+    moved: Alone | None
+    steps: list[Measured]
+
+    @property
+    def is_right(self) -> bool:
+        return bool(self.steps) and all(one.apart.is_right for one in self.steps)
+
+    @property
+    def worst(self) -> Apart:
+        return max((one.apart for one in self.steps), key=lambda one: one.far / one.limit)
+
+    @property
+    def limit(self) -> float:
+        return max(one.apart.limit for one in self.steps)
+
+
+def why_not_joined(facts: Facts) -> str:
+    """Why the ranks' batches can't be made one; "" if they can."""
+    for key in facts.keys:
+        shares = [rank.events.get(key, []) for rank in facts.distinct]
+        for same in zip(*shares, strict=False):
+            if all(event.examples for event in same):
+                continue  # the program's own collate_fn makes it
+            if sizes := rows_differ([event.value for event in same]):
+                return f"the tensors of a batch have {sizes} rows, not one for each example"
+    return ""
+
+
+def most(facts: Facts) -> float:
+    """No larger difference is rounding."""
+    return limits.MOST_COARSE if facts.is_coarse else limits.MOST
+
+
+def measure(facts: Facts, whole: Alone, moved: Alone | None) -> list[Measured]:
+    """In each step that begins with equal weights."""
+    found = []
+    for k in facts.comparable():
+        if facts.are_own_seen():
+            found.append(measure_own(facts, whole, moved, k))
+        else:
+            wanted = gradient(facts, whole.notes, k, "got")
+            other = gradient(facts, moved.notes, k, "got") if moved else None
+            apart = compare(facts, got_of_all(facts, whole.notes, k), wanted, other, {})
+            found.append(Measured(apart, None))
+    return found
+
+
+def measure_own(facts: Facts, whole: Alone, moved: Alone | None, step: int) -> Measured:
+    parts = facts.own(step)
+    wanted = gradient(facts, whole.notes, step, "own")
+    other = gradient(facts, moved.notes, step, "own") if moved else None
+    count = len(parts)
+    sizes: dict[str, float] = {}
+    for name in wanted:
+        own = [vectors.length({name: part[name]}) for part in parts if name in part]
+        sizes[name] = sum(own) / count
+    apart = compare(facts, vectors.mean(parts), wanted, other, sizes)
+    if apart.is_right:
+        return Measured(apart, [1 / count] * count)
+    fit = vectors.fit(wanted, parts)
+    if not fit.is_clear or min(fit.weights) <= 0:
+        return Measured(apart, None)
+    ones = [1.0] * count
+    weights = ones if vectors.near(fit.weights, ones, limits.COEFFICIENT) else fit.weights
+    left = compare(facts, vectors.combine(parts, weights), wanted, other, sizes)
+    if left.is_right and left.far <= apart.far / 10:
+        return Measured(left, weights)
+    return Measured(apart, None)
+
+
+def compare(
+    facts: Facts, found: Vector, wanted: Vector, other: Vector | None, sizes: dict[str, float]
+) -> Apart:
+    """other: `wanted`, where rounding is another one.  sizes: the ranks' own, of each tensor."""
+    small = limits.SMALL_COARSE if facts.is_coarse else limits.SMALL
+    least, floor = small * vectors.length(wanted), floor_of(facts)
+    worst, most_rounding = Apart(0.0, floor), 0.0
+    for name in wanted:
+        scale = max(least, sizes.get(name, 0.0))
+        goal = {name: wanted[name]}
+        far = vectors.distance(vectors.only(found, {name}), goal, scale)
+        limit, rounding = floor, 0.0
+        if other is not None:
+            rounding = vectors.distance(vectors.only(other, {name}), goal, scale)
+            limit = max(floor, min(most(facts), limits.YARDSTICKS * rounding))
+        most_rounding = max(most_rounding, rounding)
+        if far / limit > worst.far / worst.limit:
+            worst = Apart(far, limit, name, rounding)
+    for name in found.keys() - wanted.keys():
+        if bool(found[name].any()):
+            worst = Apart(1.0, floor, name)
+    return worst._replace(most_rounding=most_rounding)
+
+
+def floor_of(facts: Facts) -> float:
+    """What sums of so many numbers round, whatever was measured."""
+    if facts.is_coarse:
+        return limits.MOST_COARSE
+    return limits.ROUNDING * max(4, facts.total()) ** 0.5
+
+
+def gradient(facts: Facts, notes: Notes, step: int, what: str) -> Vector:
+    return vectors.only(getattr(notes.steps[step], what), facts.trained)
+
+
+def got_of_all(facts: Facts, alone: Notes, step: int) -> Vector:
+    """What the optimizers got; put together, if the ranks have parts."""
+    found = {}
+    for name, wanted in gradient(facts, alone, step, "got").items():
+        parts = [rank.steps[step].got.get(name) for rank in facts.peers]
+        whole = together(parts, wanted.shape)
+        if whole is not None:
+            found[name] = whole
+    return found
+
+
+# -------------------------------------------------------------------- may the program be accused?
+
+
+def factors(look: Look) -> str:
+    """If each tensor is a multiple of one process's: that no wrong batch would bring about."""
+    facts = look.facts
+    steps = zip(facts.comparable(), look.steps, strict=True)
+    k = max(steps, key=lambda pair: pair[1].apart.far / pair[1].apart.limit)[0]
+    if facts.are_own_seen():
+        found = vectors.mean(facts.own(k))
+        wanted = gradient(facts, look.whole.notes, k, "own")
+    else:
+        found = got_of_all(facts, look.whole.notes, k)
+        wanted = gradient(facts, look.whole.notes, k, "got")
+    names: dict[float, list[str]] = {}
+    for name, goal in wanted.items():
+        fit = vectors.fit({name: found.get(name, goal * 0)}, [{name: goal}])
+        if fit.left > limits.OWN or goal.numel() < 2 and abs(fit.weights[0] - 1) > limits.OWN:
+            return ""
+        names.setdefault(round(fit.weights[0], 3), []).append(name)
+    if set(names) == {1.0}:
+        return ""
+    if len(names) == 1:
+        return f"{next(iter(names)):.3g} times one process's"
+    texts = [f"{times:.3g} times that of {some_of(some)}" for times, some in names.items()]
+    return list_of(texts)
+
+
+def why_not_joined_well(look: Look) -> str:
+    """What one batch of the ranks' batches is, was guessed: could the guess be wrong?"""
+    facts = look.facts
+    rounding = max(one.apart.most_rounding for one in look.steps)
+    if rounding > limits.YARDSTICKS * most(facts):
+        return f"the same examples have another gradient in another order (apart by {rounding:.0e})"
+    for rank in facts.ranks:
+        for events in rank.events.values():
+            if any(counts_up(one.value) for one in events[:1] if not one.examples):
+                return "a tensor numbers groups of rows, and can't be joined with another rank's"
+            if any(map(are_ragged, events)):
+                return "examples have different shapes: how a batch is padded may be what differs"
+    return ""
+
+
+def why_not_its_own(look: Look, share: Alone | None) -> str:
+    """share: a run with one rank's examples, as long as the longest of all.
+
+    Unless they give that rank's own gradient, or a multiple, the join is wrong, not the program.
+    """
+    facts = look.facts
+    for k in facts.comparable():
+        if share is not None:
+            own = vectors.only(facts.distinct[share.chosen[k]].steps[k].own, facts.trained)
+            fit = vectors.fit(own, [gradient(facts, share.notes, k, "own")])
+        if share is None or fit.left > max(most(facts) / 10, limits.OWN):
+            text = "a rank's examples, computed in one process, don't give that rank's gradient"
+            return f"{text}: it depends on other ranks, on padding, or on something unseen"
+    return ""
+
+
+def are_ragged(event: Event) -> bool:
+    """Whether the program's own collate_fn makes a batch of examples of different shapes."""
+    shapes = set()
+    for example in event.examples or []:
+        shapes.add(tuple(tensor.shape for tensor in tensors_in(example)))
+    return len(shapes) > 1

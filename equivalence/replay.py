@@ -1,211 +1,194 @@
-"""The run in one process: each step of it is a test of the plan."""
+"""The run in one process: step k of it gets the weights and the examples of the ranks' step k."""
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from instruments.meeting import Place
 from instruments.program import Finished
-from instruments.tensors import local, parameters_of, whole
-from torch import nn
+from instruments.tensors import local, whole
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from equivalence.batches import clone, from_plain, set_random_state
-from equivalence.layers import BATCH_NORM, DROPOUT
-from equivalence.notes import Notes, Step
-from equivalence.plan import Plan, Test
+from equivalence.batches import count_examples, from_plain
+from equivalence.given import Batch, Given
+from equivalence.limits import COARSE
+from equivalence.loaders import plain_copy
+from equivalence.notes import Notes
+from equivalence.randomness import set_random_state
 from equivalence.record import Recorder
 from equivalence.vectors import Vector
 
+FORCED = ("whole", "own data")  # here the optimizer gets what the processes' got
 
-class Result(NamedTuple):
-    """Of one run; it may have made only some of the tests."""
 
-    steps: dict[Test, Step]
-    after: dict[Test, Vector]  # the weights after the step, if the next one began with them
-    rates: dict[str, int]  # batches that the program takes in a step
+class Alone(NamedTuple):
+    """What a run in one process has found."""
+
     notes: Notes
-    unmatched: list[str]
+    found: list[Vector]  # weights before each step, before others were set
+    rates: dict[str, int]  # not {}: it takes other numbers of batches in a step
+    unmatched: list[str]  # weights that the ranks don't have, or not in this shape
+    has_coarse_optimizer: bool  # it computes in bfloat16 or float16
+    is_joined: bool  # it had batches that were made of the ranks'; else it had these itself
+    is_mixed: bool  # it had both in one step
+    chosen: list[int]  # whose examples it got in each step, if it got one rank's
 
 
-class Kept(NamedTuple):
-    """An optimizer before a step."""
+class Formats(TorchDispatchMode):
+    """Whether what is called within it makes numbers in bfloat16 or float16."""
 
-    state: list[tuple[Any, dict]]
-    values: dict[int, torch.Tensor]  # of parameters that no module has
-    options: list[dict]
+    are_coarse = False
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: Any = None):  # noqa: ANN204
+        found = function(*args, **(kwargs or {}))
+        if isinstance(found, torch.Tensor) and found.is_floating_point():
+            self.are_coarse |= torch.finfo(found.dtype).eps > COARSE
+        return found
 
 
 class Replayer(Recorder):
-    """A recorder that replaces batches, weights and, in the test `mean`, gradients."""
+    """A recorder that replaces batches, weights and gradients."""
 
-    def __init__(self, place: Place, plan: Plan, terminal: int) -> None:
-        super().__init__(place, len(plan.tests))
-        self.run, self.terminal = "one process", terminal
-        self.plan = plan
-        self.kept: dict[tuple[int, int], Kept] = {}
-        self.put_aside: list[nn.Module] = []  # BatchNorm and dropout that are told to evaluate
+    def __init__(self, place: Place, given: Given, log: str, terminal: int) -> None:
+        super().__init__(place, len(given.facts.steps), log, given.left_out)
+        self.given, self.terminal = given, terminal
+        self.run = f"one process, {given.kind}"
+        self.found: list[Vector] = []
+        self.matched: set[str] = set()
+        self.unmatched: set[str] = set()
+        self.formats = Formats()  # that the optimizer computes in
+        self.own_in = 0  # the last step in which a batch was left as it is
+        self.joined_in = 0  # and in which one was replaced
+        self.is_mixed = False
+        self.is_global = False  # alone the program takes as many examples as all ranks together
 
     @property
-    def test(self) -> Test | None:
-        return self.plan.test(len(self.noted) - 1)
+    def number(self) -> int:
+        return min(len(self.noted) - 1, self.length)
 
-    def event(self, key: str, value: Any) -> Any:
-        number = self.seen[key]
+    def event(self, key: str, value: Any, iterator: Any = None) -> Any:
+        batch = self.given.batch(key, self.seen[key])
+        if batch is None or self.keeps_own(batch, value, iterator):
+            return super().event(key, value, iterator)
         self.seen[key] += 1
-        found = self.plan.replacement(key, number)
-        if found is None:
-            return value
-        batch, state = found
-        set_random_state(state, reseeded=self.is_reseeded())
-        return from_plain(batch, own=value)
+        if batch.examples:
+            made = iterator._collate_fn(plain_copy(batch.examples))
+        else:
+            made = from_plain(batch.value, own=value)
+        self.known_state = batch.state
+        set_random_state(batch.state)
+        return made
 
-    def new_step(self) -> None:
-        super().new_step()
-        number = len(self.noted) - 2
-        if number < len(self.plan.tests):
-            self.keep_what_is_needed(number)
+    def keeps_own(self, batch: Batch, value: Any, iterator: Any) -> bool:
+        """Whether the program's own batch is as good: it invents nothing."""
+        if self.given.kind == "share":
+            return False
+        if batch.is_equal and self.is_global:
+            return True
+        own = self.loaders.examples if iterator is not None else None
+        step = len(self.noted)
+        if self.joined_in != step and batch.has_examples_of(value, own):
+            self.own_in, self.is_global = step, True
+            return True
+        self.joined_in = step
+        self.is_mixed |= self.own_in == step
+        if batch.value is not None:
+            self.is_global = count_examples(batch.value) == count_examples(value)
+        return False
 
-    def keep_what_is_needed(self, number: int) -> None:
-        """Of a step that was made: all tensors of all steps are much memory."""
-        test, step = self.plan.tests[number], self.noted[number]
-        if number == 0 or not self.plan.tests[number - 1].has_update:
-            step.weights = {}
-        if not test.has_update:
-            step.forced = {}
-        if test.kind != "mean" and not (test.kind == "whole" and not test.is_neutral):
-            step.gradients = {}
-        for name, gradient in step.gradients.items():
-            if gradient is not None and name in step.raw and gradient.equal(step.raw[name]):
-                step.gradients[name] = step.raw[name]
-
-    def is_reseeded(self) -> bool:
-        return self.test is not None and self.test.kind == "reseeded"
-
-    def forget(self, key: str, count: int) -> None:
-        self.seen[key] -= count
-
-    def model_begins(self, model: nn.Module) -> None:
-        super().model_begins(model)
-        test = self.test
-        self.let_train(model, is_neutral=test is not None and test.is_neutral)
-        if test is None:
+    def begin(self, name: str, tensor: torch.Tensor) -> None:
+        """Give a tensor the value that it had in the processes."""
+        while len(self.found) < len(self.noted):
+            self.found.append({})
+        if name in self.found[-1]:
             return
-        named = dict(self.named_tensors(model))
-        self.plan.force(test, named)
-        for name, tensor in named.items():
-            self.step.forced[name] = whole(tensor)
-
-    def let_train(self, model: nn.Module, is_neutral: bool) -> None:
-        """In a neutral test BatchNorm and dropout evaluate."""
-        if not is_neutral:
-            while self.put_aside:
-                self.put_aside.pop().training = True
+        self.found[-1][name] = whole(tensor)
+        value = self.given.value("weights", name, self.number, tensor.shape)
+        if value is None:
+            self.unmatched.add(name)
             return
-        for part in model.modules():
-            if part.training and isinstance(part, BATCH_NORM | DROPOUT):
-                part.training = False
-                self.put_aside.append(part)
-
-    def note_state(self) -> None:
-        if self.test is not None:
-            state = self.plan.state(self.test, len(self.step.states))
-            set_random_state(state, reseeded=self.is_reseeded())
-        super().note_state()
-
-    def leaves_out_dropout(self) -> bool:
-        return self.test is not None and self.test.is_neutral
-
-    def backward(self, original: Callable) -> Any:
-        found = super().backward(original)
-        if found is None:  # torch.autograd.grad returns gradients, and leaves .grad as it is
-            self.note_raw()
-        return found
-
-    def note_raw(self) -> None:
-        """The gradients; in the test `mean` they are replaced."""
-        test = self.test
-        if test is None or self.has_gradients:
-            return
-        named = {}
-        for model in self.models.values():
-            for name, tensor in self.named_tensors(model):
-                if tensor.grad is not None:
-                    named[name] = tensor
-        if test.kind == "mean":
-            for name, value in self.plan.mean(test.step, self.raw_of).items():
-                if name in named:
-                    local(named[name].grad).copy_(value)
-        self.step.raw = {name: whole(tensor.grad) for name, tensor in named.items()}
-
-    def raw_of(self, test: Test) -> Vector:
-        if test in self.plan.known:
-            return self.plan.known[test]
-        return self.noted[self.plan.tests.index(test)].raw
-
-    # ---------------------------------------------------------------------------- the optimizer
+        self.matched.add(name)
+        if self.given.kind == "moved":
+            value = moved(value, self.given.facts.digit)
+        with torch.no_grad():
+            local(tensor).copy_(value)
 
     def optimizer_begins(self, optimizer: Any) -> None:
         super().optimizer_begins(optimizer)
-        if self.test is not None:
-            self.keep_or_restore(optimizer, self.test)
+        if self.stepping == 1:
+            self.formats.__enter__()
 
-    def keep_or_restore(self, optimizer: Any, test: Test) -> None:
-        """All tests of a step begin with the same state of the optimizer."""
-        key = test.step, id(optimizer)
-        if test.kind == "whole" and not test.is_neutral:
-            self.kept[key] = self.kept_of(optimizer)
+    def optimizer_ends(self, optimizer: Any) -> None:
+        super().optimizer_ends(optimizer)
+        if not self.stepping:
+            self.formats.__exit__(None, None, None)
+
+    def note_gradient(self, name: str, parameter: torch.Tensor, is_its: bool) -> None:
+        super().note_gradient(name, parameter, is_its)
+        given = self.given
+        if given.kind not in FORCED or not given.facts.is_forced(self.number):
             return
-        if key not in self.kept:
-            return
-        kept = self.kept[key]
-        for group, options in zip(optimizer.param_groups, kept.options, strict=True):
-            group.update(options)
-        if test.kind == "mean" and test.step > 0:
-            return  # these go on from step to step
-        optimizer.state.clear()
-        for parameter, state in kept.state:
-            optimizer.state[parameter] = clone(state)
-        for parameter in parameters_of(optimizer):
-            if id(parameter) in kept.values:
-                parameter.detach().copy_(kept.values[id(parameter)])
-
-    def kept_of(self, optimizer: Any) -> Kept:
-        of_modules = set()
-        for model in self.models.values():
-            of_modules |= {id(tensor) for _, tensor in self.named_tensors(model)}
-        values, options = {}, []
-        for parameter in parameters_of(optimizer):
-            if id(parameter) not in of_modules:
-                values[id(parameter)] = parameter.detach().clone()
-        for group in optimizer.param_groups:
-            options.append({name: value for name, value in group.items() if name != "params"})
-        state = [(parameter, clone(one)) for parameter, one in optimizer.state.items()]
-        return Kept(state, values, options)
-
-    def gradients_are_there(self, optimizer: Any) -> None:
-        if not self.step.raw:
-            self.note_raw()
-        super().gradients_are_there(optimizer)
-        self.plan.trained |= set(self.step.gradients)
+        value = given.value("got", name, self.number, parameter.shape)
+        if value is not None:
+            set_gradient(parameter, value)
 
     def step_is_complete(self) -> None:
+        if len(self.counts) == 2 and not self.given.rates and self.takes_others():
+            raise Finished  # it takes more, or fewer, batches in a step: to be begun anew
         super().step_is_complete()
-        if len(self.counts) == 2 and self.rates() != self.plan.rates:
-            raise Finished  # it takes more, or fewer, batches than was planned: plan again
 
-    def rates(self) -> dict[str, int]:
-        """How many batches the program takes in a step."""
+    def takes_others(self) -> dict[str, int]:
+        """How many batches it takes in a step, if the processes take others; else {}."""
         if len(self.counts) < 2:
-            return dict(self.plan.rates)
-        return {key: self.counts[1][key] - self.counts[0][key] for key in self.plan.rates}
+            return {}
+        many = self.given.facts.ranks[0]
+        rates, others = {}, {}
+        for key in many.events:
+            rates[key] = self.counts[1].get(key, 0) - self.counts[0].get(key, 0)
+            others[key] = many.counts[1].get(key, 0) - many.counts[0].get(key, 0)
+        return rates if any(rates[key] and rates[key] != others[key] for key in rates) else {}
 
-    def notes(self, is_own_thread: bool = True) -> Result:
-        made = self.plan.tests[: max(0, len(self.counts) - 1)]
-        steps, after = {}, {}
-        for number, test in enumerate(made):
-            steps[test] = self.noted[number]
-            if test.has_update:
-                after[test] = self.noted[number + 1].weights if number + 1 < len(self.noted) else {}
+    def notes(self, is_own_thread: bool = True) -> Alone:
         notes = super().notes(is_own_thread)
-        notes.steps, notes.events = [], {}
-        return Result(steps, after, self.rates(), notes, sorted(self.plan.unmatched))
+        notes.events = {}
+        while len(self.found) < len(self.noted):
+            self.found.append({})
+        rates = {} if self.given.rates else self.takes_others()
+        given, chosen = self.given, []
+        if given.kind == "share":
+            chosen = [given.chosen(step) for step in given.facts.steps]
+        unmatched = sorted(self.unmatched - self.matched)
+        return Alone(
+            notes,
+            self.found,
+            rates,
+            unmatched,
+            self.formats.are_coarse,
+            self.joined_in > 0,
+            self.is_mixed,
+            chosen,
+        )
+
+
+def moved(value: torch.Tensor, least: torch.dtype) -> torch.Tensor:
+    """Each number changed in its last digit, or in that of `least`; whole numbers are kept."""
+    if value.is_complex():
+        return torch.view_as_complex(moved(torch.view_as_real(value), least))
+    if not value.is_floating_point():
+        return value
+    by = max(torch.finfo(least).eps, torch.finfo(value.dtype).eps)
+    draw = torch.Generator().manual_seed(1)
+    noise = torch.rand(value.shape, generator=draw, dtype=torch.float64) * 2 - 1
+    return (value.double() * (1 + noise * by)).to(value.dtype)
+
+
+def set_gradient(parameter: torch.Tensor, value: torch.Tensor) -> None:
+    gradient = parameter.grad
+    if gradient is not None and gradient.is_sparse:
+        parameter.grad = value.to(gradient.dtype).to_sparse(gradient.sparse_dim())
+    elif gradient is None:
+        parameter.grad = None if hasattr(parameter, "to_local") else value.to(parameter, copy=True)
+    else:
+        with torch.no_grad():
+            if gradient.is_complex() and not value.is_complex():
+                value = torch.view_as_complex(value.contiguous())
+            local(gradient).copy_(value)

@@ -1,232 +1,160 @@
 """The answer, and the lines below it."""
 
-import itertools
-from collections import Counter
+from typing import NamedTuple
 
-from equivalence import vectors
-from equivalence.batches import digests_of_examples
-from equivalence.evidence import ALONE, Evidence
-from equivalence.gradients import Line, averaging
-from equivalence.one_batch import one_batch
-from equivalence.plan import Test
-from equivalence.update import buffers, learning_rate, nearest, unclear_weights, weights
-from equivalence.words import some_of
+from equivalence import examples as seen
+from equivalence import limits
+from equivalence.averaging import averaging
+from equivalence.facts import Facts
+from equivalence.judge import Judge
+from equivalence.layers import AVERAGES
+from equivalence.options import Options, options
+from equivalence.weights import buffers
+from equivalence.words import Line, Link
 
 SAME, DIFFERENT, UNKNOWN = 0, 1, 2  # exit codes
-SAMPLER = "give each its share (a DistributedSampler)"
+BATCH = "the loss, or a layer, depends on which examples are in a batch together"
+BY_DESIGN = {
+    "BatchNorm": ": each process normalises its own share",
+    "dropout": ", which draws other numbers in each process",
+}
+NOT_ASKED = "whether one process computes the same (one batch, weights) was not asked"
 
 
-def judge(evidence: Evidence) -> tuple[int, list[Line]]:
-    """The exit code, and the lines; the first one is the verdict."""
-    lines = examples(evidence)
-    for step in evidence.steps:
-        places = evidence.not_finite(step)
-        if places:
-            return with_numbers_not_finite(step, places, lines)
-    lines += [*copies(evidence), *learning_rate(evidence)]
-    if why := no_gradients(evidence):
-        return not_found_out(why, lines)
-    again = max(evidence.changed_by("again"), vectors.median(evidence.moved()))
-    if again > evidence.unsteady:
-        text = (
-            f"the same step, computed again, has other gradients (apart by {again:.0e}), so they "
-        )
-        text += "can't be compared. Does the program compute with data that no DataLoader returns, "
-        text += "with parameters that no module has, or with a number that it changes in each step?"
-        return not_found_out(text, lines)
-    found = averaging(evidence)
-    lines += [*found.lines, *spare_tensors(evidence)]
-    if found.unknown:
-        return not_found_out(found.unknown, lines)
-    cause = ""
-    _, different = evidence.different_copies
-    if evidence.has_shares and evidence.names and not different:
-        batch = one_batch(evidence)
-        lines.append(batch.line)
-        cause = batch.cause
-        if batch.unknown:
-            return not_found_out(batch.unknown, lines)
-    found_weights = nearest(evidence)
-    change = weights(evidence, found_weights)
-    others = buffers(evidence)
-    lines += [*change, *others]
-    lines += random_numbers(evidence)
-    reasons = labels_of_wrong(lines)
-    if found.is_own and change and not change[0].is_wrong:
-        reasons.remove("averaging")
-        lines = [line._replace(text=line.text.removeprefix("WRONG: ")) for line in lines]
-        lines.append(Line("note", "the weights are averaged after the step: that is the same"))
-    if why := not_compared(evidence, has_changed=bool(change)) or unclear_weights(found_weights):
-        return not_found_out(why, lines)
-    code, answer = conclude(reasons, cause, has_other_buffers=bool(others))
-    return code, [Line("verdict", answer), *lines]
+class Answer(NamedTuple):
+    code: int
+    lines: list[Line]  # the first one is the verdict
 
 
-def no_gradients(evidence: Evidence) -> str:
-    """Why there is nothing to compare; "" if there is."""
-    if not evidence.names or any(vectors.length(one) for one in evidence.raws("whole")):
-        return ""
-    if any(vectors.length(evidence.update("whole", step)) for step in evidence.steps):
-        text = "weights change, but no gradient is left after backward: an optimizer that steps "
-        return f"{text}inside backward can't be compared"
-    return "nothing is trained: all gradients are 0 in one process, too"
+def only_averaging(facts: Facts) -> Answer:
+    """What the processes' notes alone say."""
+    facts.may_have_parts = facts.first_unequal == 0 and not facts.has_parts  # or they are copies
+    lines, wrong, reasons = of_notes(facts)
+    if facts.may_have_parts:
+        reasons.append("the ranks' weights differ from the start: copies, or parts of one model?")
+    found = options(facts, None, [])
+    lines += found.lines
+    wrong += [line.label for line in found.lines]
+    link = averaging(facts, None)
+    lines += link.line
+    if link.is_right is False or link.text and link.is_right is None:
+        wrong.append("averaging")
+    elif link.is_right is None and not facts.may_have_parts:
+        reasons.append(f"averaging: {link.why}")
+    lines.append(Line("note", NOT_ASKED))
+    if wrong:
+        names = ", ".join(dict.fromkeys(wrong))
+        text = "DIFFERENT from ranks that train one model with the mean of their gradients"
+        return answer(DIFFERENT, f"{text}: {names}", lines)
+    if reasons:
+        return answer(UNKNOWN, f"NOT FOUND OUT: {'; '.join(reasons)}", lines)
+    text = "AVERAGING RIGHT: the ranks have one model, and average their gradients; a difference"
+    return answer(SAME, f"{text} above {link.limit:.0e} would have been seen", lines)
 
 
-def not_compared(evidence: Evidence, has_changed: bool) -> str:
-    """Parameters of an optimizer that were not seen in the models; "" if there are none."""
-    if evidence.is_blind and not has_changed:
-        return "the optimizer has no tensor of the models, and no weight changed"
-    if not evidence.is_blind and any(rank.loose for rank in evidence.plan.ranks):
-        return "the optimizer has parameters of no module that was called: they are not compared"
-    return ""
+def all_three(judge: Judge, command: list[str]) -> Answer:
+    facts = judge.facts
+    lines, wrong, reasons = of_notes(facts)
+    if bad := facts.infinite():
+        lines.append(Line("gradients", bad))
+        reasons.append("gradients are infinite or NaN")
+        return conclude(wrong, reasons, [], lines)
+    batch = judge.one_batch()
+    alone = judge.alone()
+    found = options(facts, alone.notes if alone else None, command)
+    lines += found.lines
+    if found.is_right is False:
+        wrong += [line.label for line in found.lines]
+    elif found.is_right is None:
+        reasons += [f"{line.label}: {line.text}" for line in found.lines]
+    links = corrected(judge, averaging(facts, judge.known), batch, judge.weights(), found)
+    for link in links:
+        lines += link.line
+    others: list[Line] = []
+    if judge.look and links[0].is_right is not False:
+        left_out = AVERAGES if "BatchNorm" in facts.kinds() else ()
+        others = buffers(facts, judge.look.whole, batch.limit, left_out)
+    lines += others + random_numbers(facts)
+    return conclude(wrong, reasons, links, lines, " (but for buffers)" * bool(others))
 
 
-def not_found_out(why: str, lines: list[Line]) -> tuple[int, list[Line]]:
-    """What is wrong for certain is said all the same."""
-    code, answer = UNKNOWN, f"NOT FOUND OUT: {why}"
-    if reasons := labels_of_wrong(lines):
-        code, answer = conclude(reasons, "")
-    return code, [Line("verdict", answer), *lines]
+def of_notes(facts: Facts) -> tuple[list[Line], list[str], list[str]]:
+    """Lines about examples and copies; what is wrong; what is not known."""
+    lines, are_shares = seen.examples(facts)
+    copies = seen.copies(facts)
+    wrong = ["examples"] * (are_shares is False) + ["copies"] * bool(copies)
+    reasons = ["examples may be on more than one rank"] * (are_shares is None)
+    return lines + copies, wrong, reasons
 
 
-def labels_of_wrong(lines: list[Line]) -> list[str]:
-    return list(dict.fromkeys(line.label for line in lines if line.is_wrong))
+def corrected(
+    judge: Judge, first: Link, batch: Link, change: Link, found: Options
+) -> tuple[Link, Link, Link]:
+    """What only another link's answer shows."""
+    facts = judge.facts
+    got_none = not facts.ranks[0].steps[0].got
+    if judge.is_direct and batch.is_right is not None:  # compared with one process's instead
+        first = Link("averaging", batch.is_right, limit=batch.limit)
+    elif first.is_right is None and got_none and change.is_right is not None:
+        text = f"seen in the weights only: {first.why}"
+        first = Link("averaging", True, text, change.limit)
+    are_free = not any(facts.is_forced(k) for k in facts.steps)  # one process's own change, then
+    if first.is_right is False and are_free and change.is_right and not facts.unequal:
+        text = first.text.removeprefix("WRONG: ")
+        text += "; the weights are averaged after the step, which is the same"
+        first = Link("averaging", True, text, change.limit)
+    if first.is_right is False and change.is_right is False:
+        change = Link("weights", None, why="not looked at, as the gradients are wrong")
+    if change.is_right is False and found.is_right is None:
+        change = Link("weights", None, why="not looked at, as the rates differ")
+    if change.is_right is False and found.is_schedule and change.limit <= 2 * limits.SCHEDULE:
+        text = "they change as in one process, but for the schedule's other rates"
+        change = Link("weights", True, f"{text} (apart by {change.limit:.0e})", change.limit)
+    return first, batch, change
 
 
-def conclude(reasons: list[str], cause: str, has_other_buffers: bool = False) -> tuple[int, str]:
-    but = " (but for buffers)" if has_other_buffers else ""
-    if not reasons:
-        return SAME, f"THE SAME as one process, up to rounding{but}"
-    if reasons == ["one batch"] and cause == "BatchNorm":
-        return SAME, f"THE SAME, but for BatchNorm: each process normalises its own share{but}"
-    if reasons == ["one batch"] and cause == "dropout":
-        return SAME, f"THE SAME, but for dropout, which draws other numbers in each process{but}"
-    if reasons == ["one batch"] and cause == "random numbers":
-        return SAME, f"THE SAME, but for random numbers that each step draws{but}"
-    if reasons == ["one batch"]:
-        text = "the loss, or a layer, depends on which examples are in a batch together"
-        return DIFFERENT, f"DIFFERENT from one process: {text}"
-    return DIFFERENT, f"DIFFERENT from one process in: {', '.join(reasons)}"
+def conclude(
+    wrong: list[str], reasons: list[str], links: tuple | list, lines: list[Line], but: str = ""
+) -> Answer:
+    wrong = list(dict.fromkeys(wrong + [link.label for link in links if link.is_right is False]))
+    if wrong == ["one batch"]:
+        return answer(DIFFERENT, f"DIFFERENT from one process: {BATCH}", lines)
+    if wrong:
+        return answer(DIFFERENT, f"DIFFERENT from one process in: {', '.join(wrong)}", lines)
+    reasons = list(reasons)
+    for link in links:
+        if link.is_right is None:
+            reasons.append(f"{link.label}: {link.why}")
+    if reasons:
+        return answer(UNKNOWN, f"NOT FOUND OUT: {'; '.join(dict.fromkeys(reasons))}", lines)
+    limit = max(link.limit for link in links)
+    if limit > limits.SEEN:
+        text = f"NOT FOUND OUT: nothing differs, but only differences above {limit:.0e} can be seen"
+        return answer(UNKNOWN, text, lines)
+    seen_above = f"a difference above {limit:.0e} would have been seen"
+    causes = [link.but for link in links if link.but]
+    if causes:
+        text = f"THE SAME, but for {causes[0]}{BY_DESIGN.get(causes[0], '')}{but}"
+        return answer(SAME, f"{text}; else {seen_above}", lines)
+    return answer(SAME, f"THE SAME as one process, up to rounding{but}; {seen_above}", lines)
 
 
-def with_numbers_not_finite(
-    step: int, places: list[str], lines: list[Line]
-) -> tuple[int, list[Line]]:
-    text = f"infinite or NaN in step {step + 1} {', '.join(places)}"
-    if ALONE in places:
-        text += ": find out why there, before you compare"
-        lines.append(Line("gradients", text))
-        return not_found_out("gradients are infinite or NaN", lines)
-    text += ", and not in one process"
-    code, verdict = conclude(["gradients"], "")
-    return code, [Line("verdict", verdict), *lines, Line("gradients", f"WRONG: {text}")]
+def answer(code: int, text: str, lines: list[Line]) -> Answer:
+    return Answer(code, [Line("verdict", text), *lines])
 
 
-# ------------------------------------------------------------------------------- the examples
-
-
-def examples(evidence: Evidence) -> list[Line]:
-    plan, count = evidence.plan, len(evidence.columns)
-    most = max(
-        (plan.examples(step) for step in evidence.steps), key=lambda some: max(some) - min(some)
-    )
-    text, is_wrong = " + ".join(map(str, most)) + " in a step", False
-    if len(evidence.shares) < count:
-        who, times = ("both", "twice") if count == 2 else (f"all {count}", f"{count} times")
-        text += f": {who} ranks have the same, and do the same work {times}: {SAMPLER}"
-        is_wrong = True
-    elif count > 1:
-        text += twice_in_steps(evidence)
-        said = in_an_epoch(evidence)
-        text += said
-        is_wrong = bool(said)
-    elif len(plan.ranks) > 1:
-        text += f", the same on all {len(plan.ranks)} ranks, which share one model"
-    return [Line("examples", text, is_wrong), *larger_alone(evidence)]
-
-
-def twice_in_steps(evidence: Evidence) -> str:
-    owners: dict[tuple, set[int]] = {}  # of an example in a step
-    for column in evidence.columns:
-        for step in evidence.steps:
-            for event in evidence.plan.share(evidence.plan.keys[0], step, column):
-                for name in digests_of_examples(event.value):
-                    owners.setdefault((step, name), set()).add(column)
-    twice = sum(len(columns) > 1 for columns in owners.values())
-    if not twice:
-        return ", none on two ranks"
-    return f"; {twice} of {len(owners)} in {len(evidence.steps)} steps are on more than one rank"
-
-
-def in_an_epoch(evidence: Evidence) -> str:
-    """What the samplers say, if they could be asked."""
-    plan, key = evidence.plan, evidence.plan.keys[0]
-    indices = [plan.ranks[column[0]].indices.get(key) or [] for column in plan.columns]
-    notes = [*plan.ranks, evidence.result.notes]
-    if not all(indices) or len({one.lengths.get(key) for one in notes}) > 1:
-        return ""  # or the ranks have data sets of their own
-    if any(len(set(some)) < len(some) for some in indices):
-        return ""  # drawn with replacement, where some come twice on one rank, too
-    owners = Counter(itertools.chain(*(set(some) for some in indices)))
-    union = set(owners)
-    total = owners.total()
-    slack = 2 * len(indices) + sum(plan.examples(0))  # padding, or a last batch that is left out
-    text = ""
-    if total > len(union) + slack:
-        twice = sum(count > 1 for count in owners.values())
-        text += f". In an epoch {twice} of {len(union)} come on more than one rank: {SAMPLER}"
-    reach = set(evidence.result.notes.indices.get(key) or [])
-    if len(reach) > len(union) + slack:
-        text += f". In an epoch the ranks leave out {len(reach - union)} of {len(reach)}"
-    return text
-
-
-def larger_alone(evidence: Evidence) -> list[Line]:
-    """If --batch-size means another number of examples in one process."""
-    alone, total = evidence.sizes()
-    if not alone or alone == total:
+def random_numbers(facts: Facts) -> list[Line]:
+    """Whether all ranks draw the same ones, though their examples differ."""
+    ranks = facts.distinct
+    drawn = set().union(*(rank.steps[0].draws for rank in ranks))
+    states = []
+    for rank in ranks:
+        for events in list(rank.events.values())[:1]:
+            states.append(events[0].state)
+    if len(states) < 2 or not drawn:
         return []
-    count = len(evidence.plan.ranks)
-    steps = "fewer" if total > alone else "more"
-    text = f"alone the program takes {alone} examples in a step, with {count} processes {total}: "
-    return [Line("note", f"{text}an epoch has {steps} steps, and other rates may be best")]
-
-
-def copies(evidence: Evidence) -> list[Line]:
-    """Weights that differ between the ranks."""
-    step, names = evidence.different_copies
-    if not names:
+    others = set().union(*(state.other_than(states[0]) for state in states[1:]))
+    if drawn & others:
         return []
-    when = "from the start" if step == 0 else f"after step {step}"
-    return [Line("copies", f"the ranks' weights differ {when}: {some_of(names)}", True)]
-
-
-# ---------------------------------------------------------------------------------- the notes
-
-
-def spare_tensors(evidence: Evidence) -> list[Line]:
-    first = evidence.result.steps[Test("whole", 0)]
-    if evidence.is_blind:
-        return []
-    spare = [n for n in evidence.parameters if n not in first.gradients and n in first.raw]
-    if not spare:
-        return []
-    return [Line("note", f"no optimizer has {some_of(spare)}, though there are gradients")]
-
-
-def random_numbers(evidence: Evidence) -> list[Line]:
-    if not evidence.draws_random_numbers():
-        return []
-    moved = evidence.changed_by("reseeded")
-    lines = []
-    if "dropout" not in evidence.result.notes.kinds:
-        text = f"a step draws random numbers: others change its gradients by {moved:.0e}"
-        lines.append(Line("note", text))
-    plan = evidence.plan
-    first = [plan.ranks[column[0]].steps[0] for column in plan.columns]
-    drawn = set().union(*(step.draws for step in first))
-    others = [step.states[0].other_than(first[0].states[0]) for step in first]
-    if len(first) > 1 and drawn and not drawn & set().union(*others):
-        text = "all ranks draw the same random numbers, so they have the same dropout masks (or "
-        lines.append(Line("note", f"{text}noise): seed them differently"))
-    return lines
+    text = "all ranks draw the same random numbers, so they have the same dropout masks (or noise)"
+    return [Line("note", f"{text}: seed them differently")]

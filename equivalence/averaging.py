@@ -1,0 +1,185 @@
+"""Link 1: do the optimizers get the mean of the ranks' own gradients?  Seen in their notes."""
+
+import dataclasses
+import math
+
+import torch
+
+from equivalence import limits, vectors
+from equivalence.explain import LABEL, Gradients, explain, multiple
+from equivalence.facts import Facts
+from equivalence.notes import Notes
+from equivalence.vectors import Vector
+from equivalence.words import Link, apart, percent, some_of
+
+
+@dataclasses.dataclass
+class Known:
+    """What one process has shown, if link 2 was answered."""
+
+    weights: list[list[float]]  # of each share in one process's gradient, in each step
+    facts: Facts  # the processes' notes, and one process's: without BatchNorm, say, if that
+    notes: Notes  # is the only thing that differs
+    limit: float  # of link 2
+
+
+def averaging(facts: Facts, known: Known | None) -> Link:
+    if facts.may_have_parts:
+        return Link(LABEL, None, why="the ranks have parts of one model")
+    if not facts.are_own_seen():
+        return Link(LABEL, None, why="the ranks' own gradients were not seen")
+    if not any(rank.steps[0].got for rank in facts.ranks):
+        return Link(LABEL, None, why="the optimizer has parameters of its own")
+    count = len(facts.own(0))
+    even = [[1 / count] * count for _ in facts.steps]
+    shares = known.weights if known else even
+    goals = [vectors.combine(facts.own(k), shares[k]) for k in facts.steps]
+    limit = limit_of(facts)
+    bad, worst, far = compare(facts, goals, limit)
+    if not bad:
+        text = f"right: the optimizers get {in_shares(shares)} {apart(far, limit)}"
+        return Link(LABEL, True, text, limit)
+    found = gradients_of(facts, goals, shares, bad, worst)
+    for changed in clipped, sent_coarsely:
+        if link := changed(facts, goals, limit):
+            return link
+    if known and (link := changed_as_alone(known, limit)):
+        return link
+    return explain(facts, found, is_known=bool(known), far=apart(far, limit))
+
+
+def limit_of(facts: Facts) -> float:
+    step = facts.ranks[0].steps[0]
+    tensors = [*step.own.values(), *step.got.values()]
+    is_coarse = any(torch.finfo(tensor.dtype).eps > limits.COARSE for tensor in tensors)
+    return limits.AVERAGED_COARSE if is_coarse else limits.AVERAGED
+
+
+def compare(facts: Facts, goals: list[Vector], limit: float) -> tuple[list[str], int, float]:
+    """The tensors that are not the goal, the step in which they are furthest, and how far."""
+    furthest: dict[str, float] = {}
+    worst, most = 0, 0.0
+    for k, goal in enumerate(goals):
+        parts, in_step = facts.own(k), 0.0
+        for name, wanted in goal.items():
+            own = [vectors.length({name: part[name]}) for part in parts if name in part]
+            scale = sum(own) / len(parts)
+            for got in facts.got(k, {name}):
+                far = vectors.distance(got, {name: wanted}, scale)
+                furthest[name] = max(furthest.get(name, 0.0), far)
+                in_step = max(in_step, far)
+        # Where copies differ, shares are not exact: an earlier step says more.
+        if in_step > most * 1.001 and (k < facts.first_unequal or not most):
+            worst, most = k, in_step
+    bad = [name for name, far in furthest.items() if far > limit]
+    return bad, worst, max(furthest.values(), default=0.0)
+
+
+def gradients_of(facts: Facts, goals: list, shares: list, bad: list[str], step: int) -> Gradients:
+    names = set().union(*goals)
+    right = len(names) - len(bad)
+    place = ""
+    if right:
+        place = f" of {some_of(bad)} (the other {right} of {len(names)} tensors are right)"
+    own = [vectors.only(part, set(bad)) for part in facts.own(step)]
+    goal = vectors.only(goals[step], set(bad))
+    return Gradients(step, own, facts.got(step, set(bad)), goal, shares[step], place)
+
+
+def in_shares(shares: list[list[float]]) -> str:
+    even = [1 / len(shares[0])] * len(shares[0])
+    if all(vectors.near(one, [1.0] * len(one), limits.COEFFICIENT) for one in shares):
+        return "the sum of what the ranks' examples contribute"
+    for number, weights in enumerate(shares):
+        if not vectors.near(weights, even, limits.COEFFICIENT):
+            text = "the ranks' gradients, each as heavy as in one process:"
+            return f"{text} {percent(weights)} in step {number + 1}"
+    return "the mean of the ranks' gradients"
+
+
+# ------------------------------------------------------------------------------ changed on purpose
+
+
+def clipped(facts: Facts, goals: list[Vector], limit: float) -> Link | None:
+    """If clip_grad_norm_ got the mean, and the optimizers what it makes of that."""
+    limit, far = max(limits.CLIPPED, limit), 0.0
+    for k, goal in enumerate(goals):
+        size = vectors.length(goal)
+        for rank in facts.ranks:
+            calls = rank.steps[k].clips
+            if len(calls) != 1 or not size or abs(calls[0].norm / size - 1) > limit:
+                return None
+            times = min(1.0, calls[0].most / (calls[0].norm + 1e-6))  # 1e-6: as torch does
+            got = vectors.only(rank.steps[k].got, facts.trained)
+            far = max(far, vectors.distance(got, vectors.combine([goal], [times])))
+    if far > limit:
+        return None
+    text = "right: the optimizers get the mean of the ranks' gradients, clipped"
+    return Link(LABEL, True, f"{text} {apart(far, limit)}", limit)
+
+
+def sent_coarsely(facts: Facts, goals: list[Vector], limit: float) -> Link | None:
+    """If each number is rounded as a message in float16 or bfloat16 rounds it, and no more."""
+    for dtype in torch.float16, torch.bfloat16:
+        most, far = torch.finfo(dtype).eps, 0.0
+        for k, goal in enumerate(goals):
+            for got in facts.got(k):
+                if not is_rounded(got, goal, facts.own(k), torch.finfo(dtype), limit):
+                    far = math.inf
+                far = max(far, vectors.distance(got, goal))
+        if far <= most:
+            name = str(dtype).removeprefix("torch.")
+            text = (
+                "right: the optimizers get the mean of the ranks' gradients, rounded on the way to"
+            )
+            return Link(LABEL, True, f"{text} {name} {apart(far, most)}", most)
+    return None
+
+
+def is_rounded(
+    got: Vector, goal: Vector, parts: list[Vector], format: torch.finfo, limit: float
+) -> bool:
+    """Each number by no more than the format rounds; and not all of a tensor in one direction."""
+    most = (len(parts) + 1) / 2 * format.eps  # each addition rounds
+    for name, numbers in vectors.difference(got, goal).items():
+        own = [vectors.numbers(part[name]).abs() for part in parts if name in part]
+        if bool((numbers.abs() > most * sum(own) / len(parts) + format.tiny).any()):
+            return False
+        wanted = vectors.only(goal, {name})
+        times = vectors.fit(vectors.only(got, {name}), [wanted]).weights[0]
+        far = vectors.distance(vectors.only(got, {name}), wanted)
+        squares = vectors.numbers(goal[name]).square()
+        count = float(squares.sum() ** 2 / squares.square().sum().clamp(min=1e-300))  # that weigh
+        if abs(times - 1) > max(limit, 4 * far / max(1.0, count) ** 0.5):  # 4 standard deviations
+            return False
+    return True
+
+
+def changed_as_alone(known: Known, limit: float) -> Link | None:
+    """If one process's optimizer gets the same: the program changes gradients, such as clips."""
+    facts, alone, far = known.facts, known.notes, 0.0
+    for k in facts.comparable():
+        if times := hidden_by_clip(facts, alone, k):
+            text = f"WRONG: clip_grad_norm_ got {multiple(times, len(facts.ranks))}"
+            return Link(LABEL, False, f"{text} of the ranks' gradients")
+        wanted = vectors.only(alone.steps[k].got, facts.trained)
+        for got in facts.got(k):
+            far = max(far, vectors.distance(got, wanted))
+    limit = max(limits.UPDATED, limit, known.limit)
+    if far > limit:
+        return None
+    text = "right: the optimizers get the mean of the ranks' gradients, changed as in one process"
+    return Link(LABEL, True, f"{text} {apart(far, limit)}", limit)
+
+
+def hidden_by_clip(facts: Facts, alone: Notes, step: int) -> float:
+    """If clip_grad_norm_ got so many times the mean: clipped, it is no longer seen; else 0."""
+    norms = []
+    for notes in [*facts.ranks, alone]:
+        norms.append([clip.norm for clip in notes.steps[step].clips])
+    for *several, one in zip(*norms, strict=False):
+        times = several[0] / max(one, 1e-150)
+        are_equal = max(several) - min(several) <= limits.CLIPPED * max(several)
+        if are_equal and abs(times - 1) > limits.COEFFICIENT:
+            return times
+    return 0.0

@@ -1,0 +1,137 @@
+"""Are examples on two ranks?  And the other lines that the processes' own notes make."""
+
+from collections import Counter
+from typing import Any
+
+from instruments.tensors import tensors_in
+
+from equivalence.batches import digest, digests_of_examples
+from equivalence.facts import Facts
+from equivalence.limits import ALIKE, OFTEN
+from equivalence.notes import Event
+from equivalence.words import Line, some_of
+
+SAMPLER = "give each its share (a DistributedSampler)"
+
+
+def copies(facts: Facts) -> list[Line]:
+    if facts.has_parts or facts.may_have_parts or not facts.unequal:
+        return []
+    when = "from the start" if facts.first_unequal == 0 else f"after step {facts.first_unequal}"
+    return [Line("copies", f"the ranks' weights differ {when}: {some_of(facts.unequal)}")]
+
+
+def examples(facts: Facts) -> tuple[list[Line], bool | None]:
+    """Whether each example is on one rank; None: that can't be told."""
+    if not facts.keys:
+        return [Line("examples", "no batch was seen that each step takes")], True
+    count = len(facts.ranks)
+    if facts.has_parts and len(facts.distinct) == 1:
+        number = facts.examples(facts.ranks[0], 0)
+        text = f"{number} in a step, the same on all {count} ranks, which share one model"
+        return [Line("examples", text)], True
+    spread = {}
+    for k in facts.steps:
+        some = [facts.examples(rank, k) for rank in facts.ranks]
+        spread[max(some) - min(some)] = some
+    text = " + ".join(map(str, spread[max(spread)])) + " in a step"
+    if facts.is_same_work():
+        who, times = ("both", "twice") if count == 2 else (f"all {count}", f"{count} times")
+        if len(facts.distinct) > 1:
+            who, times = "some", "again"
+        text += f": {who} ranks have the same, and do the same work {times}: {SAMPLER}"
+        return [Line("examples", text)], False
+    if len(facts.distinct) < count:
+        return [Line("examples", f"{text}: of the same batch each rank takes its part")], True
+    steps = f"{len(facts.steps)} steps"
+    twice, total, is_proven = on_two_ranks(facts)
+    epoch, shared = in_an_epoch(facts)
+    if shared:
+        return [Line("examples", f"{text}. In an epoch {shared}: {SAMPLER}")], False
+    if not twice:
+        return [Line("examples", f"{text}, none on two ranks in {steps}{epoch}")], True
+    text += f"; {twice} of {total} in {steps} are on more than one rank"
+    text += f": {SAMPLER}" if is_proven else " (if the data have no equal examples)"
+    return [Line("examples", text)], False if is_proven else None
+
+
+def on_two_ranks(facts: Facts) -> tuple[int, int, bool]:
+    """How many are, of how many; whether their numbers in the data set are the same, too."""
+    twice, total, is_proven = 0, 0, False
+    for key in facts.keys:
+        owners: dict[Any, set[int]] = {}  # of an example in a round of its loader
+        numbers: dict[Any, set[Any]] = {}
+        has_own_twice = False
+        for rank in facts.ranks:
+            seen = set()
+            for step in facts.steps:
+                for one in named(facts.events(rank, key, step)):
+                    name = one[:2]
+                    has_own_twice |= name in seen
+                    seen.add(name)
+                    owners.setdefault(name, set()).add(rank.rank)
+                    numbers.setdefault(name, set()).add(one[2])
+        shared = [name for name in owners if len(owners[name]) > 1]
+        # Some may come twice on one rank, too.  Pieces that a program draws itself can be alike.
+        least = 0 if key.startswith("loader") else ALIKE * len(owners)
+        if any(key in rank.redraws for rank in facts.ranks):
+            continue
+        if len(shared) > least and (not has_own_twice or are_in_each_step(facts, key)):
+            twice, total = twice + len(shared), total + len(owners)
+            proofs = [numbers[name] for name in shared]
+            is_new = any(len(proof) == 1 and None not in proof for proof in proofs)
+            is_proven |= is_new and not has_own_twice
+    return twice, total, is_proven
+
+
+def are_in_each_step(facts: Facts, key: str) -> bool:
+    """Whether in each step many are on two ranks, and none twice on one: that is no chance."""
+    for step in facts.steps:
+        every = []
+        for rank in facts.ranks:
+            names = [one[:2] for one in named(facts.events(rank, key, step))]
+            if len(set(names)) < len(names):
+                return False
+            every += names
+        shared = len(every) - len(set(every))
+        if shared < OFTEN * len(every):
+            return False
+    return True
+
+
+def named(events: list[Event]) -> list[tuple[int, bytes, Any]]:
+    """Of each example the round, its digest, and its number in the data set or None."""
+    found = []
+    for event in events:
+        if event.examples:
+            names = [digest(one) for one in event.examples]
+        else:
+            names = digests_of_examples(event.value)
+            if not has_rows(event, len(names)):
+                continue
+        known = event.indices if len(event.indices) == len(names) else [None] * len(names)
+        found += [(event.round, *pair) for pair in zip(names, known, strict=True)]
+    return found
+
+
+def has_rows(event: Event, count: int) -> bool:
+    """Whether its examples are the rows of its tensors; else they may be nodes of graphs, say."""
+    if event.indices:
+        return len(event.indices) == count
+    return len({len(tensor) for tensor in tensors_in(event.value) if tensor.dim()}) <= 1
+
+
+def in_an_epoch(facts: Facts) -> tuple[str, str]:
+    """What torch's own samplers say: words for "none" or "not seen"; and how many are shared."""
+    key = facts.keys[0]
+    indices = [rank.epochs.get(key) or [] for rank in facts.ranks]
+    if not all(indices) or any(len(set(some)) < len(some) for some in indices):
+        return " (of an epoch not seen)", ""
+    owners: Counter = Counter()
+    for some in indices:
+        owners.update(set(some))
+    slack = 2 * len(indices) + facts.total()  # padding, or a last batch that is left out
+    if owners.total() <= len(owners) + slack:
+        return " or in an epoch", ""
+    twice = sum(count > 1 for count in owners.values())
+    return "", f"{twice} of {len(owners)} come on more than one rank"

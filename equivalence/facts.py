@@ -1,0 +1,172 @@
+"""The notes of run A side by side: whose batches, weights and gradients are equal."""
+
+import torch
+
+from equivalence import vectors
+from equivalence.batches import count_examples, digest
+from equivalence.notes import Event, Notes, Step
+from equivalence.vectors import Vector
+
+
+class Facts:
+    def __init__(self, ranks: list[Notes], steps: int) -> None:
+        self.ranks, self.steps = ranks, range(steps)
+        batches = [batches_of(rank) for rank in ranks]
+        pairs = list(zip(ranks, batches, strict=True))
+        # Those that have rank 0's batches may have parts of one model.
+        self.peers = [rank for rank, own in pairs if own == batches[0]]
+        self.distinct = [rank for k, (rank, own) in enumerate(pairs) if own not in batches[:k]]
+        self.keys = [key for key in ranks[0].events if self.rate(key)]
+        for step in zip(*[rank.steps[:steps] for rank in ranks], strict=True):
+            complete(step)
+        self.trained: set[str] = set()  # parameters that an optimizer has
+        for rank in ranks:
+            for step in rank.steps[:steps]:
+                self.trained |= set(step.options)
+        self.first_unequal, self.unequal = self.different_copies()
+        self.has_parts = self.are_parts()
+        self.may_have_parts = False  # of one model, in an unknown way
+        self.is_coarse = any(rank.is_coarse for rank in ranks)
+        self.digit = (
+            torch.bfloat16 if self.is_coarse else torch.float32
+        )  # the last one, that rounds
+        self.is_repeated = any(step.is_repeated for step in ranks[0].steps)
+
+    # --------------------------------------------------------------------------------- examples
+
+    def rate(self, key: str) -> int:
+        """Batches from there in a step; the largest number, if a GradScaler has skipped steps.
+
+        0 if some steps load none.
+        """
+        counts = self.ranks[0].counts[: len(self.steps) + 1]
+        rates = []
+        for before, after in zip(counts, counts[1:], strict=False):
+            rates.append(after.get(key, 0) - before.get(key, 0))
+        return max(rates) if min(rates) else 0
+
+    def events(self, rank: Notes, key: str, step: int) -> list[Event]:
+        """Those of a step; if some were loaded in advance, those that came in its place."""
+        rate, counts = self.rate(key), self.ranks[0].counts
+        last = (step + 1) * rate
+        if counts[len(self.steps)].get(key, 0) - counts[0].get(key, 0) != len(self.steps) * rate:
+            last = counts[step].get(key, 0)  # skipped steps come first
+        return rank.events.get(key, [])[max(0, last - rate) : last]
+
+    def examples(self, rank: Notes, step: int) -> int:
+        """How many it has, of the first loader."""
+        return sum(size_of(event) for event in self.events(rank, self.keys[0], step))
+
+    def total(self) -> int:
+        """All ranks' examples in a step."""
+        if not self.keys:
+            return 1
+        return max(sum(self.examples(rank, k) for rank in self.distinct) for k in self.steps)
+
+    def is_same_work(self) -> bool:
+        """Whether ranks' models get the same, and not parts of one batch."""
+        if len(self.ranks) == len(self.distinct) or self.has_parts:
+            return False
+        inputs = set()
+        for rank in self.peers:
+            inputs.add(tuple(step.inputs for step in rank.steps[: len(self.steps)]))
+        return len(inputs) < len(self.peers)
+
+    # ----------------------------------------------------------------------- weights, gradients
+
+    def different_copies(self) -> tuple[int, list[str]]:
+        """Before which step parameters differ first, and which; all steps + 1 if none do."""
+        for k in range(len(self.steps) + 1):
+            found: list[str] = []
+            for rank in self.ranks[1:]:
+                found += unequal(self.ranks[0].steps[k].weights, rank.steps[k].weights)
+            found = [name for name in self.ranks[0].parameters if name in found]
+            if found:
+                return k, found
+        return len(self.steps) + 1, []
+
+    def are_parts(self) -> bool:
+        """Whether ranks that have the same batches hold different tensors of one model."""
+        shapes = []
+        for rank in self.peers:
+            weights = rank.steps[0].weights
+            some = [name for name in rank.parameters if name in weights]
+            shapes.append({name: weights[name].shape for name in some})
+        return any(one != shapes[0] for one in shapes[1:])
+
+    def comparable(self) -> list[int]:
+        """The steps that all ranks begin with equal weights."""
+        return [k for k in self.steps if k < self.first_unequal or self.has_parts]
+
+    def own(self, step: int) -> list[Vector]:
+        """The own gradients of each rank that does work of its own; [] if they were not seen."""
+        if self.has_parts:
+            return []
+        ranks = self.distinct if self.is_same_work() else self.ranks
+        found = [vectors.only(rank.steps[step].own, self.trained) for rank in ranks]
+        got = [name for name, one in ranks[0].steps[step].got.items() if bool(one.any())]
+        return found if all(found) and set().union(*found) >= set(got) else []
+
+    def are_own_seen(self) -> bool:
+        return all(self.own(k) for k in self.steps)
+
+    def got(self, step: int, names: set[str] | None = None) -> list[Vector]:
+        """What each rank's optimizers got."""
+        names = self.trained if names is None else names
+        return [vectors.only(rank.steps[step].got, names) for rank in self.ranks]
+
+    def is_forced(self, step: int) -> bool:
+        """Whether one process's optimizer can be given what the processes' got in this step."""
+        gots = [rank.steps[step].got for rank in self.ranks]
+        if self.is_repeated or not any(gots):
+            return False
+        return self.has_parts or not any(unequal(gots[0], other) for other in gots[1:])
+
+    def kinds(self) -> set[str]:
+        """Of layers that train."""
+        return set().union(*(rank.kinds for rank in self.ranks))
+
+    def infinite(self) -> str:
+        for k in self.steps:
+            for rank in self.ranks:
+                if any(not bool(one.isfinite().all()) for one in rank.steps[k].got.values()):
+                    return f"infinite or NaN in step {k + 1} on rank {rank.rank}"
+        return ""
+
+
+def complete(ranks: tuple[Step, ...]) -> None:
+    """Where optimizers share out the parameters, the others get what the owner's has made."""
+    for owner in ranks:
+        for name in owner.got:
+            for other in ranks:
+                if name not in other.options and name in other.weights:
+                    other.got.setdefault(name, owner.got[name])
+
+
+def batches_of(rank: Notes) -> tuple:
+    """Digests of what came in, in the steps that are compared."""
+    found = []
+    for key, events in rank.events.items():
+        last = rank.counts[-1].get(key, 0) if rank.counts else 0
+        found.append((key, *[digest(event.value) for event in events[:last]]))
+    return tuple(found)
+
+
+def size_of(event: Event) -> int:
+    """Its number of examples: rows, if no better is known."""
+    return len(event.examples or event.indices) or count_examples(event.value)
+
+
+def unequal(one: Vector, other: Vector) -> list[str]:
+    """The names of tensors that differ.  Equal ones are kept once."""
+    found = []
+    for name in one:
+        if name in other and not same(one[name], other[name]):
+            found.append(name)
+        elif name in other:
+            other[name] = one[name]
+    return found
+
+
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.shape == other.shape and (one.equal(other) or digest(one) == digest(other))

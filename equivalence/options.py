@@ -1,0 +1,108 @@
+"""Options of the optimizers, such as rates: equal on all ranks, and those of one process?"""
+
+from typing import Any, NamedTuple
+
+from equivalence import limits
+from equivalence.facts import Facts
+from equivalence.notes import Notes
+from equivalence.words import Line
+
+
+class Options(NamedTuple):
+    lines: list[Line]
+    is_right: bool | None = True
+    is_schedule: bool = False  # rates differ a little, as an epoch has another number of steps
+
+
+def options(facts: Facts, alone: Notes | None, command: list[str]) -> Options:
+    found = among_ranks(facts)
+    return found if found.lines or alone is None else beside_one(facts, alone, command)
+
+
+def among_ranks(facts: Facts) -> Options:
+    for k in facts.steps:
+        first = facts.ranks[0].steps[k].options
+        for rank in facts.ranks[1:]:
+            for name, key, one, other in unlike(first, rank.steps[k].options):
+                text = f"{key} is {one} on rank 0, {other} on rank {rank.rank}, of {name}"
+                return Options([Line(label(key), f"{text}, in step {k + 1}")], is_right=False)
+    return Options([])
+
+
+def beside_one(facts: Facts, alone: Notes, command: list[str]) -> Options:
+    size, total = sizes(facts, alone)
+    for k in facts.steps:
+        many = of_all(facts, k)
+        for name, key, one, other in unlike(many, alone.steps[k].options):
+            what = "" if key == "lr" else f"{key} of {name} is "
+            text = f"{what}{show(one)} with {len(facts.ranks)} processes, {show(other)} with one"
+            are_numbers = isinstance(one, int | float) and isinstance(other, int | float)
+            if are_numbers and key == "lr" and other:
+                text += f" ({one / other:.4g} times)"
+            text += f", in step {k + 1}"
+            if size == total or not is_scheduled(facts, alone, name, key):
+                return Options([Line(label(key), text)], is_right=False)
+            text += f"; alone it takes {size} examples in a step, with all {total}"
+            if are_numbers and abs(one - other) <= limits.SCHEDULE * abs(other):
+                text += ": so a schedule differs that counts an epoch's steps"
+                return Options([Line(label(key), text)], is_schedule=True)
+            flag = batch_flag(command, size) or "--batch-size"
+            text += f', and its schedule may count steps: give --alone="{flag} {total}"'
+            return Options([Line(label(key), text)], is_right=None)
+    return Options([])
+
+
+def is_scheduled(facts: Facts, alone: Notes, name: str, key: str) -> bool:
+    """Whether the option changes from step to step."""
+    values = set()
+    for k in facts.steps:
+        values.add((of_all(facts, k)[name][key], alone.steps[k].options[name][key]))
+    return len(values) > 1
+
+
+def of_all(facts: Facts, step: int) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {}
+    for rank in facts.ranks:
+        found = rank.steps[step].options | found
+    return found
+
+
+def batch_flag(command: list[str], size: int) -> str:
+    """The program's flag that was given this number."""
+    for flag, value in zip(command, command[1:], strict=False):
+        if value == str(size) and flag.startswith("-"):
+            return flag
+    return ""
+
+
+def label(key: str) -> str:
+    return "learning rate" if key == "lr" else "options"
+
+
+def unlike(one: dict, other: dict) -> list[tuple[str, str, Any, Any]]:
+    """(parameter, option, value, other value) where two tables of options differ."""
+    found = []
+    for name in one:
+        for key, value in one[name].items():
+            theirs = other.get(name, {}).get(key, value)
+            is_start = key != "lr" and "lr" in key.split("_")  # initial_lr, max_lr: not in use
+            if theirs != value and not is_start:
+                found.append((name, key, value, theirs))
+    return found
+
+
+def sizes(facts: Facts, alone: Notes | None) -> tuple[int, int]:
+    """Examples in a step: as one process takes them by itself, and all processes together."""
+    if alone is None or not facts.keys or len(alone.counts) < 2:
+        return 0, 0
+    key = facts.keys[0]
+    size = alone.batch_sizes.get(key, 0)
+    many = sum(rank.batch_sizes.get(key, 0) for rank in facts.distinct)
+    rate = alone.counts[1].get(key, 0) - alone.counts[0].get(key, 0)
+    if not size or not many:
+        return 0, 0
+    return size * rate, many * facts.rate(key)
+
+
+def show(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)

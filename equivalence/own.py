@@ -1,0 +1,59 @@
+"""Each rank's own gradients: what backward computes here, before any message."""
+
+import torch
+from instruments.tensors import whole
+from torch.nn.parameter import is_lazy
+
+from equivalence.notes import Step
+
+
+class OwnGradients:
+    """Sums over the backward passes of a step, as in .grad."""
+
+    def __init__(self) -> None:
+        self.parameters: dict[int, torch.Tensor] = {}  # by the id of the tensor that is watched
+        self.sums: dict[int, torch.Tensor] = {}  # by the id of the parameter
+        self.firsts: dict[int, torch.Tensor] = {}  # of the first backward pass
+        self.is_in_pass: set[int] = set()
+
+    def watch(self, tensor: torch.Tensor, parameter: torch.Tensor | None = None) -> None:
+        """parameter: that of which `tensor` is the whole, while FSDP2 computes with it."""
+        parameter = tensor if parameter is None else parameter
+        if id(tensor) in self.parameters or not tensor.requires_grad or not tensor.is_leaf:
+            return
+        if hasattr(tensor, "to_local") or is_lazy(tensor):
+            return  # its gradient may be a sum that is not yet made
+        self.parameters[id(tensor)] = parameter
+        tensor.register_hook(lambda gradient: self.add(parameter, gradient))
+        hooks = tensor._backward_hooks  # the program's own may send messages: this one comes first
+        others = list(hooks.items())
+        hooks.clear()
+        hooks.update([others[-1], *others[:-1]])
+
+    def pass_begins(self) -> None:
+        """Has the program thrown away what the passes before have left?"""
+        self.is_in_pass.clear()
+        for parameter in self.parameters.values():
+            gradient = parameter.grad
+            is_sharded = hasattr(gradient, "to_local")  # to look at its numbers is a collective
+            if gradient is None or not is_sharded and not bool(gradient.to_dense().any()):
+                self.sums.pop(id(parameter), None)
+                self.firsts.pop(id(parameter), None)
+
+    def add(self, parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
+        if gradient is None:
+            return
+        key, value = id(parameter), whole(gradient)
+        self.sums[key] = self.sums[key] + value if key in self.sums else value
+        if key not in self.firsts or key in self.is_in_pass:
+            self.firsts[key] = self.sums[key]
+            self.is_in_pass.add(key)
+
+    def note(self, name: str, parameter: torch.Tensor, scale: float, step: Step) -> None:
+        """Write the sum into the step, and what the first pass made of it."""
+        found = self.sums.get(id(parameter))
+        if found is None:
+            return
+        begun = self.firsts[id(parameter)]
+        step.own[name] = found if scale == 1 else found / scale
+        step.first[name] = step.own[name] if begun is found else begun / scale
