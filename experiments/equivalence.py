@@ -52,7 +52,7 @@ def look_at(program: Program) -> dict[str, str]:
 
 def row(program: Program) -> list[str]:
     lines = look_at(program)
-    apart = re.search(r"apart by (\S+?); rounding alone makes ([^;)]+)", lines.get("one batch", ""))
+    apart = re.search(r".*apart by (\S+?); up to (\S+) is rounding", lines.get("one batch", lines.get("gradients", "")))
     said = lines.get("averaging", lines.get("gradients", ""))
     for label in "learning rate", "copies":
         if label in lines:
@@ -74,7 +74,7 @@ def main() -> int:
         if name not in known:
             parser.error(f"there is no program {name!r}: choose from {', '.join(known)}")
     chosen = [known[name] for name in args.names or known]
-    rows = [["program", "verdict", "apart", "rounding", "what it says"]]
+    rows = [["program", "verdict", "apart", "rounding, up to", "what it says"]]
     for program in chosen:
         rows.append(row(program))
         print(*rows[-1], sep="  ", flush=True)
