@@ -8,6 +8,7 @@ from equivalence.given import Given
 from equivalence.notes import Notes
 from equivalence.one_batch import (
     Look,
+    are_ragged,
     factors,
     measure,
     most,
@@ -157,6 +158,8 @@ class Judge:
 
     def why_not_joined_well(self, look: Look, kinds: tuple) -> str:
         """What one batch of the ranks' batches is, was guessed: could the guess be wrong?"""
+        if are_ragged(look.facts):
+            return "examples have different shapes: how a batch is padded may be what differs"
         if not look.whole.is_joined:  # the program's own batches have the same examples
             return ""
         if look.whole.is_mixed:

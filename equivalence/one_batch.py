@@ -8,7 +8,7 @@ from equivalence import limits, vectors
 from equivalence.batches import counts_up, rows_differ
 from equivalence.facts import Facts
 from equivalence.given import together
-from equivalence.notes import Event, Notes
+from equivalence.notes import Notes
 from equivalence.replay import Alone
 from equivalence.vectors import Vector
 from equivalence.words import list_of, some_of
@@ -194,8 +194,6 @@ def why_not_joined_well(look: Look) -> str:
         for events in rank.events.values():
             if any(counts_up(one.value) for one in events[:1] if not one.examples):
                 return "a tensor numbers groups of rows, and can't be joined with another rank's"
-            if any(map(are_ragged, events)):
-                return "examples have different shapes: how a batch is padded may be what differs"
     return ""
 
 
@@ -215,9 +213,14 @@ def why_not_its_own(look: Look, share: Alone | None) -> str:
     return ""
 
 
-def are_ragged(event: Event) -> bool:
-    """Whether the program's own collate_fn makes a batch of examples of different shapes."""
-    shapes = set()
-    for example in event.examples or []:
-        shapes.add(tuple(tensor.shape for tensor in tensors_in(example)))
-    return len(shapes) > 1
+def are_ragged(facts: Facts) -> bool:
+    """Whether the program's own collate_fn makes batches of examples of different shapes."""
+    for rank in facts.ranks:
+        for events in rank.events.values():
+            for event in events:
+                shapes = set()
+                for example in event.examples or []:
+                    shapes.add(tuple(tensor.shape for tensor in tensors_in(example)))
+                if len(shapes) > 1:
+                    return True
+    return False

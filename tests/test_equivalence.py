@@ -276,6 +276,24 @@ CASES = {
             ("optimizer.step()", "scaler.step(optimizer); scaler.update()"),
         ),
     ),
+    "ragged": Case(  # a model that sees how a batch is padded
+        "NOT FOUND OUT: one batch: examples have different shapes: how a batch is padded may be what differs",
+        2,
+        {"averaging": "right: .*", "weights": "right: .*"},
+        (
+            begin(
+                "from torch.nn.utils.rnn import pad_sequence",
+                "lengths = [1 + k * k % 8 for k in range(480)]",
+                "items = [(x[:length], y) for (x, y), length in zip(data, lengths)]",
+                "def collate(pairs):",
+                "    return pad_sequence([x for x, _ in pairs], True), torch.stack([y for _, y in pairs])",
+            ),
+            ("sampler=sampler)", "sampler=sampler, collate_fn=collate)"),
+            ("DataLoader(data", "DataLoader(items"),
+            ("model(x)", "model(F.pad(x, (0, 8 - x.shape[1])) * x.shape[1])"),
+            ("SIZE = 24 // n", "SIZE = 6 // n"),
+        ),
+    ),
     "slices": Case(  # of a global batch that each rank has
         SAME,
         0,
