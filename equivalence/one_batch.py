@@ -215,12 +215,10 @@ def why_not_its_own(look: Look, share: Alone | None) -> str:
 
 def are_ragged(facts: Facts) -> bool:
     """Whether the program's own collate_fn makes batches of examples of different shapes."""
+    shapes: dict[str, set] = {key: set() for key in facts.keys}
     for rank in facts.ranks:
-        for events in rank.events.values():
-            for event in events:
-                shapes = set()
+        for key, known in shapes.items():
+            for event in rank.events.get(key, []):
                 for example in event.examples or []:
-                    shapes.add(tuple(tensor.shape for tensor in tensors_in(example)))
-                if len(shapes) > 1:
-                    return True
-    return False
+                    known.add(tuple(tensor.shape for tensor in tensors_in(example)))
+    return any(len(known) > 1 for known in shapes.values())
