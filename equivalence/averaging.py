@@ -150,7 +150,7 @@ def is_rounded(
         far = vectors.distance(vectors.only(got, {name}), wanted)
         squares = vectors.numbers(goal[name]).square()
         count = float(squares.sum() ** 2 / squares.square().sum().clamp(min=1e-300))  # that weigh
-        if abs(times - 1) > max(limit, 4 * far / max(1.0, count) ** 0.5):  # 4 standard deviations
+        if abs(times - 1) > max(limit, limits.DEVIATIONS * far / max(1.0, count) ** 0.5):
             return False
     return True
 

@@ -27,10 +27,12 @@ class Facts:
         self.has_parts = self.are_parts()
         self.may_have_parts = False  # of one model, in an unknown way
         self.is_coarse = any(rank.is_coarse for rank in ranks)
-        self.digit = (
-            torch.bfloat16 if self.is_coarse else torch.float32
-        )  # the last one, that rounds
+        # The number format whose last digit rounds.
+        self.digit = torch.bfloat16 if self.is_coarse else torch.float32
         self.is_repeated = any(step.is_repeated for step in ranks[0].steps)
+        # These look at all gradients, so each is made once; the runs in one process ask often.
+        self.owns = [self.find_own(k) for k in self.steps]
+        self.have_equal_got = [self.is_got_equal(k) for k in self.steps]
 
     # --------------------------------------------------------------------------------- examples
 
@@ -100,8 +102,9 @@ class Facts:
 
     def own(self, step: int) -> list[Vector]:
         """The own gradients of each rank that does work of its own; [] if they were not seen."""
-        if self.has_parts:
-            return []
+        return [] if self.has_parts else self.owns[step]
+
+    def find_own(self, step: int) -> list[Vector]:
         ranks = self.distinct if self.is_same_work() else self.ranks
         found = [vectors.only(rank.steps[step].own, self.trained) for rank in ranks]
         got = [name for name, one in ranks[0].steps[step].got.items() if bool(one.any())]
@@ -117,10 +120,13 @@ class Facts:
 
     def is_forced(self, step: int) -> bool:
         """Whether one process's optimizer can be given what the processes' got in this step."""
-        gots = [rank.steps[step].got for rank in self.ranks]
-        if self.is_repeated or not any(gots):
+        if self.is_repeated or not any(rank.steps[step].got for rank in self.ranks):
             return False
-        return self.has_parts or not any(unequal(gots[0], other) for other in gots[1:])
+        return self.has_parts or self.have_equal_got[step]
+
+    def is_got_equal(self, step: int) -> bool:
+        first, *others = [rank.steps[step].got for rank in self.ranks]
+        return not any(unequal(first, other) for other in others)
 
     def kinds(self) -> set[str]:
         """Of layers that train."""

@@ -32,9 +32,8 @@ class Judge:
         self.facts = Facts(ranks, steps)
         self.look: Look | None = None  # at all examples in one batch
         self.known: Known | None = None  # if link 2 was answered
-        self.right: tuple[Look, tuple] | None = (
-            None  # in which link 2 is right; without which kinds
-        )
+        # The look in which link 2 is right, and the kinds of layers that it was made without.
+        self.right: tuple[Look, tuple] | None = None
         self.own_data: Alone | None = None  # a run with the program's own batches
         if self.facts.first_unequal == 0 and not self.facts.has_parts:
             self.look_for_parts()

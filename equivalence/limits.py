@@ -6,6 +6,7 @@ import torch
 AVERAGED = 2e-6  # float32: a sum of so few numbers, divided before or after
 AVERAGED_COARSE = 1e-2  # gradients in bfloat16 or float16: their last digit is up to 8e-3
 CLIPPED = 1e-5  # a length that clip_grad_norm_ computed, and what was clipped with it
+DEVIATIONS = 4  # of the mean of a message's rounding errors, which are as often up as down
 COEFFICIENT = 2e-3  # of a sum of the ranks' gradients: one that is nearer to 0 or 1 is 0 or 1
 
 # Link 2: the mean of the ranks' own gradients and that of one batch, of each tensor.
@@ -15,6 +16,7 @@ MOST = 1e-3  # no larger difference is rounding, whatever was measured
 MOST_COARSE = 1e-2  # layers that compute in bfloat16 or float16
 SMALL = 1e-3  # so much of the gradient is what a smaller tensor is compared with
 SMALL_COARSE = 1.0  # in bfloat16 or float16, where a small tensor is mostly rounding
+CLEARLY = 10  # a better explanation leaves so many times less; a share's limit is so much stricter
 OWN = 1e-4  # a rank's examples, computed again alone, and its own gradient
 
 # Link 3: the change of each weight.

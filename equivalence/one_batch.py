@@ -105,7 +105,7 @@ def measure_own(facts: Facts, whole: Alone, moved: Alone | None, step: int) -> M
     ones = [1.0] * count
     weights = ones if vectors.near(fit.weights, ones, limits.COEFFICIENT) else fit.weights
     left = compare(facts, vectors.combine(parts, weights), wanted, other, sizes)
-    if left.is_right and left.far <= apart.far / 10:
+    if left.is_right and left.far <= apart.far / limits.CLEARLY:
         return Measured(left, weights)
     return Measured(apart, None)
 
@@ -207,7 +207,7 @@ def why_not_its_own(look: Look, share: Alone | None) -> str:
         if share is not None:
             own = vectors.only(facts.distinct[share.chosen[k]].steps[k].own, facts.trained)
             fit = vectors.fit(own, [gradient(facts, share.notes, k, "own")])
-        if share is None or fit.left > max(most(facts) / 10, limits.OWN):
+        if share is None or fit.left > max(most(facts) / limits.CLEARLY, limits.OWN):
             text = "a rank's examples, computed in one process, don't give that rank's gradient"
             return f"{text}: it depends on other ranks, on padding, or on something unseen"
     return ""
