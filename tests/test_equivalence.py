@@ -345,6 +345,12 @@ CASES = {
             ("optimizer.zero_grad()", "net.zero_grad()"),
         ),
     ),
+    "averaged_weights": Case(  # after a step that is linear in the gradients
+        "THE SAME as one process, .*",
+        0,
+        {"averaging": OWN + ": .*; the weights are averaged after the step, which is the same"},
+        (BY_HAND, inside("STEPPED", "for p in net.parameters(): dist.all_reduce(p.data); p.data /= n")),
+    ),
     "warm_up": Case(
         SAME,
         0,
@@ -431,6 +437,18 @@ CASES = {
         (
             begin(
                 "def batch(k, t): return torch.cat([t[24 * k + rank : 24 * k + 24 : n], t[400 + 4 * k : 404 + 4 * k]])",
+                "batches = [tuple(batch(k, t) for t in data.tensors) for k in range(10)]",
+            ),
+            ("loader = DataLoader(data, SIZE, sampler=sampler)", "loader = batches"),
+        ),
+    ),
+    "replayed_again": Case(  # the same ones in each step, so each rank has them again
+        "NOT FOUND OUT: examples may be on more than one rank",
+        2,
+        {"examples": r".*; 4 of 76 in 3 steps are on more than one rank .*"},
+        (
+            begin(
+                "def batch(k, t): return torch.cat([t[24 * k + rank : 24 * k + 24 : n], t[400:404]])",
                 "batches = [tuple(batch(k, t) for t in data.tensors) for k in range(10)]",
             ),
             ("loader = DataLoader(data, SIZE, sampler=sampler)", "loader = batches"),
