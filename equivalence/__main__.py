@@ -78,15 +78,19 @@ def compare(args: argparse.Namespace) -> int:
     # On GPUs another batch size may mean another kernel, which rounds otherwise.
     os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    arguments = (args.steps, f"{folder}/log", (), bool(args.only))
+    instrument.translate_variables()
+    is_here = instrument.read_place() is None  # so all ranks will be on this machine
+    shelf = str(folder) if is_here else None
+    arguments = (args.steps, f"{folder}/log", shelf, (), bool(args.only))
     job = instrument.Job("equivalence", args.command, args.patience, Recorder, arguments)
     try:
         return instrument.look_at(job, args.nproc, show)
     except SystemExit as end:  # the program failed
         progress.show("")
-        refusal = str(end.code).partition("failed first: equivalence: ")[2]
-        if refusal:
-            print(f"equivalence: {refusal}", file=sys.stderr)
+        error = str(end.code)
+        refusal = error.partition("failed first: ")[2] or error
+        if refusal.startswith("equivalence: "):
+            print(refusal, file=sys.stderr)
             return 2
         if isinstance(end.code, str):
             for log in sorted(folder.glob("log*")):
@@ -101,14 +105,16 @@ def compare(args: argparse.Namespace) -> int:
 
 def answer(args: argparse.Namespace, notes: list, folder: Path, started: float) -> int:
     from instruments.ranks import NO_STEP, exit_at_sigterm
+    from instruments.tensors import tensors_in
 
     from equivalence import verdict
-    from equivalence.alone import Runs
+    from equivalence.alone import Runs, open_all
     from equivalence.facts import Facts
     from equivalence.judge import Judge
 
     exit_at_sigterm()
     ranks = [one.value for one in notes]
+    open_all(ranks)
     steps = [len(rank.counts) for rank in ranks]
     if max(steps) == 0:
         return unknown(NO_STEP)
@@ -134,12 +140,13 @@ def answer(args: argparse.Namespace, notes: list, folder: Path, started: float) 
         found = verdict.all_three(judge, args.command)
         if judge.look is None and found.code == verdict.UNKNOWN:
             sys.stderr.write(runs.problem)
-    size = max(rank.size for rank in ranks) / 1000
+    noted = {id(one): one.nbytes for rank in ranks for one in tensors_in([rank.steps, rank.events])}
+    size = sum(noted.values()) / 1e3
     seconds = f"{time.perf_counter() - started:.0f} s"
     one = "" if args.only else " and one"
     program = f"{shlex.join(args.command)}: {len(ranks)} processes{one}, {args.steps} steps"
     texts = [(line.label, line.text) for line in found.lines]
-    texts.insert(1, ("program", f"{program} ({seconds}; notes of {size:,.0f} kB on each rank)"))
+    texts.insert(1, ("program", f"{program} ({seconds}; notes of {size:,.0f} kB)"))
     texts.append(("note", f"{args.steps} steps; {LEFT_OUT}"))
     say(texts)
     return found.code
@@ -156,7 +163,10 @@ def say(texts: list[tuple[str, str]]) -> None:
     lines = []
     for label, text in texts:
         lines.append(textwrap.fill(f"{label:13} {text}", width, subsequent_indent=" " * 14))
-    print("\n".join(lines), flush=True)
+    try:
+        print("\n".join(lines), flush=True)
+    except BrokenPipeError:  # such as `| head`, which has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from equivalence.given import Given
 from equivalence.notes import Notes
 from equivalence.record import Recorder
 from equivalence.replay import Alone, Replayer
+from equivalence.shelf import opened
 
 
 class Runs:
@@ -26,10 +27,11 @@ class Runs:
 
     def several(self, left_out: tuple) -> list[Notes] | None:
         """Run A once more, without kinds of layers; None: not all ranks came through."""
-        arguments = (self.args.steps, f"{self.folder}/log", left_out)
+        arguments = (self.args.steps, f"{self.folder}/log", str(self.folder), left_out)
         job = Job("equivalence", self.args.command, self.args.patience, Recorder, arguments)
         notes, _ = self.run(instrument.be_started_rank, job, self.count)
         ranks = [one.value for one in sorted(notes)]
+        open_all(ranks)
         is_complete = len(ranks) == self.count
         is_complete = is_complete and all(len(one.counts) > self.args.steps for one in ranks)
         return ranks if is_complete else None
@@ -47,13 +49,17 @@ class Runs:
     def once(self, given: Given) -> Alone | None:
         command = [*self.args.command, *self.args.alone]
         out = tempfile.mkdtemp(prefix="alone-", dir=self.folder)
-        arguments = (given, f"{out}/out")
+        arguments = (given, f"{out}/out", str(self.folder))
         job = Job("equivalence", command, self.args.patience, Replayer, arguments)
         notes, error = self.run(be_alone, job, 1)
         if error or not notes or notes[0].ending in ("failed", "stuck"):
             printed = "".join(map(read, sorted(Path(out).glob("out*"))))
             self.problem = f"{printed}{error}\n"
-        return notes[0].value if notes else None
+        if not notes:
+            return None
+        alone = notes[0].value
+        open_all([alone.notes])
+        return alone._replace(found=[opened(weights) for weights in alone.found])
 
     def run(self, be_process: object, job: Job, count: int) -> tuple[list, str]:
         """The notes that came, and the error."""
@@ -67,6 +73,12 @@ class Runs:
                     raise  # after Ctrl-C or SIGTERM
                 error = str(end.code)
             return instrument.collect(Folder(place), count), error
+
+
+def open_all(ranks: list[Notes]) -> None:
+    for rank in ranks:
+        for step in rank.steps:
+            step.open()
 
 
 def read(path: Path) -> str:

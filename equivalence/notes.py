@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any, NamedTuple
 
 from equivalence.randomness import RandomState
+from equivalence.shelf import opened
 from equivalence.vectors import Vector
 
 
@@ -37,6 +38,11 @@ class Step:
     is_repeated: bool = False  # an optimizer has asked for gradients more than once
     begun: set[int] = dataclasses.field(default_factory=set)  # the models that were called in it
 
+    def open(self) -> None:
+        """Read what is kept in files."""
+        self.weights, self.own = opened(self.weights), opened(self.own)
+        self.first, self.got = opened(self.first), opened(self.got)
+
 
 @dataclasses.dataclass
 class Notes:
@@ -53,4 +59,3 @@ class Notes:
     batch_sizes: dict[str, int]  # of each loader, if it is known
     epochs: dict[str, list]  # the indices of an epoch, where a sampler is torch's own
     redraws: set[str]  # the loaders whose sampler may take an example again
-    size: int = 0  # bytes of all tensors here

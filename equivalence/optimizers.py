@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+import shutil
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,7 @@ from equivalence.loaders import Loaders
 from equivalence.notes import Clip, Step
 from equivalence.own import OwnGradients
 from equivalence.randomness import RandomState, random_state
+from equivalence.shelf import Shelf
 
 MEMORY = "/proc/meminfo"
 PLAIN = (int, float, bool, str, type(None), tuple)
@@ -29,16 +31,16 @@ PLAIN = (int, float, bool, str, type(None), tuple)
 class Optimizers(Hooks):
     """Notes `length` steps, and how the next one begins."""
 
-    def __init__(self, place: Place, length: int, only_averaging: bool) -> None:
+    def __init__(self, place: Place, length: int, shelf: Shelf, only_averaging: bool) -> None:
         super().__init__()
-        self.only_averaging = only_averaging
+        self.shelf, self.only_averaging = shelf, only_averaging
         self.place, self.length = place, length
         self.run, self.terminal = f"{place.world_size} processes", 2
         self.noted: list[Step] = [Step()]  # the current one is the last
         self.seen: Counter = Counter()  # batches, by where they come from
         self.counts: list[dict[str, int]] = []
         self.loaders = Loaders()
-        self.own = OwnGradients()
+        self.own = OwnGradients(shelf)
         self.slots: dict[tuple[int, str], torch.Tensor] = {}  # parameters, by module and name
         self.scale = 1.0  # a GradScaler's
         self.stepping = 0  # optimizers inside optimizers
@@ -62,7 +64,7 @@ class Optimizers(Hooks):
         """Note a weight or buffer before the step; once, though several may ask."""
         if name not in self.step.weights:
             is_only = self.only_averaging  # then it is enough to know whether copies are equal
-            self.step.weights[name] = digest_of(tensor) if is_only else whole(tensor)
+            self.step.weights[name] = digest_of(tensor) if is_only else self.shelf.keep(tensor)
 
     def note_draws(self) -> None:
         """Since data came in last, in this step."""
@@ -136,7 +138,7 @@ class Optimizers(Hooks):
                     self.own.note(name, tensor, self.scale, self.step)
 
     def refuse_if_no_room(self) -> None:
-        reason = why_no_room(self.step, self.length, self.place.world_size)
+        reason = why_no_room(self.step, self.length, self.place.world_size, self.shelf.path)
         if reason:
             raise Refused(reason)
 
@@ -145,7 +147,7 @@ class Optimizers(Hooks):
         step = self.step
         step.is_repeated |= name in step.got  # another optimizer makes several steps in this one
         if parameter.grad is not None and is_its:
-            step.got[name] = whole(parameter.grad)
+            step.got[name] = self.shelf.keep(parameter.grad)
         self.own.note(name, parameter, self.scale, step)
 
     def named_of(self, optimizer: Any) -> list[tuple[str, torch.Tensor, bool]]:
@@ -207,19 +209,22 @@ def digest_of(tensor: torch.Tensor) -> torch.Tensor:
     return torch.tensor(list(digest(whole(tensor)).encode()), dtype=torch.uint8)
 
 
-def why_no_room(step: Step, length: int, processes: int) -> str:
-    """Why the memory that is free is not enough; "" if it is, or if that isn't known."""
-    noted = sum(tensor.nbytes for tensor in [*step.weights.values(), *step.own.values()])
-    noted += sum(tensor.nbytes for tensor in step.got.values())
-    needed = processes * length * noted
-    with contextlib.suppress(OSError, TypeError):  # not on macOS
-        free = 1024 * int(re.search(r"MemAvailable: *(\d+)", Path(MEMORY).read_text())[1])
-        if needed > free:
-            text = f"the notes of {processes} processes take {needed / 1e9:.1f} GB, and "
-            return (
-                f"{text}{free / 1e9:.1f} GB of memory are free: give --steps 2, or --only averaging"
-            )
-    return ""
+def why_no_room(step: Step, length: int, processes: int, folder: str | None) -> str:
+    """Why what is free is not enough; "" if it is, or if that isn't known."""
+    tensors = [*step.weights.values(), *step.own.values(), *step.got.values()]
+    noted = sum(tensor.nbytes for tensor in tensors)
+    needed = (processes + 2) * length * noted  # the runs in one process are noted, too
+    free, where = None, "memory"
+    if folder is not None:
+        free, where = shutil.disk_usage(folder).free, f"the disk of {folder} (TMPDIR)"
+    else:
+        with contextlib.suppress(OSError, TypeError):  # not on macOS
+            free = 1024 * int(re.search(r"MemAvailable: *(\d+)", Path(MEMORY).read_text())[1])
+    if free is None or needed <= free:
+        return ""
+    text = f"the notes of all ranks take up to {needed / 1e9:.1f} GB"
+    text += f", and {free / 1e9:.1f} GB are free in {where}"
+    return f"{text}: give --steps 2, or --only averaging"
 
 
 def plain_options(group: dict) -> dict[str, Any]:

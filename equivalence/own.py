@@ -5,12 +5,14 @@ from instruments.tensors import whole
 from torch.nn.parameter import is_lazy
 
 from equivalence.notes import Step
+from equivalence.shelf import Shelf
 
 
 class OwnGradients:
     """Sums over the backward passes of a step, as in .grad."""
 
-    def __init__(self) -> None:
+    def __init__(self, shelf: Shelf) -> None:
+        self.shelf = shelf
         self.parameters: dict[int, torch.Tensor] = {}  # by the id of the tensor that is watched
         self.sums: dict[int, torch.Tensor] = {}  # by the id of the parameter
         self.firsts: dict[int, torch.Tensor] = {}  # of the first backward pass
@@ -55,5 +57,7 @@ class OwnGradients:
         if found is None:
             return
         begun = self.firsts[id(parameter)]
-        step.own[name] = found if scale == 1 else found / scale
-        step.first[name] = step.own[name] if begun is found else begun / scale
+        step.own[name] = self.shelf.keep(found / scale)
+        step.first[name] = step.own[name]
+        if begun is not found:
+            step.first[name] = self.shelf.keep(begun / scale)

@@ -21,6 +21,7 @@ from equivalence.limits import COARSE
 from equivalence.notes import Event, Notes
 from equivalence.optimizers import Optimizers
 from equivalence.randomness import random_state
+from equivalence.shelf import Shelf
 
 LOSSES = [name for name in dir(F) if name.endswith("_loss") or name in ("cross_entropy", "kl_div")]
 LOSSES += ["binary_cross_entropy", "binary_cross_entropy_with_logits"]
@@ -34,11 +35,12 @@ class Recorder(Optimizers):
         place: Place,
         length: int,
         log: str,
+        folder: str | None,
         left_out: tuple = (),
         only_averaging: bool = False,
     ) -> None:
-        """left_out: kinds of layers that are switched off."""
-        super().__init__(place, length, only_averaging)
+        """folder: for large tensors.  left_out: kinds of layers that are switched off."""
+        super().__init__(place, length, Shelf(folder), only_averaging)
         torch.set_num_threads(1)  # in both runs: sums have one order
         if torch.cuda.is_available():
             torch.use_deterministic_algorithms(True, warn_only=True)
@@ -199,7 +201,7 @@ class Recorder(Optimizers):
             names |= {name: None for name, t in self.named_tensors(model) if id(t) in parameters}
         for step in self.noted:
             names |= dict.fromkeys(step.options)
-        found = Notes(
+        return Notes(
             rank=self.place.rank,
             world_size=self.place.world_size,
             steps=self.noted,
@@ -212,8 +214,6 @@ class Recorder(Optimizers):
             epochs=self.loaders.epochs,
             redraws=self.loaders.redraws,
         )
-        found.size = sum(tensor.nbytes for tensor in tensors_in([found.steps, found.events]))
-        return found
 
 
 def unwrapped(module: nn.Module) -> nn.Module:

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from instruments.meeting import Place
 from instruments.program import Finished
-from instruments.tensors import local, whole
+from instruments.tensors import local
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from equivalence.batches import count_examples, from_plain
@@ -48,8 +48,8 @@ class Formats(TorchDispatchMode):
 class Replayer(Recorder):
     """A recorder that replaces batches, weights and gradients."""
 
-    def __init__(self, place: Place, given: Given, log: str, terminal: int) -> None:
-        super().__init__(place, len(given.facts.steps), log, given.left_out)
+    def __init__(self, place: Place, given: Given, log: str, folder: str, terminal: int) -> None:
+        super().__init__(place, len(given.facts.steps), log, folder, given.left_out)
         self.given, self.terminal = given, terminal
         self.run = f"one process, {given.kind}"
         self.found: list[Vector] = []
@@ -101,7 +101,7 @@ class Replayer(Recorder):
             self.found.append({})
         if name in self.found[-1]:
             return
-        self.found[-1][name] = whole(tensor)
+        self.found[-1][name] = self.shelf.keep(tensor)
         value = self.given.value("weights", name, self.number, tensor.shape)
         if value is None:
             self.unmatched.add(name)
