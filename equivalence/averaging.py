@@ -10,7 +10,7 @@ from equivalence.explain import LABEL, Gradients, explain, multiple
 from equivalence.facts import Facts
 from equivalence.notes import Notes
 from equivalence.vectors import Vector
-from equivalence.words import Link, apart, percent, some_of
+from equivalence.words import PARTS, Link, apart, percent, some_of
 
 
 @dataclasses.dataclass
@@ -25,7 +25,7 @@ class Known:
 
 def averaging(facts: Facts, known: Known | None) -> Link:
     if facts.may_have_parts:
-        return Link(LABEL, None, why="the ranks have parts of one model")
+        return Link(LABEL, None, why=PARTS)
     if not facts.are_own_seen():
         return Link(LABEL, None, why="the ranks' own gradients were not seen")
     if not any(rank.steps[0].got for rank in facts.ranks):

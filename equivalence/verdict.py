@@ -121,10 +121,11 @@ def conclude(
         return answer(DIFFERENT, f"DIFFERENT from one process: {BATCH}", lines)
     if wrong:
         return answer(DIFFERENT, f"DIFFERENT from one process in: {', '.join(wrong)}", lines)
-    reasons = list(reasons)
+    labels: dict[str, list[str]] = {}  # by what is not known
     for link in links:
         if link.is_right is None:
-            reasons.append(f"{link.label}: {link.why}")
+            labels.setdefault(link.why, []).append(link.label)
+    reasons = [*reasons, *[f"{', '.join(labels[why])}: {why}" for why in labels]]
     if reasons:
         return answer(UNKNOWN, f"NOT FOUND OUT: {'; '.join(dict.fromkeys(reasons))}", lines)
     limit = max(link.limit for link in links)

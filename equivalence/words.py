@@ -2,6 +2,11 @@
 
 from typing import NamedTuple
 
+PARTS = (
+    "the ranks have parts of one process's model, and how these make it was not seen (FSDP1? Use "
+    "fully_shard)"
+)
+
 
 class Line(NamedTuple):
     label: str

@@ -549,6 +549,26 @@ CASES = {
         {"averaging": "right: .*"},
         (inside("LOSS", "if n == 1: raise ValueError('not alone')"),),
     ),
+    # ---- what can't be seen
+    "fsdp1": Case(
+        "NOT FOUND OUT: averaging, one batch, weights: the ranks have parts of .* .FSDP1. Use fully_shard.",
+        2,
+        {},
+        (
+            begin("from torch.distributed.fsdp import FullyShardedDataParallel as FSDP"),
+            ("nn.parallel.DistributedDataParallel(net)", "FSDP(net, device_id=torch.device('cpu'))"),
+            ("SGD(net", "SGD(model"),
+        ),
+    ),
+    "another_thread": Case(
+        "NOT FOUND OUT: no optimizer of torch.optim made a step that was seen. Steps inside .*, in another thread, .*",
+        2,
+        {},
+        (
+            begin("import threading"),
+            ("optimizer.step()", "t = threading.Thread(target=optimizer.step); t.start(); t.join()"),
+        ),
+    ),
     # ---- one question only
     "only": Case(
         "AVERAGING RIGHT: .*; a difference above 2e-06 would have been seen",
