@@ -24,6 +24,8 @@ class Runs:
         self.args, self.folder, self.count = args, folder, count
         self.rates: dict[str, int] = {}
         self.problem = ""  # what the program printed, if it failed
+        self.failure = "the program failed in one process"
+        self.is_hopeless = False  # another run would end, or wait, at the same place
 
     def several(self, left_out: tuple) -> list[Notes] | None:
         """Run A once more, without kinds of layers; None: not all ranks came through."""
@@ -47,12 +49,17 @@ class Runs:
         return found
 
     def once(self, given: Given) -> Alone | None:
+        if self.is_hopeless:
+            return None
         command = [*self.args.command, *self.args.alone]
         out = tempfile.mkdtemp(prefix="alone-", dir=self.folder)
         arguments = (given, f"{out}/out", str(self.folder))
         job = Job("equivalence", command, self.args.patience, Replayer, arguments)
         notes, error = self.run(be_alone, job, 1)
         if error or not notes or notes[0].ending in ("failed", "stuck"):
+            refusal = error.partition("failed first: equivalence: ")[2]
+            self.failure = refusal or self.failure
+            self.is_hopeless = bool(refusal) or bool(notes) and notes[0].ending == "stuck"
             printed = "".join(map(read, sorted(Path(out).glob("out*"))))
             self.problem = f"{printed}{error}\n"
         if not notes:

@@ -8,7 +8,7 @@ import torch
 from equivalence import limits, vectors
 from equivalence.explain import LABEL, Gradients, explain, multiple
 from equivalence.facts import Facts
-from equivalence.notes import Notes
+from equivalence.notes import Notes, Step
 from equivalence.vectors import Vector
 from equivalence.words import PARTS, Link, apart, percent, some_of
 
@@ -37,15 +37,34 @@ def averaging(facts: Facts, known: Known | None) -> Link:
     limit = limit_of(facts)
     bad, worst, far = compare(facts, goals, limit)
     if not bad:
-        text = f"right: the optimizers get {in_shares(shares)} {apart(far, limit)}"
+        clipped = ", clipped" if any(step.clips for step in facts.ranks[0].steps) else ""
+        text = f"right: the optimizers get {in_shares(shares)}{clipped} {apart(far, limit)}"
         return Link(LABEL, True, text, limit)
     found = gradients_of(facts, goals, shares, bad, worst)
-    for changed in clipped, sent_coarsely:
-        if link := changed(facts, goals, limit):
-            return link
+    if link := sent_coarsely(facts, goals, limit):
+        return link
     if known and (link := changed_as_alone(known, limit)):
         return link
     return explain(facts, found, is_known=bool(known), far=apart(far, limit))
+
+
+def before_clip(facts: Facts, step: int) -> list[Vector]:
+    """What each rank's optimizers got; if clip_grad_norm_ has made it so, what that got."""
+    return [vectors.only(unclipped(rank.steps[step]), facts.trained) for rank in facts.ranks]
+
+
+def unclipped(step: Step) -> Vector:
+    found = dict(step.got)
+    for clip in reversed(step.clips):
+        times = min(1.0, clip.most / (clip.norm + 1e-6))  # 1e-6: as torch does
+        if times <= 0:
+            continue
+        part = vectors.combine([vectors.only(found, set(clip.names))], [1 / times])
+        if (
+            abs(vectors.length(part) - clip.norm) <= limits.CLIPPED * clip.norm
+        ):  # nothing came after
+            found |= part
+    return found
 
 
 def limit_of(facts: Facts) -> float:
@@ -61,11 +80,12 @@ def compare(facts: Facts, goals: list[Vector], limit: float) -> tuple[list[str],
     worst, most = 0, 0.0
     for k, goal in enumerate(goals):
         parts, in_step = facts.own(k), 0.0
+        all_got = before_clip(facts, k)
         for name, wanted in goal.items():
             own = [vectors.length({name: part[name]}) for part in parts if name in part]
             scale = sum(own) / len(parts)
-            for got in facts.got(k, {name}):
-                far = vectors.distance(got, {name: wanted}, scale)
+            for got in all_got:
+                far = vectors.distance(vectors.only(got, {name}), {name: wanted}, scale)
                 furthest[name] = max(furthest.get(name, 0.0), far)
                 in_step = max(in_step, far)
         # Where copies differ, shares are not exact: an earlier step says more.
@@ -83,7 +103,8 @@ def gradients_of(facts: Facts, goals: list, shares: list, bad: list[str], step: 
         place = f" of {some_of(bad)} (the other {right} of {len(names)} tensors are right)"
     own = [vectors.only(part, set(bad)) for part in facts.own(step)]
     goal = vectors.only(goals[step], set(bad))
-    return Gradients(step, own, facts.got(step, set(bad)), goal, shares[step], place)
+    got = [vectors.only(one, set(bad)) for one in before_clip(facts, step)]
+    return Gradients(step, own, got, goal, shares[step], place)
 
 
 def in_shares(shares: list[list[float]]) -> str:
@@ -100,30 +121,12 @@ def in_shares(shares: list[list[float]]) -> str:
 # ------------------------------------------------------------------------------ changed on purpose
 
 
-def clipped(facts: Facts, goals: list[Vector], limit: float) -> Link | None:
-    """If clip_grad_norm_ got the mean, and the optimizers what it makes of that."""
-    limit, far = max(limits.CLIPPED, limit), 0.0
-    for k, goal in enumerate(goals):
-        size = vectors.length(goal)
-        for rank in facts.ranks:
-            calls = rank.steps[k].clips
-            if len(calls) != 1 or not size or abs(calls[0].norm / size - 1) > limit:
-                return None
-            times = min(1.0, calls[0].most / (calls[0].norm + 1e-6))  # 1e-6: as torch does
-            got = vectors.only(rank.steps[k].got, facts.trained)
-            far = max(far, vectors.distance(got, vectors.combine([goal], [times])))
-    if far > limit:
-        return None
-    text = "right: the optimizers get the mean of the ranks' gradients, clipped"
-    return Link(LABEL, True, f"{text} {apart(far, limit)}", limit)
-
-
 def sent_coarsely(facts: Facts, goals: list[Vector], limit: float) -> Link | None:
     """If each number is rounded as a message in float16 or bfloat16 rounds it, and no more."""
     for dtype in torch.float16, torch.bfloat16:
         most, far = torch.finfo(dtype).eps, 0.0
         for k, goal in enumerate(goals):
-            for got in facts.got(k):
+            for got in before_clip(facts, k):
                 if not is_rounded(got, goal, facts.own(k), torch.finfo(dtype), limit):
                     far = math.inf
                 far = max(far, vectors.distance(got, goal))
@@ -159,15 +162,16 @@ def changed_as_alone(known: Known, limit: float) -> Link | None:
     """If one process's optimizer gets the same: the program changes gradients, such as clips."""
     facts, alone, far = known.facts, known.notes, 0.0
     for k in facts.comparable():
-        if times := hidden_by_clip(facts, alone, k):
-            text = f"WRONG: clip_grad_norm_ got {multiple(times, len(facts.ranks))}"
-            return Link(LABEL, False, f"{text} of the ranks' gradients")
-        wanted = vectors.only(alone.steps[k].got, facts.trained)
-        for got in facts.got(k):
+        wanted = vectors.only(unclipped(alone.steps[k]), facts.trained)
+        for got in before_clip(facts, k):
             far = max(far, vectors.distance(got, wanted))
     limit = max(limits.UPDATED, limit, known.limit)
     if far > limit:
         return None
+    for k in facts.comparable():
+        if times := hidden_by_clip(facts, alone, k):
+            text = f"WRONG: clip_grad_norm_ got {multiple(times, len(facts.ranks))}"
+            return Link(LABEL, False, f"{text} of one process's gradients")
     text = "right: the optimizers get the mean of the ranks' gradients, changed as in one process"
     return Link(LABEL, True, f"{text} {apart(far, limit)}", limit)
 

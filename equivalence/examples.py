@@ -125,7 +125,10 @@ def in_an_epoch(facts: Facts) -> tuple[str, str]:
     """What torch's own samplers say: words for "none" or "not seen"; and how many are shared."""
     key = facts.keys[0]
     indices = [rank.epochs.get(key) or [] for rank in facts.ranks]
-    if not all(indices) or any(len(set(some)) < len(some) for some in indices):
+    ends = {rank.ends.get(key) for rank in facts.ranks}
+    is_one_dataset = len(ends) == 1 and all(ends)
+    is_known = all(indices) and all(len(set(some)) == len(some) for some in indices)
+    if not (is_known and is_one_dataset):
         return " (of an epoch not seen)", ""
     owners: Counter = Counter()
     for some in indices:

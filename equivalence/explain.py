@@ -42,13 +42,10 @@ def wrong(text: str) -> Link:
 
 def perhaps_right(facts: Facts, found: Gradients, fit: Fit, far: str) -> str:
     """What they got, if that is right for some losses: a sum over all ranks' examples, say."""
-    clips = facts.ranks[0].steps[found.step].clips
     times = vectors.fit(found.got[0], [found.goal])
     if times.left < limits.OWN and not found.place:
-        factor = times.weights[0]
-        if len(clips) == 1:  # what it got says more than what it left
-            factor = clips[0].norm / vectors.length(found.goal)
-        return f"the optimizers get {multiple(factor, len(facts.ranks))} of the ranks' gradients"
+        text = multiple(times.weights[0], len(facts.ranks))
+        return f"the optimizers get {text} of the ranks' gradients"
     if fit.is_clear and fit.left < limits.OWN and min(fit.weights) > limits.COEFFICIENT:
         return f"the optimizers get {made_of(fit.weights)}{found.place}"
     if fit.left > limits.MOST_COARSE:

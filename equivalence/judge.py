@@ -65,7 +65,7 @@ class Judge:
             return self.unknown(reason)
         look = self.look_at(self.facts)
         if look.whole is None:
-            return self.unknown("the program failed in one process, on the batches of all")
+            return self.unknown(self.runs.failure)
         if look.whole.unmatched:
             names = ", ".join(look.whole.unmatched[:3])
             return self.unknown(f"one process has weights that no rank has: {names}")
@@ -139,7 +139,9 @@ class Judge:
     def accused(self, look: Look, kinds: tuple, text: str) -> Link:
         """Nothing explains the difference: is it the program's?  What was joined was guessed."""
         if any(rank.steps[0].draws for rank in look.facts.ranks):
-            return self.unknown("each step draws random numbers, other ones on each rank", text)
+            return self.unknown(
+                "each step draws random numbers, and one process draws others", text
+            )
         look = self.with_rounding(look, kinds)
         if look.worst.far <= limits.YARDSTICKS * look.worst.rounding:
             why = "rounding, or another order of the same examples, moves a gradient by"
@@ -200,7 +202,7 @@ class Judge:
             return Link(WEIGHTS, None, why=PARTS)
         alone = self.alone()
         if alone is None:
-            return Link(WEIGHTS, None, why="the program failed in one process")
+            return Link(WEIGHTS, None, why=self.runs.failure)
         if alone.unmatched:
             return Link(WEIGHTS, None, why=f"no rank has {', '.join(alone.unmatched[:3])}")
         if all(self.facts.is_forced(k) for k in self.facts.steps):

@@ -8,6 +8,7 @@ from torch import nn
 BATCH_NORM = nn.modules.batchnorm._BatchNorm
 AVERAGES = ("running_mean", "running_var", "num_batches_tracked")  # its buffers
 DROPOUT = nn.modules.dropout._DropoutNd
+DROPS_PATHS = ("DropPath", "StochasticDepth")  # classes of timm, torchvision and others
 ATTENTION = "scaled_dot_product_attention"
 DROPOUTS = [name for name in dir(F) if name.rstrip("123d").endswith("dropout") and name[0] != "_"]
 DROPOUTS.append(ATTENTION)
@@ -19,7 +20,7 @@ def kind_of(layer: nn.Module) -> str:
         return ""
     if isinstance(layer, BATCH_NORM):
         return "BatchNorm"
-    is_dropout = isinstance(layer, DROPOUT) and layer.p
+    is_dropout = isinstance(layer, DROPOUT) and layer.p or type(layer).__name__ in DROPS_PATHS
     return "dropout" if is_dropout or isinstance(layer, nn.RNNBase) and layer.dropout else ""
 
 

@@ -1,17 +1,22 @@
 """Which of the program's DataLoaders a batch comes from, and which examples are in it."""
 
+import hashlib
+import io
+import pickle
+import random
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import numpy
 import torch
+from instruments.tensors import bytes_of
 from torch.utils import data as torch_data
 from torch.utils.data import Subset, dataloader
 from torch.utils.data._utils import collate
 
 from equivalence.limits import LARGEST_EPOCH
-from equivalence.randomness import random_state
+from equivalence.randomness import random_state, set_random_state
 
 IN_TURN = (torch_data.SequentialSampler, torch_data.DistributedSampler)  # they draw nothing
 KEPT = "equivalence: a batch, and its examples"  # a class of ours could not be sent
@@ -25,6 +30,7 @@ class Loaders:
         self.owners: list[weakref.ref] = []  # a loader's sampler, or its iterator
         self.rounds: dict[str, int] = {}
         self.epochs: dict[str, list] = {}
+        self.datasets: dict[str, Any] = {}  # of these epochs
         self.batch_sizes: dict[str, int] = {}
         self.redraws: set[str] = set()
         self.names: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # of iterators
@@ -53,10 +59,20 @@ class Loaders:
         self.batch_sizes.setdefault(name, getattr(sampler, "batch_size", None) or 0)
         if name not in self.epochs:
             self.epochs[name] = epoch_of(iterator)
+            self.datasets[name] = iterator._dataset
         inner = getattr(sampler, "sampler", None)
         if getattr(inner, "replacement", False):
             self.redraws.add(name)
         return name
+
+    def ends(self) -> dict[str, str]:
+        """Of each data set, to know whether ranks have the same one.  The program is over."""
+        found = {}
+        for name, dataset in self.datasets.items():
+            while type(dataset) is Subset:
+                dataset = dataset.dataset
+            found[name] = digest_of_ends(dataset) if self.epochs[name] else ""
+        return found
 
     def draws(self, iterator: Any, indices: Any) -> None:
         """The iterator has drawn the indices of a batch, perhaps in advance."""
@@ -119,6 +135,29 @@ def plain_copy(value: Any) -> Any:
         parts = [plain_copy(part) for part in value.values()]
         return None if any(part is None for part in parts) else dict(zip(value, parts, strict=True))
     return None
+
+
+class Content(pickle.Pickler):
+    """torch would give each tensor another name in each process, and all of its storage."""
+
+    def persistent_id(self, value: Any) -> tuple | None:
+        if isinstance(value, torch.Tensor):
+            return str(value.dtype), tuple(value.shape), bytes_of(value)
+        return None
+
+
+def digest_of_ends(dataset: Any) -> str:
+    state, content = random_state(), io.BytesIO()
+    try:
+        random.seed(0)
+        numpy.random.seed(0)
+        torch.manual_seed(0)
+        Content(content).dump([dataset[0], dataset[len(dataset) - 1]])
+    except Exception:  # the program's own code, or what can't be pickled
+        return ""
+    finally:
+        set_random_state(state)
+    return hashlib.blake2b(content.getvalue(), digest_size=16).hexdigest()
 
 
 def in_whole(dataset: Any, indices: list) -> list:

@@ -23,6 +23,7 @@ class Clip(NamedTuple):
 
     norm: float  # what it returned
     most: float  # max_norm
+    names: list[str]  # of the parameters
 
 
 @dataclasses.dataclass
@@ -58,4 +59,5 @@ class Notes:
     is_coarse: bool  # a module computes in bfloat16 or float16
     batch_sizes: dict[str, int]  # of each loader, if it is known
     epochs: dict[str, list]  # the indices of an epoch, where a sampler is torch's own
+    ends: dict[str, str]  # a digest of the data set's first and last examples; "": not known
     redraws: set[str]  # the loaders whose sampler may take an example again

@@ -1,6 +1,7 @@
 """What a process notes of gradients and optimizers."""
 
 import contextlib
+import inspect
 import re
 import shutil
 from collections import Counter
@@ -47,6 +48,7 @@ class Optimizers(Hooks):
         self.has_gradients = False  # an optimizer's step has begun, and its gradients are noted
         self.has_stepped = False  # the first optimizer has, since this step began
         self.has_taught = False  # a model was called without gradients, since this step began
+        self.clipped: list[set[int]] = []  # the ids of the parameters of each of the step's clips
         self.fetched = 0  # batches, since this step began
         self.known_state: RandomState | None = None  # in this step, at its last batch
 
@@ -58,7 +60,7 @@ class Optimizers(Hooks):
         """At the first batch after the optimizer's step, or else at the first forward pass."""
         self.noted.append(Step())
         self.has_stepped, self.fetched, self.known_state = False, 0, None
-        self.has_taught = False
+        self.has_taught, self.clipped = False, []
 
     def begin(self, name: str, tensor: torch.Tensor) -> None:
         """Note a weight or buffer before the step; once, though several may ask."""
@@ -77,10 +79,15 @@ class Optimizers(Hooks):
         return original()
 
     def clip(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
-        norm = original(*args, **kwargs)
-        most = kwargs.get("max_norm", args[1] if len(args) > 1 else 0.0)
-        if not self.is_elsewhere():
-            self.step.clips.append(Clip(float(whole(norm)), float(most)))
+        if self.is_elsewhere():
+            return original(*args, **kwargs)
+        found = inspect.signature(original).bind(*args, **kwargs).arguments
+        parameters = found.pop("parameters")
+        is_one = isinstance(parameters, torch.Tensor)
+        parameters = [parameters] if is_one else list(parameters)  # an iterator is read once
+        norm = original(parameters, **found)
+        self.step.clips.append(Clip(float(whole(norm)), float(found["max_norm"]), []))
+        self.clipped.append({id(parameter) for parameter in parameters})
         return norm
 
     def scaled(self, original: Callable, scaler: Any, outputs: Any) -> Any:
@@ -120,6 +127,9 @@ class Optimizers(Hooks):
         named = self.named_of(optimizer)
         for name, parameter, _ in named:
             self.begin(name, parameter)
+            for clip, clipped in zip(self.step.clips, self.clipped, strict=True):
+                if id(parameter) in clipped:
+                    clip.names.append(name)
         if optimizer is self.optimizer and len(self.counts) <= self.length:
             self.counts.append(dict(self.seen))
             self.step_is_complete()

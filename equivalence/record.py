@@ -212,6 +212,7 @@ class Recorder(Optimizers):
             is_coarse=self.is_coarse,
             batch_sizes=self.loaders.batch_sizes,
             epochs=self.loaders.epochs,
+            ends=self.loaders.ends() if is_own_thread else {},
             redraws=self.loaders.redraws,
         )
 

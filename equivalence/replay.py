@@ -1,11 +1,14 @@
 """The run in one process: step k of it gets the weights and the examples of the ranks' step k."""
 
+import inspect
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from instruments.meeting import Place
-from instruments.program import Finished
+from instruments.program import Finished, Refused
 from instruments.tensors import local
+from torch import distributed as torch_dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from equivalence.batches import count_examples, from_plain
@@ -60,6 +63,20 @@ class Replayer(Recorder):
         self.joined_in = 0  # and in which one was replaced
         self.is_mixed = False
         self.is_global = False  # alone the program takes as many examples as all ranks together
+
+    def patches(self) -> list[tuple[Any, str, Callable]]:
+        return [*super().patches(), (torch_dist, "init_process_group", self.group_begins)]
+
+    def group_begins(self, original: Callable, *args: Any, **kwargs: Any) -> None:
+        """A program that has been told its number of processes would wait for the others."""
+        given = inspect.signature(original).bind(*args, **kwargs).arguments
+        size = given.get("world_size", 1)
+        if size > 1:
+            raise Refused(
+                f"in one process the program waits for {size}: give the flags with which it "
+                'does not, such as --alone="--devices 1"'
+            )
+        original(*args, **kwargs)
 
     @property
     def number(self) -> int:

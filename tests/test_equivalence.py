@@ -141,11 +141,17 @@ CASES = {
     "sum_then_clip": Case(
         DIFFERENT + "averaging",
         1,
-        {"averaging": "WRONG: clip_grad_norm_ got the sum, and not the mean, of the ranks' gradients"},
+        {"averaging": "WRONG: 3 times one process's gradients: summed, not averaged"},
         (
             BY_HAND,
             averages("average(net.parameters(), n); nn.utils.clip_grad_norm_(net.parameters(), 1e-3)"),
         ),
+    ),
+    "forgotten_layer_and_clip": Case(
+        DIFFERENT + "copies, averaging",
+        1,
+        {"averaging": f"WRONG: {OWN} of 2.weight, 2.bias .the other 2 of 4 tensors are right.: nobody averages them"},
+        (BY_HAND, averages("average(net[0].parameters()); nn.utils.clip_grad_norm_(net.parameters(), 1e-3)")),
     ),
     "lost": Case(
         DIFFERENT + "averaging",
@@ -235,7 +241,7 @@ CASES = {
         (("F.cross_entropy(model(x), y)", "F.cross_entropy(model(x), y, ignore_index=0)"),),
     ),
     "noise": Case(
-        "NOT FOUND OUT: one batch: each step draws random numbers, other ones on each rank",
+        "NOT FOUND OUT: one batch: each step draws random numbers, and one process draws others",
         2,
         {"averaging": "right: .*", "weights": "right: .*", "one batch": "not found out: .*"},
         (("model(x)", "model(x + torch.randn_like(x))"), ("#READY", "torch.manual_seed(rank)")),
@@ -544,12 +550,24 @@ CASES = {
         changes=(inside("STEPPED", "if step == 2: break"), ("range(3)", "range(1)")),
     ),
     "fails_alone": Case(
-        "NOT FOUND OUT: one batch: the program failed in one process, .*",
+        "NOT FOUND OUT: one batch, weights: the program failed in one process",
         2,
         {"averaging": "right: .*"},
         (inside("LOSS", "if n == 1: raise ValueError('not alone')"),),
     ),
+    "own_shards": Case(
+        SAME,
+        0,
+        {"examples": r"8 \+ 8 \+ 8 in a step, none on two ranks in 3 steps .of an epoch not seen."},
+        (begin("data = TensorDataset(*(one[rank::n] for one in data.tensors))"), ("sampler=sampler", "shuffle=True")),
+    ),
     # ---- what can't be seen
+    "waits_alone": Case(
+        "NOT FOUND OUT: one batch, weights: in one process the program waits for 3: give .* --alone=.*",
+        2,
+        {"averaging": "right: .*"},
+        (('init_process_group("gloo")', 'init_process_group("gloo", world_size=3, rank=int(os.environ["RANK"]))'),),
+    ),
     "fsdp1": Case(
         "NOT FOUND OUT: averaging, one batch, weights: the ranks have parts of .* .FSDP1. Use fully_shard.",
         2,
