@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from instruments.tensors import digest, whole
+from instruments.tensors import whole
 
+from equivalence.batches import digest
 from equivalence.vectors import Vector
 
 LARGE = 1_000_000  # bytes: a smaller tensor stays in memory
