@@ -289,6 +289,7 @@ CASES = {
     "skipped": Case(  # float16, whose first steps overflow
         "THE SAME as one process, up to rounding; .*",
         0,
+        {"averaging": "right: the optimizers get the mean of the ranks' gradients .apart .*"},
         changes=(
             ("#READY", "scaler = torch.amp.GradScaler('cpu', init_scale=3e38)"),
             ("loss.backward()", "scaler.scale(loss).backward()"),
@@ -560,6 +561,20 @@ CASES = {
         0,
         {"examples": r"8 \+ 8 \+ 8 in a step, none on two ranks in 3 steps .of an epoch not seen."},
         (begin("data = TensorDataset(*(one[rank::n] for one in data.tensors))"), ("sampler=sampler", "shuffle=True")),
+    ),
+    "begun_again": Case(  # the iterator that is at its end still lives when the next one begins
+        SAME,
+        0,
+        {},
+        (
+            begin("data = TensorDataset(*(one[:48] for one in data.tensors))"),
+            (
+                "for epoch in range(3):\n    for step, (x, y) in enumerate(loader):",
+                "batches = iter(loader)\nfor epoch in range(8):\n    for step in range(1):\n"
+                "        try:\n            x, y = next(batches)\n        except StopIteration:\n"
+                "            batches = iter(loader)\n            x, y = next(batches)",
+            ),
+        ),
     ),
     # ---- what can't be seen
     "waits_alone": Case(
