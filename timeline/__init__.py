@@ -24,12 +24,12 @@ recorded on two GPUs, not on a GPU of ours.
 # The files, as the data flow:
 #
 #   data.py                   what is passed from one file to the next
-#   record.py, gradients.py   while the program runs: what each rank notes
+#   record.py                 while the program runs: what each rank notes
 #   events.py, memory.py      read what torch's profiler has noted beside it: a Recording
 #   gpu.py                    the same where kernels run on a GPU
 #   compare.py                all Recordings: one clock, matching messages, who waited for whom
 #   picture.py                a Picture of the shortest step
-#   say.py, equal.py, why.py  that in sentences
+#   say.py, why.py            that in sentences
 #   draw.py, svg.py           the Picture as SVG
 #   trace.py                  the Picture as JSON, for Perfetto and for --draw
 #   show.py                   all of it, for the processes of a run

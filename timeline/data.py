@@ -5,8 +5,6 @@ All times are nanoseconds: in a Recording since 1970, in a Picture from its left
 
 from typing import Any, NamedTuple, TypedDict
 
-from timeline.gradients import Gradients
-
 WARM_UP = 3  # steps
 KEPT = ("weights", "optimizer state", "gradients", "message buffers")  # kinds of memory
 BORN = ("activations", "temporary")
@@ -61,22 +59,16 @@ class Recording(TypedDict):
     setting: str  # in words: torch, device, threads
     machine: str  # those with the same have one clock
     cuts: list[int]  # where the steps begin, and where the last one ends
-    steps: int  # how many the optimizer had made when the weights were noted
     first: int  # the first recorded step; the steps before are there for their cuts
     last: int  # the last recorded step
     spans: list[Span]  # forward, backward, optimizer, data, wait; may lie inside each other
     messages: list[Message]
     memory: list[Allocation]
     operations: list[Span]  # torch's
-    weights: dict[str, str]  # a digest of each tensor after the last step
-    values: dict[str, Any]  # small tensors themselves, to say how far they are apart
-    not_finite: list[str]  # the weights in which there is a NaN or an infinity
-    gradients: Gradients  # those of the step after the last
-    inputs: str  # its digests; "": not seen
     core_waits: list[int]  # at each cut: how long the program's thread has waited for a core
-    sampler: str  # the class
     has_workers: bool  # a DataLoader loads while the program computes
     has_group: bool
+    has_compiled: bool  # torch.compile has made a graph
 
 
 Picture = dict[str, Any]  # what picture.py makes, draw.py draws, and timeline.json keeps

@@ -5,6 +5,7 @@ import json
 import math
 import re
 import socket
+import sys
 import tempfile
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
@@ -13,14 +14,11 @@ from typing import Any
 
 import torch
 
-from instruments.tensors import digest, local
 from timeline import record
 from timeline.data import Allocation, Message, Recording, Span, counted
 from timeline.gpu import GPU_WORK, as_on_gpu, gpu_work, is_nccl
 from timeline.memory import blocks_of, name_blocks
 from timeline.record import Recorder
-
-MOST_BYTES = 32_000_000  # a recording has so much of the weights, to say how far they are apart
 
 
 def recording_of(recorder: Recorder, has_trace: bool = True) -> Recording:
@@ -40,8 +38,7 @@ def recording_of(recorder: Recorder, has_trace: bool = True) -> Recording:
     cuts = list(recorder.cuts)
     if cuts and not recorder.open and recorder.next_cut > cuts[-1]:
         cuts.append(recorder.next_cut)  # it ended between two steps
-    parameters = dict(recorder.named_parameters())
-    device = next(iter(parameters.values()), torch.empty(0)).device.type
+    device = recorder.device
     blocks = blocks_of(events, 1 if device == "cuda" else 0)
     name_blocks(blocks, recorder.tensors, spans, messages)
     if work:
@@ -59,34 +56,23 @@ def recording_of(recorder: Recorder, has_trace: bool = True) -> Recording:
         "setting": f"torch {torch.__version__}, {device}, {threads} each",
         "machine": socket.gethostname() + (boot.read_text() if boot.exists() else ""),
         "cuts": cuts,
-        "steps": recorder.steps,
         "first": recorder.first,
         "last": min(recorder.last, len(cuts) - 2),
         "spans": spans,
         "messages": messages,
         "memory": memory,
         "operations": [Span(event["name"], event["begin"], event["end"]) for event in main],
-        "weights": {name: digest(parameter) for name, parameter in parameters.items()},
-        "values": small_values(parameters),
-        "not_finite": [n for n, p in parameters.items() if not bool(local(p).isfinite().all())],
-        "gradients": recorder.gradients,
-        "inputs": " ".join(recorder.inputs),
         "core_waits": recorder.core_waits,
-        "sampler": recorder.sampler,
         "has_workers": recorder.has_workers,
         "has_group": bool(recorder.groups) or torch.distributed.is_initialized(),
+        "has_compiled": has_compiled(),
     }
 
 
-def small_values(parameters: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Copies of the first tensors, as many as are not too large together."""
-    values = {}
-    total = 0
-    for name, parameter in parameters.items():
-        total += local(parameter).nbytes
-        if total <= MOST_BYTES:
-            values[name] = local(parameter).cpu().clone()
-    return values
+def has_compiled() -> bool:
+    """Whether torch.compile has made a graph in this process."""
+    dynamo = sys.modules.get("torch._dynamo")
+    return dynamo is not None and bool(dynamo.utils.counters["stats"]["unique_graphs"])
 
 
 def read_trace(profiler: Any) -> list[dict]:

@@ -16,9 +16,8 @@ from torch import nn
 from instruments.hooks import Hooks
 from instruments.meeting import Place
 from instruments.program import Finished, Refused
-from instruments.tensors import digest, local, parameters_of, size_in_bytes, tensors_in
+from instruments.tensors import local, parameters_of, size_in_bytes
 from timeline.data import Message, Span, recorded_steps
-from timeline.gradients import Gradients
 
 OTHER_PROFILER = (
     "the program starts torch.profiler itself, and two can't run at once: switch it off there"
@@ -51,15 +50,11 @@ class Recorder(Hooks):
         self.cuts: list[int] = []  # where the steps begin
         self.next_cut = 0
         self.is_first_batch = False  # the step's first
-        self.is_after_step = False  # after the last recorded step of the first optimizer
         self.groups: dict[Any, list[int]] = {}  # process groups: the ranks of each
         self.calls: list[Message] = []
         self.tensors: list[tuple[int, dict]] = []  # time, {address: (kind, bytes)}
-        self.sampler = ""
         self.has_workers = False
-        self.inputs: list[str] = []  # a digest of each tensor
-        self.gradients = Gradients()
-        self.optimizers: set[int] = set()
+        self.device = "cpu"  # of the first optimizer's parameters
         self.core_waits: list[int] = []  # at each cut: how long this thread has waited for a core
         self.profiler: Any = None
         self.is_starting_profiler = False
@@ -120,9 +115,6 @@ class Recorder(Hooks):
 
     def load(self, iterator: Any, original: Callable) -> Any:
         __tracebackhide__ = True
-        # The sampler of a DataLoader without batches is _index_sampler itself.
-        batches = iterator._index_sampler
-        self.sampler = type(getattr(batches, "sampler", batches)).__name__
         self.has_workers |= iterator._num_workers > 0
         with self.noted("data"):
             if self.is_first_batch:
@@ -133,8 +125,6 @@ class Recorder(Hooks):
     def forward_begins(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         if torch.is_grad_enabled():
             self.maybe_start_profiler()
-            if self.is_after_step:
-                self.inputs += [digest(tensor) for tensor in tensors_in((args, kwargs))]
         self.begin("forward")
 
     def forward_ends(self, module: nn.Module, args: tuple, output: Any) -> None:
@@ -155,19 +145,16 @@ class Recorder(Hooks):
         if optimizer is self.optimizer:
             self.cuts.append(self.next_cut or time.time_ns())
             self.core_waits.append(core_wait())
+            self.device = parameters_of(optimizer)[0].device.type
+            if self.step > self.last:
+                raise Finished
         self.begin("optimizer")
 
     def gradients_are_there(self, optimizer: Any) -> None:
-        self.optimizers.add(id(optimizer))
-        if optimizer is self.optimizer and self.step > self.last:
-            if len(self.optimizers) > 1:
-                self.gradients.own.clear()  # other backward passes than this optimizer's are in it
-            # All ranks leave here, where the weights are those after the last step.
-            self.gradients.note(self.named_parameters())
-            raise Finished
         if self.step >= self.first - 1:
-            known = [parameter for _, parameter in self.named_parameters()]
-            known += parameters_of(optimizer)
+            known = parameters_of(optimizer)
+            for model in self.models.values():
+                known += model.parameters()
             self.note_memory("gradients", [parameter.grad for parameter in known])
 
     def optimizer_ends(self, optimizer: Any) -> None:
@@ -178,9 +165,6 @@ class Recorder(Hooks):
             for values in optimizer.state.values():
                 states += values.values()
             self.note_memory("optimizer state", states)
-        if self.step == self.last and optimizer is self.optimizer:
-            self.is_after_step = True
-            self.gradients.watch(self.named_parameters())
 
     def model_tensors(self) -> Iterator[torch.Tensor]:
         for model in self.models.values():

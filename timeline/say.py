@@ -19,7 +19,6 @@ from timeline.data import (
     ms,
     size_of,
 )
-from timeline.equal import equalities
 from timeline.why import kinds, step_of, why
 
 
@@ -64,8 +63,7 @@ def findings(
     if clocks:
         lines.append(Line("clocks", clocks))
     lines += of_the_run(recordings)
-    if len(ranks) > 1 and any(recording["has_group"] for recording in recordings):
-        lines += [Line(*pair) for pair in equalities(recordings, last)]
+    lines += warnings(recordings, missing)
     return lines
 
 
@@ -80,9 +78,22 @@ def of_the_run(recordings: list[Recording]) -> Iterator[Line]:
         text = "they made different numbers of steps: with DDP, without its Join, those with more "
         text += "wait for ever"
         yield Line("ranks", text)
-    if ranks > 1 and not any(recording["has_group"] for recording in recordings):
-        text = "they are in no process group: separate programs, which average nothing"
-        yield Line("ranks", f"{text} (--nproc 1 starts only one)")
+
+
+def warnings(recordings: list[Recording], missing: list[str]) -> Iterator[Line]:
+    """Where the picture is surely not what the reader wants to see."""
+    if len(missing) == 2 and any(one["has_compiled"] for one in recordings):
+        text = (
+            "no forward and no backward was seen: what torch.compile compiles can't be watched"
+        )
+        yield Line("warning", f"{text}. Record the program without it")
+    if len(recordings) == 1 or any(one["messages"] for one in recordings):
+        return
+    text = "the ranks are in no process group: each is a program of its own (--nproc 1 starts one)"
+    if any(one["has_group"] for one in recordings):
+        text = "no message was seen in the recorded steps: does each rank train for itself?"
+        text += " equivalence/ says it"
+    yield Line("warning", text)
 
 
 # -------------------------------------------------------------------------------- the step drawn
