@@ -73,7 +73,7 @@ def draw_picture(drawing: Drawing, picture: Picture, peaks: list[int]) -> None:
 def draw_rank(drawing: Drawing, one: dict) -> None:
     """A lane with what the process does, and rows with its messages."""
     top = drawing.y
-    waits = sum(part.end - part.begin for part in one["parts"] if part.what == "waiting")
+    waits = sum(part.length for part in one["parts"] if part.what == "waiting")
     drawing.row(f"rank {one['rank']}", f"waits {ms(waits)} ms", top + 18)
     for part in PARTS:
         spans = [span for span in one["parts"] if span.what == part]
@@ -118,11 +118,12 @@ class Box(NamedTuple):
 def draw_messages(drawing: Drawing, messages: list[Message]) -> None:
     """Draw each message in the first row that is free."""
     rows: list[list[Box]] = []
-    largest = max((message["bytes"] for message in messages), default=0)
+    largest = max((message["bytes"] or 0 for message in messages), default=0)
     for message in messages:
         times = [drawing.x(message[key]) for key in ("issued", "begin", "until", "end")]
         name = COLLECTIVES.get(message["kind"], message["kind"])
-        text = f"{name} {size_of(message['bytes'])}" if message["bytes"] > largest / 10 else ""
+        size = message["bytes"] or 0
+        text = f"{name} {size_of(size)}" if size > largest / 10 else ""
         box = Box(*times, text)
         free = [row for row in rows if row[-1].end + 1 < box.issued]
         if free:
