@@ -12,6 +12,7 @@ import io
 import json
 import pickle
 import re
+import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ElementTree
@@ -476,7 +477,12 @@ def test_the_picture_is_whole_and_small():
     root = ElementTree.fromstring(svg.encode())
     tags = {element.tag.rpartition("}")[2] for element in root.iter()}
     assert {"title", "desc", "text", "path"} <= tags and not tags & {"script", "image", "use"}
-    assert re.findall(r"(?:https?:|url\()[^\s\"')]*", svg) == ["http://www.w3.org/2000/svg", "url(#hatch", "url(#head"]
+    assert re.findall(r"(?:https?:|url\()[^\s\"')]*", svg) == [
+        "http://www.w3.org/2000/svg",
+        "url(#hatch",
+        "url(#idle",
+        "url(#head",
+    ]
     assert len(svg) <= 60_000 and int(root.get("width")) <= 900
     words = " ".join(element.text or "" for element in root.iter() if element.tag.endswith("text"))
     assert words.count("rank 0") == 2 and "one step: " in words and "2 steps: " in words
@@ -488,6 +494,35 @@ def test_the_picture_is_whole_and_small():
     for one in pictures[0]["ranks"]:  # as on a GPU
         one["memory"] |= dict.fromkeys(KINDS, [0] * len(one["memory"]["times"]))
     assert ">memory<" not in draw.draw(pictures[:1])
+
+
+def colours(svg):
+    """The fill and stroke of each class, as a viewer draws them that knows neither custom properties nor @media."""
+    style = re.search(r"<style>(.*?)</style>", re.sub(r"@media[^{]*\{(?:[^{}]*\{[^{}]*\})*\}", "", svg), re.DOTALL)[1]
+    found = {}
+    for selector, declarations in re.findall(r"([^{}]+)\{([^{}]*)\}", style):
+        for name, _, value in (one.partition(":") for one in declarations.split(";")):
+            if "var(" not in value:
+                found[selector.strip().removeprefix("."), name] = value
+    return found
+
+
+def test_a_picture_has_its_colours_in_viewers_without_custom_properties():
+    svg = draw.draw([picture(small)])
+    found = colours(svg)
+    drawn = {name for names in re.findall(r'<(?:path|text) class="([^"]*)"', svg) for name in names.split()}
+    assert {"page", "f", "b", "o", "w", "m", "line", "v", "soft", "hatch"} <= drawn
+    for name in drawn - {"right", "middle", "small", "title"}:
+        value = found.get((name, "fill"), found.get((name, "stroke")))
+        assert re.fullmatch(r"#[0-9a-f]{3,6}|url\(#hatch\)|url\(#idle\)", value or "") or name == "line", name
+    assert found["text", "fill"] != found["page", "fill"] == "#fff" and found["line", "stroke"] == found["soft", "fill"]
+    assert len({found[part, "fill"] for part in "fboxl"}) == 5, "each part has a colour of its own"
+
+
+def test_a_gpu_that_has_nothing_to_do_is_hatched_where_that_is_so_for_half_of_the_time():
+    drawing = draw.Drawing(draw.PLOT * 10)  # a pixel is 10 ns long
+    idle = [Span("forward", 10 * k + 1, 10 * k + 8) for k in range(5)] + [Span("forward", 100, 104)]
+    assert draw.idle_boxes(drawing, idle) == [(draw.LEFT, draw.LEFT + 5)]
 
 
 @pytest.mark.slow
@@ -589,6 +624,14 @@ def test_a_full_disk_is_one_line_after_what_was_found(tmp_path):
     assert done.err.endswith(text) and "Traceback" not in done.err, done
     out = " ".join(done.out.split())
     assert done.code == 1 and "rank 0 forward" in out and f"written {tmp_path}/timeline.svg" in out
+
+
+def test_a_reader_that_leaves_early_ends_nothing(tmp_path):
+    (tmp_path / "train.py").write_text(PROGRAM)
+    command = f"{sys.executable} {ROOT / 'timeline'} --nproc 1 --steps 1 train.py 100 | true"
+    done = subprocess.run(["bash", "-c", command], cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    assert "Traceback" not in done.stderr and "BrokenPipe" not in done.stderr, done
+    assert (tmp_path / "timeline.json").exists()
 
 
 def test_bad_flags_are_one_line(tmp_path):

@@ -2,10 +2,12 @@
 
 import itertools
 import textwrap
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from timeline.data import BORN, COLLECTIVES, KEPT, KINDS, PARTS, Message, Picture, ms, size_of
+from timeline.compare import was_seen
+from timeline.data import BORN, COLLECTIVES, KEPT, KINDS, PARTS, Message, Picture, Span, ms, size_of
 from timeline.say import message_sums, of_ranks
 from timeline.svg import LEFT, PLOT, WIDTH, Drawing, text_width
 
@@ -86,10 +88,26 @@ def draw_rank(drawing: Drawing, one: dict) -> None:
             if part == "waiting":  # no text on the hatching
                 drawing.boxes("page", [(middle - half, middle + half)], top + 5, LANE - 10)
             drawing.text(middle, top + 18, word, f"middle {TEXT_STYLES.get(part, 'dark')}")
+    drawing.boxes("i", idle_boxes(drawing, one["idle"]), top, LANE)
     drawing.boxes("line", itertools.pairwise(map(drawing.x, one["cuts"])), top, LANE)
     drawing.y = top + LANE + 5
-    draw_messages(drawing, [message for message in one["messages"] if message["peer"] is None])
+    seen = [message for message in one["messages"] if was_seen(message)]
+    draw_messages(drawing, [message for message in seen if message["peer"] is None])
     drawing.y += 5
+
+
+def idle_boxes(drawing: Drawing, idle: list[Span]) -> list[tuple[float, float]]:
+    """Where a GPU has nothing to do: pixels in which that is so for half of the time."""
+    shares: Counter = Counter()
+    for pause in idle:
+        left, right = drawing.x(pause.begin), drawing.x(pause.end)
+        for pixel in range(int(left), int(right) + 1):
+            shares[pixel] += max(0.0, min(right, pixel + 1) - max(left, pixel))
+    boxes: list[tuple[float, float]] = []
+    for pixel in sorted(pixel for pixel in shares if shares[pixel] >= 0.5):
+        begin = boxes.pop()[0] if boxes and boxes[-1][1] == pixel else pixel
+        boxes.append((begin, pixel + 1))
+    return boxes
 
 
 def draw_arrow(drawing: Drawing, arrow: dict, tops: dict[int, float]) -> None:
@@ -215,6 +233,8 @@ def draw_legend(drawing: Drawing, pictures: list[Picture]) -> None:
         kinds |= {kind for kind in KINDS if any(one["memory"][kind])}
         has_messages = has_messages or any(m["peer"] is None for m in one["messages"])
     time = [(CLASSES[part], part.replace("waiting", "waits")) for part in PARTS if part in parts]
+    if any(one["idle"] for one in ranks):
+        time.append(("b i", "the GPU has nothing to do"))
     draw_legend_row(drawing, "time", time)
     if has_messages:
         states = [("queue", "in the queue"), ("stays", "waits for a rank"), ("m", "bytes move")]
@@ -241,7 +261,8 @@ def draw_legend_row(drawing: Drawing, name: str, entries: list[tuple[str, str]])
         if style == "limit":  # a line, not a box
             drawing.path("limit", f"M{x},{drawing.y - 4}h18")
         else:
-            drawing.boxes(style, [(x, x + 18)], drawing.y - top, height)
+            for layer in style.split():
+                drawing.boxes(layer, [(x, x + 18)], drawing.y - top, height)
         if style == "w":  # the hatching has no edge of its own
             drawing.boxes("line", [(x, x + 18)], drawing.y - top, height)
         drawing.text(x + 23, drawing.y, word)

@@ -29,6 +29,8 @@ def messages_of(noted: Noted, events: list[dict], work: list[dict]) -> list[Mess
         messages = gloo_messages(calls, events)
     for message in messages:
         message["step"] = bisect_right(noted.cuts, message["issued"]) - 1
+        if told:  # the lane is the GPU's: there is no time before a kernel begins
+            message["issued"] = message["begin"]
     return messages
 
 

@@ -1,7 +1,9 @@
 """Says what was found, in sentences."""
 
+import os
 import shutil
 import statistics
+import sys
 import textwrap
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -24,7 +26,10 @@ def say(lines: Iterable[Line]) -> None:
         text = f"{line.subject:9} {line.sentence}"
         # Paths stay whole, so that they can be copied.
         options = {"break_long_words": False, "break_on_hyphens": False}
-        print(textwrap.fill(text, width, subsequent_indent=" " * 10, **options), flush=True)
+        try:
+            print(textwrap.fill(text, width, subsequent_indent=" " * 10, **options), flush=True)
+        except BrokenPipeError:  # `| head` has read enough; the files are still to be written
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def findings(

@@ -6,27 +6,64 @@ from collections.abc import Iterable, Sequence
 from html import escape
 
 LEFT, PLOT, WIDTH = 84, 640, 860  # pixels: where the time begins, how long it is; the whole
-STYLE = """<style>
-svg{--page:#fff;--ink:#1c2128;--soft:#57606a;--forward:#9ccbf2;--backward:#1f63ac;
---optimizer:#35b58a;--other:#cdd1d6;--hatch:#c0322b;--message:#f0a32a;--edge:#a86a00;
---weights:#3a434d;--state:#6fd0ae;--loading:#c9a0dc}
-@media(prefers-color-scheme:dark){svg{--page:#0d1117;--ink:#e6edf3;--soft:#9aa4af;
---forward:#7fb5e2;--backward:#2f74c0;--other:#565d66;--hatch:#ff8a80;--message:#e39a2b;
---edge:#f2c572;--weights:#aeb8c2;--state:#4fb795;--loading:#a97fc0}}
-text{font:13px system-ui,sans-serif;fill:var(--ink)}.title{font-weight:600;font-size:15px}
-.soft{fill:var(--soft)}.right{text-anchor:end}.middle{text-anchor:middle}.small{font-size:11px}
-.light{fill:#fff}.dark{fill:#1c2128}.page{fill:var(--page)}.f{fill:var(--forward)}
-.b{fill:var(--backward)}.o{fill:var(--optimizer)}.x{fill:var(--other)}.w{fill:url(#hatch)}
-.l{fill:var(--loading)}
-.m{fill:var(--message)}.v{fill:var(--weights)}.s{fill:var(--state)}.queue{fill:var(--edge)}
-.stays{fill:var(--message);fill-opacity:.18;stroke:var(--edge);stroke-dasharray:2.5 1.5}
-.line{stroke:var(--soft);fill:none}.hatch{stroke:var(--hatch)}
-.arrow{stroke:var(--edge);stroke-width:1.4;marker-end:url(#head)}
-.layer{stroke:var(--page);stroke-width:.7}.limit{stroke:var(--hatch);stroke-dasharray:5 3}
-</style><defs><pattern id="hatch" width="6" height="6" patternUnits="userSpaceOnUse"
+LIGHT = {
+    "page": "#fff",
+    "ink": "#1c2128",
+    "soft": "#57606a",
+    "forward": "#9ccbf2",
+    "backward": "#1f63ac",
+    "optimizer": "#35b58a",
+    "other": "#cdd1d6",
+    "hatch": "#c0322b",
+    "message": "#f0a32a",
+    "edge": "#a86a00",
+    "weights": "#3a434d",
+    "state": "#6fd0ae",
+    "loading": "#c9a0dc",
+}
+DARK = {
+    "page": "#0d1117",
+    "ink": "#e6edf3",
+    "soft": "#9aa4af",
+    "forward": "#7fb5e2",
+    "backward": "#2f74c0",
+    "other": "#565d66",
+    "hatch": "#ff8a80",
+    "message": "#e39a2b",
+    "edge": "#f2c572",
+    "weights": "#aeb8c2",
+    "state": "#4fb795",
+    "loading": "#a97fc0",
+}
+RULES = """text{font:13px system-ui,sans-serif;fill:$ink}.title{font-weight:600;font-size:15px}
+.soft{fill:$soft}.right{text-anchor:end}.middle{text-anchor:middle}.small{font-size:11px}
+.light{fill:#fff}.dark{fill:#1c2128}.page{fill:$page}.f{fill:$forward}.b{fill:$backward}
+.o{fill:$optimizer}.x{fill:$other}.w{fill:url(#hatch)}.i{fill:url(#idle)}.l{fill:$loading}
+.m{fill:$message}.v{fill:$weights}.s{fill:$state}.queue{fill:$edge}
+.stays{fill:$message;fill-opacity:.18;stroke:$edge;stroke-dasharray:2.5 1.5}
+.line{stroke:$soft;fill:none}.hatch{stroke:$hatch}.idle{stroke:$page;stroke-width:3}
+.arrow{stroke:$edge;stroke-width:1.4;marker-end:url(#head)}
+.layer{stroke:$page;stroke-width:.7}.limit{stroke:$hatch;stroke-dasharray:5 3}"""
+DEFINITIONS = """<defs><pattern id="hatch" width="6" height="6" patternUnits="userSpaceOnUse"
 patternTransform="rotate(45)"><path class="hatch" d="M0,0v6"/></pattern>
-<marker id="head" class="queue" viewBox="0 0 6 6" refX="5" refY="3" markerWidth="5"
-markerHeight="5" orient="auto"><path d="M0,0L6,3L0,6z"/></marker></defs>"""
+<pattern id="idle" width="5" height="5" patternUnits="userSpaceOnUse"><path class="idle"
+d="M0,0v5"/></pattern><marker id="head" class="queue" viewBox="0 0 6 6" refX="5" refY="3"
+markerWidth="5" markerHeight="5" orient="auto"><path d="M0,0L6,3L0,6z"/></marker></defs>"""
+
+
+def style() -> str:
+    """The rules: for each colour its plain value, for viewers that know no var(), and the var()."""
+    rules = re.sub(r"([a-z]+):\$(\w+)", lambda rule: both_colours(rule[1], rule[2]), RULES)
+    dark = f"@media(prefers-color-scheme:dark){{svg{{{variables(DARK)}}}}}"
+    return f"<style>\nsvg{{{variables(LIGHT)}}}\n{dark}\n{rules}\n</style>{DEFINITIONS}"
+
+
+def both_colours(attribute: str, name: str) -> str:
+    return f"{attribute}:{LIGHT[name]};{attribute}:var(--{name})"
+
+
+def variables(colours: dict[str, str]) -> str:
+    return ";".join(f"--{name}:{colour}" for name, colour in colours.items())
 
 
 class Drawing:
@@ -111,7 +148,7 @@ class Drawing:
         )
         lines = [
             head,
-            f'<desc id="told">{plain(description)}</desc>{STYLE}',
+            f'<desc id="told">{plain(description)}</desc>{style()}',
             f'<path class="page" d="M0,0h{width}v{height}h-{width}z"/>',
         ]
         return "\n".join([*lines, *self.lines, "</svg>\n"])

@@ -195,7 +195,8 @@ def test_steps_without_the_recorder_last_as_long_as_on_the_gpu(simulated, tmp_pa
 
 def test_what_checkpointing_computes_again_is_forward_inside_backward(simulated, tmp_path):
     """It runs in autograd's own thread for the GPU."""
-    (tmp_path / "train.py").write_text(ALONE.format("checkpoint(net, checkpoint(net, x, **how), **how).sum().backward()"))
+    twice = "checkpoint(net, checkpoint(net, x, **how), **how)"
+    (tmp_path / "train.py").write_text(ALONE.format(f"{twice}.sum().backward()"))
     simulated.run("timeline", "--steps=2", "train.py", cwd=tmp_path, SIM_KERNEL_US=3000)
     parts = json.loads((tmp_path / "timeline.json").read_text())["timeline"]["ranks"][0]["parts"]
     assert [what for what, *_ in parts if what in ("forward", "backward")][:4] == ["forward", "backward"] * 2, parts
