@@ -4,6 +4,7 @@ All times are nanoseconds: since 1970, and in a Picture from its left end.
 """
 
 import dataclasses
+import time
 from collections import Counter
 from typing import Any, NamedTuple, TypedDict
 
@@ -31,6 +32,18 @@ class Span(NamedTuple):
     @property
     def length(self) -> int:
         return self.end - self.begin
+
+
+class OpenSpan:
+    """A span that may still be going on."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+        self.begin = time.time_ns()
+        self.end = 0
+
+    def closed(self) -> Span:
+        return Span(self.what, self.begin, self.end or time.time_ns())
 
 
 class Allocation(NamedTuple):

@@ -2,21 +2,19 @@
 
 import itertools
 import textwrap
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from timeline.compare import was_seen
-from timeline.data import BORN, COLLECTIVES, KEPT, KINDS, PARTS, Message, Picture, Span, ms, size_of
+from timeline.data import BORN, COLLECTIVES, KEPT, KINDS, PARTS, Message, Picture, ms, size_of
 from timeline.say import message_sums, of_ranks
-from timeline.svg import LEFT, PLOT, WIDTH, Drawing, text_width
+from timeline.svg import LEFT, WIDTH, Drawing, text_width
 
 LANE, ROW, AREA = 26, 13, 34  # pixels: heights of a rank, of a row of messages, of memory
 MOST_ROWS = 8  # of messages
 CLASSES = {"loading": "l", "forward": "f", "backward": "b", "optimizer": "o", "other": "x"}
-CLASSES |= {"waiting": "w"}
-CLASSES |= {"weights": "v", "optimizer state": "s", "gradients": "b", "message buffers": "m"}
-CLASSES |= {"activations": "f", "temporary": "x"}
+CLASSES |= {"waiting": "w", "weights": "v", "optimizer state": "s", "gradients": "b"}
+CLASSES |= {"message buffers": "m", "activations": "f", "temporary": "x"}
 TEXT_STYLES = {"backward": "light", "waiting": "", "other": ""}  # else dark
 
 
@@ -29,7 +27,7 @@ def draw(pictures: list[Picture]) -> str:
         peaks.append(max(peak_of(one["memory"], two_areas(one["memory"])[area]) for one in ranks))
     for picture in pictures:
         draw_picture(drawing, picture, peaks)
-    draw_axis(drawing)
+    drawing.axis()
     draw_legend(drawing, pictures)
     drawing.y += 6
     for picture in pictures:
@@ -88,26 +86,12 @@ def draw_rank(drawing: Drawing, one: dict) -> None:
             if part == "waiting":  # no text on the hatching
                 drawing.boxes("page", [(middle - half, middle + half)], top + 5, LANE - 10)
             drawing.text(middle, top + 18, word, f"middle {TEXT_STYLES.get(part, 'dark')}")
-    drawing.boxes("i", idle_boxes(drawing, one["idle"]), top, LANE)
+    drawing.boxes("i", drawing.mostly(one["idle"]), top, LANE)
     drawing.boxes("line", itertools.pairwise(map(drawing.x, one["cuts"])), top, LANE)
     drawing.y = top + LANE + 5
     seen = [message for message in one["messages"] if was_seen(message)]
     draw_messages(drawing, [message for message in seen if message["peer"] is None])
     drawing.y += 5
-
-
-def idle_boxes(drawing: Drawing, idle: list[Span]) -> list[tuple[float, float]]:
-    """Where a GPU has nothing to do: pixels in which that is so for half of the time."""
-    shares: Counter = Counter()
-    for pause in idle:
-        left, right = drawing.x(pause.begin), drawing.x(pause.end)
-        for pixel in range(int(left), int(right) + 1):
-            shares[pixel] += max(0.0, min(right, pixel + 1) - max(left, pixel))
-    boxes: list[tuple[float, float]] = []
-    for pixel in sorted(pixel for pixel in shares if shares[pixel] >= 0.5):
-        begin = boxes.pop()[0] if boxes and boxes[-1][1] == pixel else pixel
-        boxes.append((begin, pixel + 1))
-    return boxes
 
 
 def draw_arrow(drawing: Drawing, arrow: dict, tops: dict[int, float]) -> None:
@@ -207,21 +191,7 @@ def two_areas(memory: dict) -> tuple[Sequence[str], Sequence[str]]:
     return kept, [buffers, *BORN]
 
 
-# ----------------------------------------------------------------------------- the axis, the legend
-
-
-def draw_axis(drawing: Drawing) -> None:
-    step = 1000
-    while drawing.longest / step > 7:  # 1, 2, 5, 10, 20, 50, ...
-        step = step * 5 // 2 if str(step).startswith("2") else step * 2
-    drawing.y += 10
-    marks = range(0, drawing.longest + 1, step)
-    ticks = "".join(f"M{drawing.x(mark):.1f},{drawing.y}v5" for mark in marks)
-    drawing.path("line", f"M{LEFT},{drawing.y}h{PLOT}{ticks}")
-    for mark in marks:
-        text = f"{mark / 1e6:g} ms" if mark else "0"
-        drawing.text(drawing.x(mark), drawing.y + 18, text, "middle")
-    drawing.y += 26
+# --------------------------------------------------------------------------------------- the legend
 
 
 def draw_legend(drawing: Drawing, pictures: list[Picture]) -> None:

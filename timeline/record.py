@@ -17,25 +17,13 @@ from instruments.hooks import Hooks
 from instruments.meeting import Place
 from instruments.program import Finished, Refused
 from instruments.tensors import local, parameters_of, size_in_bytes
-from timeline.data import Message, Noted, Recording, Span, recorded_steps
+from timeline.data import Message, Noted, OpenSpan, Recording, recorded_steps
 from timeline.events import recording_of
 
 OTHER_PROFILER = (
     "the program starts torch.profiler itself, and two can't run at once: switch it off there"
 )
 HAS_MESSAGE_HOOKS = hasattr(torch_dist.ProcessGroup, "register_pre_hook")  # since torch 2.14
-
-
-class OpenSpan:
-    """A span that may still be going on."""
-
-    def __init__(self, what: str) -> None:
-        self.what = what
-        self.begin = time.time_ns()
-        self.end = 0
-
-    def closed(self) -> Span:
-        return Span(self.what, self.begin, self.end or time.time_ns())
 
 
 class Recorder(Hooks):

@@ -132,6 +132,8 @@ def late_by_turns(table: Table) -> str:
     most = max(last.count(place) for place in last)
     if usual < MUCH * table.usual_length or most > 0.75 * len(last):
         return ""
+    if least(list(table.ranks.values()), without_core) > usual / 2:
+        return ""  # they take turns on the cores
     text = f"another rank is late in each step, and the others wait {ms(usual)} of "
     text += f"{ms(table.usual_length)} ms for it: the work of a batch differs, or the machine "
     return f"{text}is shared"
