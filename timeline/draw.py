@@ -86,7 +86,7 @@ def draw_rank(drawing: Drawing, one: dict) -> None:
             if part == "waiting":  # no text on the hatching
                 drawing.boxes("page", [(middle - half, middle + half)], top + 5, LANE - 10)
             drawing.text(middle, top + 18, word, f"middle {TEXT_STYLES.get(part, 'dark')}")
-    drawing.boxes("i", drawing.mostly(one["idle"]), top, LANE)
+    drawing.boxes("i", drawing.mostly(one["idle"]), top + LANE - 6, 6)  # below the words
     drawing.boxes("line", itertools.pairwise(map(drawing.x, one["cuts"])), top, LANE)
     drawing.y = top + LANE + 5
     seen = [message for message in one["messages"] if was_seen(message)]
