@@ -147,6 +147,14 @@ def test_ranks_that_are_late_by_turns(ranks):
     found = made([0] * 20, ranks=ranks, also=lambda rank, step, part: 60 * (part == "other" and step % ranks == rank))
     text = "another rank is late in each step, and the others wait 60.0 of 95.0 ms for it: the work of a batch differs"
     assert why_of(found) == f"{text}, or the machine is shared"
+    for one in found:
+        one["core_waits"] = [40 * MS * step for step in range(21)]
+    assert why_of(found) == "each rank is ready, but has no core for 40.0 of 95.0 ms"
+    for one, (kind, peer) in zip(found, [("send", 1), ("recv", 0)], strict=False):
+        sent = {"kind": kind, "peer": peer, "step": 3, "issued": 1, "begin": 1, "end": 2}
+        one["messages"].append(one["messages"][3] | sent)
+        one["core_waits"] = [0] * 21
+    assert why_of(found) == "", "stages of a pipeline wait for each other by design"
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])

@@ -9,8 +9,8 @@
 PATH is where this project lies.  Under torchrun no other file is needed.
 
 The program is not changed; it needs an optimizer of torch.optim.  timeline.svg has a lane for each
-rank: forward, backward, optimizer, waiting; below them messages and memory.  timeline.json has the
-same, and torch's operations, for https://ui.perfetto.dev.  docs/timeline.md says how to read them.
+rank: forward, backward, optimizer, waiting; below them messages and memory.  timeline.json has
+torch's own trace of all ranks, for https://ui.perfetto.dev.  docs/timeline.md says how to read it.
 
 A step lies between two steps of the optimizer that came first.  It begins where the DataLoader is
 asked for the next batch, if it is.  The first steps are left out, the next ones run without the

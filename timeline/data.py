@@ -91,6 +91,7 @@ class Noted:
     tensors: list[tuple[int, dict]] = dataclasses.field(default_factory=list)  # see note_memory
     has_hooks: bool = True  # torch has told of the calls
     has_workers: bool = False  # a DataLoader loads while the program computes
+    has_group: bool = False  # the program was in a process group
 
 
 class Recording(TypedDict):

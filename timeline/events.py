@@ -57,7 +57,7 @@ def recording_of(noted: Noted, profiler: Any) -> Recording:
         "trace": events_to_show(events),
         "core_waits": noted.core_waits,
         "has_workers": noted.has_workers,
-        "has_group": torch.distributed.is_initialized(),
+        "has_group": noted.has_group or torch.distributed.is_initialized(),
         "has_compiled": has_compiled(),
     }
 

@@ -21,15 +21,15 @@ def kind_of(name: str) -> str:
 
 def messages_of(noted: Noted, events: list[dict], work: list[dict]) -> list[Message]:
     """The messages in the order of their calls, each with `begin` and `end` of its run."""
-    told = nccl_calls(events)
-    if told:
-        messages = nccl_messages(told, work)
+    has_nccl = any(map(is_nccl, work))
+    if has_nccl:
+        messages = nccl_messages(nccl_calls(events), work)
     else:
         calls = noted.calls if noted.has_hooks else calls_without_hooks(events)
         messages = gloo_messages(calls, events)
     for message in messages:
         message["step"] = bisect_right(noted.cuts, message["issued"]) - 1
-        if told:  # the lane is the GPU's: there is no time before a kernel begins
+        if has_nccl:  # the lane is the GPU's: there is no time before a kernel begins
             message["issued"] = message["begin"]
     return messages
 

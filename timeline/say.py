@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from timeline.compare import was_seen
 from timeline.data import COLLECTIVES, KINDS, PARTS, Picture, Recording, counted, ms, size_of
-from timeline.steps import Step, Table, are_seen, kinds
+from timeline.steps import Step, Table, kinds
 from timeline.why import Reason
 
 
@@ -184,7 +184,7 @@ def who_came_last(table: Table) -> str:
     for steps in table.ranks.values():
         for step in steps:
             messages += step.messages
-    if messages and not are_seen(messages):
+    if messages and not any(map(was_seen, messages)):
         return "not seen, as the profiler tells no times of messages"
     steps: Counter = Counter()
     waited: Counter = Counter()

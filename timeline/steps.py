@@ -5,7 +5,7 @@ import statistics
 from collections import Counter
 from typing import NamedTuple
 
-from timeline.compare import align_clocks, match_messages, was_seen
+from timeline.compare import align_clocks, match_messages
 from timeline.data import KINDS, Allocation, Message, Recording, Span
 from timeline.lanes import inside, parts_of
 
@@ -116,10 +116,6 @@ def signature_of(step: Step) -> tuple:
         if (message["kind"], message["bytes"]) != CHECK:
             counts[message["kind"]] += 1
     return tuple(sorted(counts.items()))
-
-
-def are_seen(messages: list[Message]) -> bool:
-    return any(was_seen(message) for message in messages)
 
 
 def memory_curve(allocations: list[Allocation], begin: int, end: int) -> dict[str, list[int]]:
