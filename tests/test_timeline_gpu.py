@@ -190,12 +190,12 @@ def test_steps_are_alike_if_the_process_does_the_same_however_many_runs_of_kerne
 
 
 def test_messages_are_matched_by_group_and_number():
-    """Rank 1 has a call more in a group of its own, and joins two calls: when these ran is not seen."""
+    """Rank 1's recorder saw a call more, and two calls are joined: when these ran is not seen."""
     found = []
     for rank in 0, 1:
         trace = Trace()
         if rank == 1:
-            trace.call(1, 4, "allreduce", 1, group="own")
+            trace.call(1, 4, "allreduce", 2)
             trace.kernel(2, 5, 9, "ncclDevKernel_AllReduce_Sum_f32")
         trace.call(10, 14, "allreduce", 3)
         trace.kernel(12, 20 + 70 * rank, 100, "ncclDevKernel_AllReduce_Sum_f32")

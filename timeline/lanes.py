@@ -25,7 +25,6 @@ def flat(spans: Iterable[Span]) -> list[Span]:
             still.pop()
         if still:
             show(span.begin)
-        now = max(now, span.begin)
         still.append(span)
     while still:
         show(still[-1].end)
