@@ -136,6 +136,16 @@ def test_why_names_what_comes_and_goes_and_a_step_that_has_it_is_drawn(ranks, pa
     assert reason.steps == [0, 3, 6, 9, 12, 15, 18]
 
 
+def test_what_comes_and_goes_is_named_only_if_chance_would_seldom_do_it():
+    """n pauses that come by chance all come to one of two ranks with probability 2 ** -n: 1 % is between 6 and 7."""
+    for steps, named in ([0, 1, 5, 9, 12, 14], False), ([0, 1, 5, 9, 12, 14, 17], True), ([0, 5, 10, 15], True):
+        found = made([60 * (step in steps) for step in range(20)], "backward", ranks=2)
+        assert bool(why_of(found)) == named, steps
+    also = {"also": lambda rank, step, part: 60 * (step == 3 and (rank, part) == (0, "other"))}
+    found = made([60 * (step in (0, 1, 5, 9, 12, 14, 17)) for step in range(20)], "backward", ranks=2, **also)
+    assert not why_of(found), "the other rank has one, too"
+
+
 def test_what_comes_and_goes_as_others_take_cores_is_chance():
     found = made([60 * (step % 3 == 0) for step in range(20)], "forward")
     found[1]["core_waits"] = [60 * MS * ((step + 2) // 3) for step in range(21)]

@@ -1,15 +1,28 @@
 """Why a step takes so long: what one rank spends more than the others, or what all spend."""
 
+import itertools
+import math
 import statistics
-from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from timeline.data import PARTS, PHASES, ms
-from timeline.steps import Step, Table
+from timeline.spent import (
+    average,
+    least,
+    loading_of,
+    more_on_core,
+    more_than_others,
+    spent_in,
+    typical_length,
+    waits_for,
+    without_core,
+)
+from timeline.steps import Table
 
 LEAST = 0.1  # of a step: less is not worth a word
 MUCH = 0.3  # of a step, for what all ranks spend
 ALIKE = 0.7  # two ratios of which the smaller one is at least so large, compared with the other
+CHANCE = 0.01  # what is more probable without a cause is not named
 LAUNCH = 1_000_000  # ns: in a longer pause the process does something else than to launch kernels
 OWN_PARTS = [part for part in PARTS if part != "waiting"]
 
@@ -111,14 +124,36 @@ def slow_now_and_then(table: Table) -> Reason:
     if mean < LEAST * statistics.mean(table.lengths) or mean < 2 * rest or wait < mean / 2:
         return Reason("", [])
     extras = more_on_core(table, slow, part)
-    places = [k for k, extra in enumerate(extras) if extra > max(LEAST * length, mean)]
-    if len(places) < 2:
+    least_pause = max(LEAST * length, mean)
+    places = [k for k, extra in enumerate(extras) if extra > least_pause]
+    others = 0  # pauses of other ranks, in any part
+    for rank in table.ranks:
+        parts = [more_on_core(table, rank, one) for one in OWN_PARTS]
+        if rank != slow:
+            others += sum(max(same) > least_pause for same in zip(*parts, strict=True))
+    if is_chance(places, others, len(table.ranks)):
         return Reason("", [])
     more = statistics.mean(extras[place] for place in places)
     text = (
         f"rank {slow} spends {ms(more)} ms more in {part} in {len(places)} of {len(extras)} steps"
     )
     return Reason(text, [table.first + place for place in places])
+
+
+def is_chance(places: list[int], others: int, ranks: int) -> bool:
+    """Whether pauses that come by chance, to any rank, would often come to one so often.
+
+    Not if they come at regular intervals.
+    """
+    gaps = {later - earlier for earlier, later in itertools.pairwise(places)}
+    if len(places) >= 4 and len(gaps) == 1:
+        return False
+    count, share = len(places) + others, 1 / ranks
+    probability = 0.0
+    for mine in range(len(places), count + 1):
+        ways = math.comb(count, mine)
+        probability += ways * share**mine * (1 - share) ** (count - mine)
+    return probability > CHANCE
 
 
 def late_by_turns(table: Table) -> str:
@@ -144,50 +179,7 @@ def late_by_turns(table: Table) -> str:
     return f"{text}is shared"
 
 
-def waits_for(table: Table, slow: int) -> list[float]:
-    """How long the other ranks waited for this one in each step, on average."""
-    others = [steps for rank, steps in table.ranks.items() if rank != slow]
-    found = []
-    for same in zip(*others, strict=True):
-        found.append(statistics.mean(step.waits_for[slow] for step in same))
-    return found
-
-
-def spent_in(*parts: str) -> Callable[[Step], float]:
-    return lambda step: sum(step.spent[part] for part in parts)
-
-
-def without_core(step: Step) -> float:
-    return step.without_core
-
-
-def more_than_others(table: Table, slow: int, of: Callable[[Step], float]) -> list[float]:
-    """What this rank has more than the others in each step, on average."""
-    others = [steps for rank, steps in table.ranks.items() if rank != slow]
-    found = []
-    for own, *same in zip(table.ranks[slow], *others, strict=True):
-        found.append(of(own) - statistics.mean(of(step) for step in same))
-    return found
-
-
-def more_on_core(table: Table, slow: int, part: str) -> list[float]:
-    """The same of a part, less the time in which only this rank had no core."""
-    found = []
-    mores = more_than_others(table, slow, spent_in(part))
-    for more, core in zip(mores, more_than_others(table, slow, without_core), strict=True):
-        found.append(more - max(0, core))
-    return found
-
-
 # ----------------------------------------------------------------------------- what all ranks spend
-
-
-def typical_length(table: Table) -> float:
-    """The median of a step, on the rank where it takes longest."""
-    medians = []
-    for steps in table.ranks.values():
-        medians.append(statistics.median(step.length for step in steps))
-    return max(medians)
 
 
 def what_all_spend(table: Table, late: str) -> list[str]:
@@ -224,20 +216,3 @@ def cause(table: Table) -> str:
     if short > sum(spent.values()) / 2:
         return "kernels are launched too slowly"
     return f"{max(spent, key=spent.__getitem__)} launches no kernel then"
-
-
-def least(all_steps: Iterable[list[Step]], of: Callable[[Step], float]) -> float:
-    """The median of all steps, on the rank where it is least."""
-    return min(statistics.median(of(step) for step in steps) for steps in all_steps)
-
-
-def loading_of(steps: list[Step]) -> float:
-    return average([step.spent["loading"] for step in steps])
-
-
-def average(times: list[int]) -> float:
-    """Of several steps, as workers of a DataLoader bring their batches together, and then none.
-
-    The longest is left out, which may be an epoch's first, when they start.
-    """
-    return statistics.mean(sorted(times)[:-1] or times)
