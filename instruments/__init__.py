@@ -3,7 +3,7 @@
     command.py    reads the command line
     program.py    runs a program unchanged, as `python train.py` would; says where it stands
     hooks.py      tells an instrument what the program does: loads, computes, makes a step
-    tensors.py    tensors in whatever holds them, and their digests
+    tensors.py    tensors in whatever holds them
     ranks.py      starts one process per rank, and collects what each has noted
     meeting.py    where the ranks leave their notes: a folder, or torchrun's store
 

@@ -29,7 +29,6 @@ from torch.optim import optimizer as torch_optimizer
 from torch.utils.data import dataloader
 
 from instruments.program import Refused
-from instruments.tensors import parameters_of
 
 
 class Open(NamedTuple):
@@ -212,24 +211,6 @@ class Hooks:
         self.optimizer_ends(optimizer)
         self.step_begins(is_sure=False)
         self._waits_for_batch = True
-
-    def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The parameters of all models, each once, with names as without DDP and torch.compile.
-
-        Last come those that the first optimizer has, and no model.
-        """
-        known, names = set(), set()
-        for model in self.models.values():
-            for name, parameter in model.named_parameters():
-                name = plain_name(name)
-                if id(parameter) not in known:
-                    yield f"{type(model).__name__}.{name}" if name in names else name, parameter
-                known.add(id(parameter))
-                names.add(name)
-        own = parameters_of(self.optimizer) if self.optimizer is not None else []
-        for number, parameter in enumerate(own):
-            if id(parameter) not in known:
-                yield f"the optimizer's parameter {number}", parameter
 
 
 def replacement(function: Callable, original: Callable) -> Callable:

@@ -1,6 +1,5 @@
-"""Tensors in whatever holds them; their digests."""
+"""Tensors in whatever holds them."""
 
-import hashlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -48,18 +47,6 @@ def parameters_of(optimizer: Any) -> list[torch.Tensor]:
     for group in optimizer.param_groups:
         found += group["params"]
     return found
-
-
-def is_sharded(tensor: torch.Tensor) -> bool:
-    return any(placement.is_shard() for placement in getattr(tensor, "placements", ()))
-
-
-def digest(tensor: torch.Tensor) -> str:
-    """A text that is equal for equal tensors; "sharded" for every sharded DTensor."""
-    if is_sharded(tensor):
-        return "sharded"
-    content = bytes_of(tensor) + str((tensor.dtype, *tensor.shape)).encode()
-    return hashlib.blake2b(content, digest_size=8).hexdigest()
 
 
 def size_in_bytes(tensor: torch.Tensor) -> int:

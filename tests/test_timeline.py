@@ -12,6 +12,7 @@ import io
 import json
 import pickle
 import re
+import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ElementTree
@@ -28,9 +29,11 @@ import distributed as dist
 from instruments.meeting import Place
 from instruments.program import Finished
 from mnist_ddp import ConvNet
-from timeline import compare, draw, events, gpu, memory, record
+from timeline import compare, draw, events, lanes, memory, messages, record, waits
 from timeline.data import KINDS, Allocation, Span, size_of
 from timeline.picture import picture_of
+from timeline.steps import table_of, waits_for
+from timeline.svg import PLOT, Drawing
 from timeline.trace import trace_of
 
 N, SIDE, BATCH, STEPS = 3, 8, 30, 4
@@ -91,8 +94,8 @@ def variant(name, flags=""):
         module.main(dist.get_rank(), dist.get_world_size(), module.parse_args())
 
 
-def small(mistake="", folder=None):
-    """DDP of two layers in several buckets; or with a mistake, or a delay in rank 1's forward."""
+def small(folder=None):
+    """DDP of two layers in several buckets; or with a delay in rank 1's forward."""
     rank = dist.get_rank()
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 64), nn.ReLU(), nn.Linear(64, 2))
@@ -113,8 +116,6 @@ def small(mistake="", folder=None):
         optimizer.zero_grad()
         if folder:
             hook.remove()
-        if mistake == "one weight" and rank == 1 and step == 3:
-            net[2].weight.data[0, 0] += 0.5
 
 
 def two_of_each():
@@ -136,17 +137,17 @@ def two_of_each():
 
 
 def test_a_delay_is_the_others_waiting_and_its_rank_is_named(tmp_path):
-    found = picture_of(recordings(small, "", tmp_path), options())
+    found = picture_of(recordings(small, tmp_path), options())
     waits = dict(found["ranks"][0]["waits_for"])
     assert waits[1] >= 0.5 * DELAY  # on a busy machine rank 0, too, may go on late
     slept = [end - begin for what, begin, end in found["ranks"][1]["parts"] if what == "forward"]
     assert max(slept) >= DELAY
     assert "for rank 1 in 4 of 4 steps" in said(found)["waiting"]
-    for one in recordings(small, "", tmp_path)[::2]:  # DDP waits in C++, at the end of backward: on all other ranks
-        cuts, backwards = one["cuts"], [span for span in one["spans"] if span[0] == "backward"]
-        waiting = [span for span in one["spans"] if span[0] == "wait" and cuts[one["first"]] < span[1] < cuts[-1]]
-        inside = [any(b < begin and end <= e for _, b, e in backwards) for _, begin, end in waiting]
-        assert any(inside) and sum(end - begin for _, begin, end in waiting) >= STEPS * 0.5 * DELAY
+    for one in recordings(small, tmp_path)[::2]:  # DDP waits in C++, at the end of backward: on all other ranks
+        parts = lanes.parts_of(one["lane"], one["cuts"][one["first"]], one["cuts"][-1])
+        after = {next_to.what for part, next_to in zip(parts, parts[1:], strict=False) if part.what == "waiting"}
+        assert "backward" in after, "its last copies come after the wait"
+        assert sum(part.length for part in parts if part.what == "waiting") >= STEPS * 0.5 * DELAY
 
 
 # --------------------------------------------------------------------------------------------------- messages, memory
@@ -190,31 +191,37 @@ def program_of(name):
 
 def sums(recording, steps=2):
     """(how many, bytes) of each kind, in the first recorded steps of a rank."""
-    cuts, first = recording["cuts"], recording["first"]
     counts, sizes = Counter(), Counter()
-    for message in compare.issued_in(recording, cuts[first], cuts[first + steps]):
-        if (message["kind"], message["bytes"]) != CHECKS:
+    for message in recording["messages"]:
+        is_check = (message["kind"], message["bytes"]) == CHECKS
+        if 0 <= message["step"] - recording["first"] < steps and not is_check:
             counts[message["kind"]] += 1
-            sizes[message["kind"]] += message["bytes"]
+            sizes[message["kind"]] += message["bytes"] or 0
     return {kind: (counts[kind], sizes[kind]) for kind in counts}
+
+
+def are_expected(recording, name, has_hooks=record.HAS_MESSAGE_HOOKS):
+    """Without hooks sizes are not seen, so the checks of calls can't be left out."""
+    found, expected = sums(recording), MESSAGES[name]
+    if has_hooks:
+        return found == expected
+    return all(found[kind] == (expected[kind][0], 0) for kind in expected if kind != "allgather")
 
 
 @pytest.mark.parametrize("name", MESSAGES)
 def test_messages_in_closed_form_and_parts_that_add_up(name):
     found = recordings(*program_of(name))
-    assert sums(found[0]) == MESSAGES[name]
-    for one in found:
-        steps = range(one["first"], one["last"] + 1)
+    assert are_expected(found[0], name), sums(found[0])
+    for steps in table_of(found).ranks.values():
         assert len(steps) == STEPS
         lists = []
-        for begin, end in (one["cuts"][step : step + 2] for step in steps):
-            parts = compare.parts_of(one["spans"], begin, end)
-            borders = [begin, *(right for *_, right in parts)]
-            assert borders[-1] == end and [left for _, left, _ in parts] == borders[:-1]
-            assert {"forward", "backward", "optimizer"} <= {what for what, *_ in parts}
-            messages = compare.issued_in(one, begin, end)
-            assert all(m["begin"] <= m["end"] for m in messages)
-            lists.append([(message["kind"], message["bytes"], message["peer"]) for message in messages])
+        for step in steps:
+            borders = [step.begin, *(right for *_, right in step.parts)]
+            assert borders[-1] == step.end and [left for _, left, _ in step.parts] == borders[:-1]
+            assert {"forward", "backward", "optimizer"} <= {*step.spent}
+            assert sum(step.waits_for.values()) == step.spent["waiting"]
+            assert all(m["begin"] <= m["end"] for m in step.messages)
+            lists.append([(message["kind"], message["bytes"], message["peer"]) for message in step.messages])
         period = 2 if name == "mnist_local_sgd" else 1
         assert lists[period:] == lists[:-period], "the steps agree in all but times"
         if name == "mnist_zero":  # the step ends where the next batch is loaded, not after the optimizer
@@ -222,21 +229,20 @@ def test_messages_in_closed_form_and_parts_that_add_up(name):
 
 
 def test_a_step_lies_between_two_of_the_first_optimizer_and_begins_with_its_first_batch():
-    for one in recordings(two_of_each):
-        for begin, end in (one["cuts"][step : step + 2] for step in range(one["first"], one["last"] + 1)):
-            inside = [span for span in one["spans"] if begin <= span[1] < end]
-            assert Counter(what for what, *_ in inside)["optimizer"] == 2
-            assert [what for what, *_ in inside[:3]] == ["data", "data", "forward"] and inside[0][1] == begin
-            assert inside[0].end <= inside[1].begin, "only the first batch is loaded from the step's begin on"
-        assert len(one["weights"]) == 4, "the names of both models"
+    for steps in table_of(recordings(two_of_each)).ranks.values():
+        for step in steps:
+            assert step.passes["optimizer"] == 2
+            begun = [part.what for part in step.parts if part.what != "other"]
+            assert begun[:3] == ["loading", "loading", "forward"] and step.parts[0].what == "loading"
 
 
 @pytest.mark.parametrize("name", ["small", "mnist_pipeline"])
 def test_messages_without_torchs_hooks(name):
-    """As before torch 2.14: from the profiler alone."""
+    """As before torch 2.14: from the profiler alone, which tells no sizes, and not to whom."""
     found = recordings(*program_of(name), has_hooks=False)
-    assert sums(found[0]) == MESSAGES[name]
-    assert {message["peer"] for message in found[0]["messages"]} == ({1} if name == "mnist_pipeline" else {None})
+    assert are_expected(found[0], name, has_hooks=False), sums(found[0])
+    text = said(picture_of(found, options()))["messages"]
+    assert "(size not seen)" in text and "0 B" not in text
 
 
 def test_messages_of_a_pipeline_are_arrows():
@@ -246,10 +252,6 @@ def test_messages_of_a_pipeline_are_arrows():
     assert all(arrow["begin"] < arrow["end"] for arrow in found["arrows"])
     middle = sums(recordings(*program_of("mnist_pipeline"))[1])
     assert middle["send"] == middle["recv"] == (8, 2 * (CUT_1 + CUT_2))
-    assert (
-        said(found)["weights"]
-        == "the ranks have no tensor in common: they send to each other, as the stages of a pipeline do"
-    )
 
 
 def held(*program, rank=0):
@@ -306,74 +308,14 @@ def test_the_kinds_of_memory_add_up_to_torchs_total():
 # -------------------------------------------------------------------------------------------------- what is said
 
 
-def test_silent_mistakes_are_said():
-    right = said(picture(small))
-    assert right["weights"] == "4 tensors equal on all ranks after step 10: right in data parallelism"
-    assert "of 2 without the recorder" in right["step"]
-    changed = said(picture(small, "one weight"))
-    text = "1 of 4 tensors differ after step 10 (the first, 2.weight, by up to 0.5): a mistake"
-    assert changed["weights"].startswith(text)
-    assert "shuffle=True, no sampler): a mistake" in said(picture(two_of_each))["inputs"]
-    some = recordings(small)
-    some[2]["inputs"] = some[1]["inputs"]
-    assert said(picture_of(some, options()))["inputs"].startswith("equal on some ranks, different on others: right if")
-    assert said(picture(two_of_each))["gradients"].endswith("was not seen"), "two optimizers"
-    some[1]["gradients"].digests.pop("2.bias")
-    lacks = said(picture_of(some, options()))["gradients"]
-    some[1]["steps"] -= 1
-    assert said(picture_of(some, options()))["weights"] == "not seen: the ranks ended at different steps (10 and 11)"
-    some[1]["inputs"], some[1]["gradients"].digests = "", {}
-    ended = "and gradients: not looked at, as the program ended before all steps were recorded"
-    assert said(picture_of(some, options()))["inputs"] == ended, "on one rank"
-    assert lacks == "1 tensor with a gradient on some ranks only (2.bias); the others are equal"
-
-
-def test_sharded_weights_are_said():
-    text = said(picture(*program_of("mnist_fsdp")))
-    assert text["weights"] == "10 tensors are sharded: each rank has its part (FSDP)" and "gradients" not in text
-
-
-def test_kernels_of_a_gpu_belong_where_they_were_launched(monkeypatch):
-    """Events as torch's profiler writes them on GPUs, where none is: launched early, run late, an all-reduce beside."""
-    monkeypatch.setattr(record, "HAS_MESSAGE_HOOKS", True)
-    traced = []
-    for number, (launched, begin, end, name) in enumerate(
-        [(10, 110, 150, "conv"), (30, 150, 200, "conv_backward"), (35, 180, 300, "ncclDevKernel_AllReduce_Sum_f32")]
-        + [(40, 230, 240, "conv_backward"), (60, 300, 310, "sgd"), (80, 320, 330, "conv")]
-    ):
-        calls = {"args": {"correlation": number}, "begin": launched * 1000, "end": (launched + 1) * 1000}
-        traced.append(calls | {"cat": "cuda_runtime", "name": "cudaLaunchKernel"})
-        kernel = {"args": {"correlation": number}, "begin": begin * 1000, "end": end * 1000}
-        traced.append(kernel | {"cat": "kernel", "name": name})
-    calls = [{"kind": "allreduce", "issued": 35_000, "group": "", "bytes": 8, "runs": 1, "peer": None}]
-    spans = [Span("forward", 5_000, 20_000), Span("backward", 25_000, 50_000), Span("optimizer", 55_000, 70_000)]
-    spans.append(Span("forward", 38_000, 42_000))  # within backward, as activation checkpointing computes it again
-    work = gpu.gpu_work(traced)
-    (message,) = messages = events.messages_of(traced, work, calls)
-    spans, cuts = gpu.as_on_gpu(work, spans, [0, 75_000], messages)
-    assert (message["begin"], message["end"], message["issued"]) == (180_000, 300_000, 180_000)
-    assert cuts == [0, 310_000]  # the step ends when what it has launched has ended
-    parts = compare.parts_of(spans, 100_000, 340_000)
-    assert [(what, begin // 1000, end // 1000) for what, begin, end in parts] == [
-        ("other", 100, 110),
-        ("forward", 110, 150),
-        ("backward", 150, 200),
-        ("waiting", 200, 230),
-        ("forward", 230, 240),
-        ("waiting", 240, 300),
-        ("optimizer", 300, 310),
-        ("other", 310, 340),
-    ]
-
-
 def test_the_loss_is_forward_and_no_message_ends_after_the_wait_for_it():
-    spans = [Span("forward", 0, 10), Span("backward", 15, 20), Span("wait", 20, 30)]
+    spans = [Span("forward", 0, 10), Span("backward", 15, 20), Span("waiting", 20, 30)]
     late = {"issued": 12, "begin": 12, "end": 35}
-    with_loss = [*spans, *events.losses(spans, [])]
-    assert compare.parts_of(with_loss, 0, 20) == [("forward", 0, 15), ("backward", 15, 20)]
-    assert not events.losses(spans, [late])
+    with_loss = lanes.flat([*spans, *waits.losses(spans, [])])
+    assert lanes.parts_of(with_loss, 0, 20) == [("forward", 0, 15), ("backward", 15, 20)]
+    assert not waits.losses(spans, [late])
     later = {"issued": 28, "begin": 33, "end": 50}  # it is waited for in another step, or not at all
-    events.cut_late_ends([late, later], spans, cuts=[0])
+    waits.cut_late_ends([late, later], spans, cuts=[0])
     assert late["end"] == 30 and later["end"] == 50
 
 
@@ -382,7 +324,7 @@ def test_ddp_waits_after_the_last_node_of_backward_and_until_its_messages_have_e
     names += [("torch.distributed.ddp.reducer::copy_bucket_to_grad", 80, 90)]
     main = [{"name": name, "begin": begin, "end": end} for name, begin, end in names]
     sent = [{"issued": 30, "begin": 31, "end": 75}]
-    assert events.ddp_waits(main, [Span("backward", 20, 100)], sent) == [("wait", 50, 80)]
+    assert waits.ddp_waits(main, [Span("backward", 20, 100)], sent) == [("waiting", 50, 80)]
 
 
 def test_what_is_noted_of_a_message_and_its_runs(monkeypatch):
@@ -395,16 +337,17 @@ def test_what_is_noted_of_a_message_and_its_runs(monkeypatch):
     recorder.groups[group] = [2, 5]
     send = SimpleNamespace(name=SimpleNamespace(name="SEND"), input_tensors=[part], output_tensors=[], root=1)
     recorder.note_message(send, group)
-    assert (recorder.calls[0]["peer"], recorder.calls[0]["bytes"]) == (5, 12)  # the rank in the whole program
+    calls = recorder.noted.calls
+    assert (calls[0]["peer"], calls[0]["bytes"]) == (5, 12)  # the rank in the whole program
     scatter = SimpleNamespace(name="REDUCE_SCATTER")
     recorder.note_message(SimpleNamespace(name=scatter, input_tensors=[part, part], output_tensors=[part]), group)
-    assert recorder.calls[1]["runs"] == 2
+    assert calls[1]["runs"] == 2
     traced = [{"name": "gloo:all_reduce", "begin": 10 * k, "end": 10 * k + 5, "args": {}} for k in range(3)]
     calls = [{"kind": "reducescatter", "issued": 0, "runs": 2}, {"kind": "allreduce", "issued": 15, "runs": 1}]
-    found = events.messages_of(traced, [], calls)  # gloo's reduce-scatter of two tensors is two all-reduces
+    found = messages.gloo_messages(calls, traced)  # gloo's reduce-scatter of two tensors is two all-reduces
     assert [(message["begin"], message["end"]) for message in found] == [(0, 15), (20, 25)]
-    sent = [{"kind": "allreduce", "group": group, "issued": 1, "peer": None} for group in "ab"]
-    numbers = compare.numbered({"rank": 0, "cuts": [0], "messages": sent})
+    sent = [{"kind": "allreduce", "group": group, "step": 0, "peer": None, "number": None} for group in "ab"]
+    numbers = compare.numbered({"rank": 0, "messages": sent})
     assert [number for *_, number, _ in numbers] == [0, 0], "each is the first of its group"
 
 
@@ -421,7 +364,7 @@ def test_whether_a_loader_has_workers_is_noted():
         recorder = record.Recorder(Place(0, 1), STEPS)
         with recorder.installed():
             list(torch.utils.data.DataLoader(range(4), num_workers=workers))
-        assert recorder.has_workers == (workers == 1)
+        assert recorder.noted.has_workers == (workers == 1)
 
 
 def test_each_step_puts_off_the_end_of_patience():
@@ -432,17 +375,19 @@ def test_each_step_puts_off_the_end_of_patience():
     assert recorder.last_step > 0
 
 
-def test_the_shortest_step_is_drawn_also_if_it_is_the_last():
+def test_the_step_nearest_to_the_median_is_drawn_also_if_it_is_the_last():
     found = recordings(small)
     for one in found:
-        one["cuts"][one["last"] + 1] = one["cuts"][one["last"]] + 1 + one["rank"]
-    assert compare.lengths(found, one["last"], one["last"]) == [N], "the rank's where it took longest"
+        steps = range(one["first"], one["last"] + 2)
+        for step, at in zip(steps, (0, 10, 40, 100, 120), strict=True):  # they last 10, 30, 60, 20, and on rank 2 more
+            one["cuts"][step] = one["cuts"][one["first"]] + at + (at == 120) * one["rank"]
+    assert table_of(found).lengths == [10, 30, 60, 22], "the rank's where it took longest"
     assert picture_of(found, options())["steps"] == [found[0]["last"], 1]
 
 
 def test_messages_at_the_same_time_are_drawn_in_two_rows():
     for spans, rows in ([(0, 10), (5, 15)], 2), ([(0, 10), (12, 15)], 1), ([(0, 2), (5, 12), (8, 16)], 2):
-        drawing, times = draw.Drawing(20), [(begin, begin, begin, end) for begin, end in spans]
+        drawing, times = Drawing(20), [(begin, begin, begin, end) for begin, end in spans]
         messages = [dict(zip(("issued", "begin", "until", "end"), one, strict=True)) for one in times]
         before = drawing.y
         draw.draw_messages(drawing, [one | {"kind": "allreduce", "bytes": 4} for one in messages])
@@ -452,41 +397,41 @@ def test_messages_at_the_same_time_are_drawn_in_two_rows():
 def test_sizes_are_rounded_and_of_changes_within_two_pixels_the_largest_is_drawn():
     sizes = [size_of(count) for count in (652, 1234, 116_400, 1_234_567)]
     assert sizes == ["652 B", "1.2 kB", "116 kB", "1.2 MB"]
-    points = draw.Drawing(draw.PLOT).points([0, 10, 11], {"layer": [1, 5, 9]})
+    points = Drawing(PLOT).points([0, 10, 11], {"layer": [1, 5, 9]})
     assert points == [(draw.LEFT, [1]), (draw.LEFT + 10, [9])]
 
 
 def test_a_box_has_its_part_as_a_word_if_it_is_wide_enough():
-    drawing = draw.Drawing(100)
+    drawing = Drawing(100)
     parts = [Span("forward", 0, 40), Span("backward", 40, 42), Span("waiting", 42, 100)]
-    draw.draw_rank(drawing, {"rank": 0, "parts": parts, "cuts": [0, 100], "messages": []})
+    draw.draw_rank(drawing, {"rank": 0, "parts": parts, "idle": [], "cuts": [0, 100], "messages": []})
     assert re.findall(r">(\w+)</text>", drawing.svg("", "")) == ["forward", "waits"]
 
 
 @pytest.mark.parametrize(("longest", "step"), [(7, 1), (8, 2), (15, 5), (36, 10), (300, 50)])
 def test_the_axis_has_at_most_eight_round_numbers(longest, step):
-    drawing = draw.Drawing(longest * 1_000_000)
-    draw.draw_axis(drawing)
+    drawing = Drawing(longest * 1_000_000)
+    drawing.axis()
     texts = re.findall(r">(\d+)(?: ms)?</text>", drawing.svg("", ""))
     assert [int(text) for text in texts] == [*range(0, longest + 1, step)]
 
 
 def test_an_arrow_downwards_begins_at_the_lower_edge():
-    drawing = draw.Drawing(10)
+    drawing = Drawing(10)
     draw.draw_arrow(drawing, {"from": 0, "to": 1, "begin": 0, "end": 10}, {0: 0, 1: 100})
     assert f",{draw.LANE:.1f}L" in drawing.svg("", "")
 
 
 def test_time_that_is_waited_for_two_messages_counts_once():
     messages = [{"begin": 0, "until": 60, "last": 1}, {"begin": 30, "until": 80, "last": 2}]
-    assert compare.waits_for([Span("waiting", 0, 100)], messages) == {1: 60, 2: 20, None: 20}
+    assert waits_for([Span("waiting", 0, 100)], messages) == {1: 60, 2: 20, None: 20}
 
 
 def test_clocks_of_other_machines_are_aligned():
     plain, shifted, shift = recordings(small), recordings(small), 5 * 10**9
     other = shifted[2]
     other["machine"], other["cuts"] = "another", [cut + shift for cut in other["cuts"]]
-    other["spans"] = [Span(what, begin + shift, end + shift) for what, begin, end in other["spans"]]
+    other["lane"] = [span.earlier(-shift) for span in other["lane"]]
     other["memory"] = [Allocation(*one[:2], one.born + shift, one.freed + shift) for one in other["memory"]]
     for message in other["messages"]:
         message |= {key: message[key] + shift for key in ("issued", "begin", "end")}
@@ -496,7 +441,7 @@ def test_clocks_of_other_machines_are_aligned():
 
     def times(one):
         born = [part.born for part in one["memory"] if part.born > 0]
-        return [*one["cuts"], *(span[1] for span in one["spans"]), *born, *(m["begin"] for m in one["messages"])]
+        return [*one["cuts"], *(span[1] for span in one["lane"]), *born, *(m["begin"] for m in one["messages"])]
 
     gaps = {abs(a - b) for a, b in zip(times(other), times(plain[2]), strict=True)}
     (gap,) = (gap / 1e6 for gap in gaps)  # the same for all
@@ -509,46 +454,48 @@ def test_clocks_of_other_machines_are_aligned():
 # ------------------------------------------------------------------------------------------------- drawing, files
 
 
-def test_the_trace_is_as_perfetto_wants_it():
-    for name in "small", "mnist_pipeline":
-        trace = json.loads(json.dumps(trace_of(picture(*program_of(name)))))
-        slices, flows = {}, {}
-        for event in trace["traceEvents"]:
-            assert event["ph"] in "XMCsf" and isinstance(event["pid"], int) and isinstance(event["name"], str)
-            assert event["ph"] == "M" or -1 <= event["ts"] * 1000 <= 1.001 * trace["timeline"]["end"]
-            if event["ph"] == "X":
-                assert event["dur"] >= 0
-                slices.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["ts"] + event["dur"]))
-            elif event["ph"] in "sf":
-                flows.setdefault(event["id"], []).append(event["ph"])
-        assert all(phases == ["s", "f"] for phases in flows.values())
-        assert bool(flows) == (name == "mnist_pipeline")
-        for one in trace["timeline"]["ranks"]:  # microseconds of parts that are in nanoseconds
-            parts = [(begin, end) for _, begin, end, *_ in one["parts"]]
-            lengths = [end - begin for begin, end in slices[one["rank"], 1]]
-            assert sum(lengths) == pytest.approx(sum(end - begin for begin, end in parts) / 1000)
-        for spans in slices.values():  # those of a thread are apart, or inside each other
-            open_ends = []
-            for begin, end in sorted(spans, key=lambda span: (span[0], -span[1])):
-                open_ends = [other for other in open_ends if other > begin + 1e-3]
-                assert all(end <= other + 1e-3 for other in open_ends)
-                open_ends.append(end)
+def test_the_trace_is_torchs_own_of_each_rank_on_one_clock():
+    shown = picture(small)
+    trace = json.loads(json.dumps(trace_of(shown)))
+    processes = {}
+    for event in trace["traceEvents"]:
+        assert event["ph"] in "XMsf" and isinstance(event["pid"], int) and isinstance(event["name"], str)
+        if event["ph"] == "M" and event["name"] == "process_name":
+            processes[event["pid"]] = event["args"]["name"]
+    for rank in range(N):
+        mine = {pid for pid, name in processes.items() if name.startswith(f"rank {rank}")}
+        spans = [event for event in trace["traceEvents"] if event["pid"] in mine and event["ph"] == "X"]
+        assert all(-1 <= event["ts"] * 1000 <= 1.001 * shown["end"] for event in spans)
+        names = Counter(event["name"] for event in spans)
+        assert names["gloo:all_reduce"] == 3 and names["Optimizer.step#Adam.step"] == 1
+        parts = shown["ranks"][rank]["parts"]
+        own = [event for event in spans if event.get("cat") == "timeline"]
+        assert [event["name"] for event in own] == [part.what for part in parts]
+        assert sum(event["dur"] for event in own) == pytest.approx(sum(part.length for part in parts) / 1000)
+        step = next(event for event in spans if event["name"] == "Optimizer.step#Adam.step")
+        phase = next(event for event in own if event["name"] == "optimizer")
+        assert step["ts"] <= phase["ts"] + 1 and phase["ts"] + phase["dur"] <= step["ts"] + step["dur"] + 1
 
 
 def test_the_picture_is_whole_and_small():
     pictures = [picture(small), picture(variant, "variants.mnist_by_hand", shown=2)]
-    shown = re.search("steps ([0-9]+) to ([0-9]+), the shortest", said(pictures[1])["step"])
+    shown = re.search("steps ([0-9]+) to ([0-9]+), nearest to the median", said(pictures[1])["step"])
     assert int(shown[2]) == int(shown[1]) + 1
     pictures[0]["command"] += " \a\udc80"  # a flag may hold anything
     svg = draw.draw(pictures)
     root = ElementTree.fromstring(svg.encode())
     tags = {element.tag.rpartition("}")[2] for element in root.iter()}
     assert {"title", "desc", "text", "path"} <= tags and not tags & {"script", "image", "use"}
-    assert re.findall(r"(?:https?:|url\()[^\s\"')]*", svg) == ["http://www.w3.org/2000/svg", "url(#hatch", "url(#head"]
+    assert re.findall(r"(?:https?:|url\()[^\s\"')]*", svg) == [
+        "http://www.w3.org/2000/svg",
+        "url(#hatch",
+        "url(#idle",
+        "url(#head",
+    ]
     assert len(svg) <= 60_000 and int(root.get("width")) <= 900
     words = " ".join(element.text or "" for element in root.iter() if element.tag.endswith("text"))
     assert words.count("rank 0") == 2 and "one step: " in words and "2 steps: " in words
-    assert [line.split(":")[0] for line in root[1].text.split(". ")].count("weights") == 2
+    assert [line.split(":")[0] for line in root[1].text.split(". ")].count("memory") == 2
     assert "memory weights optimizer state gradients" in words  # the legend
     kept = dict.fromkeys(KINDS, [4])
     held = [{"rank": rank, "memory": kept | {"activations": [size]}} for rank, size in enumerate((100, 50))]
@@ -556,6 +503,35 @@ def test_the_picture_is_whole_and_small():
     for one in pictures[0]["ranks"]:  # as on a GPU
         one["memory"] |= dict.fromkeys(KINDS, [0] * len(one["memory"]["times"]))
     assert ">memory<" not in draw.draw(pictures[:1])
+
+
+def colours(svg):
+    """The fill and stroke of each class, as a viewer draws them that knows neither custom properties nor @media."""
+    style = re.search(r"<style>(.*?)</style>", re.sub(r"@media[^{]*\{(?:[^{}]*\{[^{}]*\})*\}", "", svg), re.DOTALL)[1]
+    found = {}
+    for selector, declarations in re.findall(r"([^{}]+)\{([^{}]*)\}", style):
+        for name, _, value in (one.partition(":") for one in declarations.split(";")):
+            if "var(" not in value:
+                found[selector.strip().removeprefix("."), name] = value
+    return found
+
+
+def test_a_picture_has_its_colours_in_viewers_without_custom_properties():
+    svg = draw.draw([picture(small)])
+    found = colours(svg)
+    drawn = {name for names in re.findall(r'<(?:path|text) class="([^"]*)"', svg) for name in names.split()}
+    assert {"page", "f", "b", "o", "w", "m", "line", "v", "soft", "hatch"} <= drawn
+    for name in drawn - {"right", "middle", "small", "title"}:
+        value = found.get((name, "fill"), found.get((name, "stroke")))
+        assert re.fullmatch(r"#[0-9a-f]{3,6}|url\(#hatch\)|url\(#idle\)", value or "") or name == "line", name
+    assert found["text", "fill"] != found["page", "fill"] == "#fff" and found["line", "stroke"] == found["soft", "fill"]
+    assert len({found[part, "fill"] for part in "fboxl"}) == 5, "each part has a colour of its own"
+
+
+def test_a_gpu_that_has_nothing_to_do_is_hatched_where_that_is_so_for_half_of_the_time():
+    drawing = Drawing(PLOT * 10)  # a pixel is 10 ns long
+    idle = [Span("forward", 10 * k + 1, 10 * k + 8) for k in range(5)] + [Span("forward", 100, 104)]
+    assert drawing.mostly(idle) == [(draw.LEFT, draw.LEFT + 5)]
 
 
 @pytest.mark.slow
@@ -604,7 +580,7 @@ def program(folder, *flags, options=(), text=PROGRAM, nproc=1):
 
 def test_a_program_that_knows_nothing_of_it(tmp_path):
     done = program(tmp_path, 100, "--out", options=["--steps", 1, "--out", "mine"], nproc=2)
-    assert done.code == 0 and done.out.count("they are in no process group") == 1
+    assert done.code == 0 and done.out.count("the ranks are in no process group") == 1
     assert "made" not in done.out  # it was left
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.json", "mine.svg", "train.py"]
     found = json.loads((tmp_path / "mine.json").read_text())["timeline"]
@@ -657,6 +633,14 @@ def test_a_full_disk_is_one_line_after_what_was_found(tmp_path):
     assert done.err.endswith(text) and "Traceback" not in done.err, done
     out = " ".join(done.out.split())
     assert done.code == 1 and "rank 0 forward" in out and f"written {tmp_path}/timeline.svg" in out
+
+
+def test_a_reader_that_leaves_early_ends_nothing(tmp_path):
+    (tmp_path / "train.py").write_text(PROGRAM)
+    command = f"{sys.executable} {ROOT / 'timeline'} --nproc 1 --steps 1 train.py 100 | true"
+    done = subprocess.run(["bash", "-c", command], cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    assert "Traceback" not in done.stderr and "BrokenPipe" not in done.stderr, done
+    assert (tmp_path / "timeline.json").exists()
 
 
 def test_bad_flags_are_one_line(tmp_path):

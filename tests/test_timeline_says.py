@@ -1,265 +1,190 @@
 """timeline/: its sentences.  Each says yes, no, or not seen, of programs whose truth is known."""
 
 import collections
-import dataclasses
 import itertools
 import re
 
 import pytest
 import torch
-from test_timeline import N, picture, program, recordings, said, variant
+from test_timeline import picture, program, said, small, variant
 from torch import nn
-from torch.nn.functional import mse_loss
 
-import distributed as dist
-from timeline import equal, say, why
+from timeline import say, why
 from timeline.data import Span
+from timeline.steps import table_of
 
 MS = 1_000_000
 
 
-@dataclasses.dataclass
-class Item:
-    values: torch.Tensor
+def test_ranks_that_send_nothing_are_a_warning():
+    """A program whose ranks average is not, whatever it averages: equivalence/ says if that is right."""
+    text = said(picture(separate))
+    assert text["warning"].startswith("no message was seen in the recorded steps: does each rank train for itself?")
+    assert text["messages"].startswith("each rank: no messages")
+    assert "warning" not in said(picture(small))
 
 
-class Net(nn.Module):
-    """Takes its inputs in what `how` says."""
-
-    def __init__(self, how):
-        super().__init__()
-        self.layers, self.how = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), how
-
-    def forward(self, item=None, *, batch=None):
-        if self.how == "inside":
-            return self.layers(torch.full((5, 4), 1.0 + dist.get_rank()))
-        if self.how == "dataclass":
-            item = item.values
-        elif self.how == "mapping":
-            item = item["values"]
-        return self.layers(batch if self.how == "keyword" else item)
-
-
-def average(how, parameters):
-    """By hand, as the program does it."""
-    for parameter in parameters:
-        gradient = parameter.grad
-        if how == "rank 0":
-            torch.distributed.broadcast(gradient, 0)
-        elif how == "sends":
-            other = dist.get_rank() ^ 1
-            if other < N:
-                works = [torch.distributed.isend(torch.ones(1), other), torch.distributed.irecv(torch.ones(1), other)]
-                for work in works:
-                    work.wait()
-        elif how != "nobody":
-            torch.distributed.all_reduce(gradient)
-            if how != "sum":
-                gradient /= N
-
-
-def trained(how):
-    rank = dist.get_rank()
-    torch.manual_seed(0)
-    net = Net(how)
-    scale = torch.ones((), requires_grad=True)  # a parameter of no module, which nobody averages
-    optimizer = torch.optim.SGD([*net.parameters(), *[scale] * (how == "loose")], 0.01)
-    if how == "closure":
-        optimizer = torch.optim.LBFGS(net.parameters(), 0.01, max_iter=2)
-    inputs = torch.full((5, 4), 1.0 + (0 if how == "same" else rank))
-    given = {"dataclass": Item(inputs), "mapping": collections.UserDict(values=inputs)}.get(how, inputs)
-
-    def closure():
-        optimizer.zero_grad()
-        if how == "two passes":  # the first is thrown away, as SAM does it
-            mse_loss(3 * net(given), torch.zeros(5, 2)).backward()
-            optimizer.zero_grad()
-        calls = {"keyword": lambda: net(batch=inputs), "inside": net}
-        output = calls.get(how, lambda: net(given))()
-        loss = mse_loss(output, torch.zeros(5, 2))
-        if how == "zero":
-            loss = 0 * loss
-        if how == "loose":
-            loss = loss * scale
-        if how == "NaN" and rank == 1:
-            loss = loss / 0 * 0
-        loss.backward()
-        average(how, net.parameters())
-        if how == "by value":
-            nn.utils.clip_grad_value_(net.parameters(), 1e-3)
-        if how == "clipped":
-            nn.utils.clip_grad_norm_(net.parameters(), 1e-3)
-        return loss
-
-    def loss_of(parameters):
-        return mse_loss(torch.func.functional_call(net, parameters, (inputs,)), torch.zeros(5, 2))
-
+def separate():
+    """Each rank trains for itself."""
+    net = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
     for _ in range(12):
-        if how == "closure":
-            optimizer.step(closure)
-        elif how == "torch.func":
-            parameters = dict(net.named_parameters())
-            for name, gradient in torch.func.grad(loss_of)(parameters).items():
-                parameters[name].grad = gradient.detach()
-            average(how, net.parameters())
-            optimizer.step()
-        else:
-            closure()
-            optimizer.step()
-        if how == "evaluates":
-            with torch.no_grad():
-                net(torch.ones(5, 4))  # the same test batch on all ranks
-
-
-RIGHT = "equal on all ranks: the mean of the ranks' own, right in data parallelism"
-OTHER = "different on all ranks: right in data parallelism, if a sampler has shared them out"
-SAYS = {  # inputs, gradients
-    "": (OTHER, RIGHT),
-    "closure": (OTHER, RIGHT),
-    "evaluates": (OTHER, RIGHT),
-    "two passes": (OTHER, RIGHT),
-    "by value": (OTHER, r"equal on all ranks, but not the mean of the ranks' own \(each value clipped, .*\)"),
-    "dataclass": (OTHER, RIGHT),
-    "mapping": (OTHER, RIGHT),
-    "keyword": (OTHER, RIGHT),
-    "inside": ("not seen: no forward pass of the training got a tensor from outside of its model", RIGHT),
-    "torch.func": ("not seen: .*", "equal on all ranks; whether they are the mean of the ranks' own was not seen"),
-    "same": (
-        "equal on all ranks: a mistake in data parallelism.*",
-        "equal on all ranks, as each rank computes the same",
-    ),
-    "loose": (OTHER, "different on the ranks, the optimizer's parameter 4 first, so not averaged: .*"),
-    "sum": (OTHER, "equal on all ranks: the sum of the ranks' own, not the mean"),
-    "rank 0": (OTHER, "equal on all ranks: those of rank 0 alone, not the mean of all"),
-    "clipped": (OTHER, r"equal on all ranks: [\d.e-]+ times the mean of the ranks' own \(clipped, or unscaled\?\)"),
-    "zero": (OTHER, "all zero on all ranks: nothing is trained"),
-    "NaN": (OTHER, r"not finite \(NaN or infinite\) on rank 0, 1, 2"),
-    "nobody": (OTHER, "different on the ranks, .*, and no message was sent, so not averaged: a mistake in data.*"),
-    "sends": ("different on the ranks", "different on the ranks, .*: they send to each other, as the stages of .*"),
-}
-
-
-@pytest.mark.parametrize("how", SAYS)
-def test_inputs_and_gradients_are_said_as_far_as_they_were_seen(how):
-    text = said(picture(trained, how))
-    for subject, sentence in zip(("inputs", "gradients"), SAYS[how], strict=True):
-        assert re.fullmatch(sentence, text[subject]), text
-    if how == "NaN":
-        assert text["weights"].startswith("not finite on 3 of 3 ranks after step 10 (rank 0: layers.0.weight")
-    assert ("mistake" in text["weights"]) == (how in ("nobody", "loose"))
-    assert text["messages"].startswith("each rank: no messages") == (how == "nobody")
-
-
-def test_what_was_not_seen_is_no_accusation():
-    """Sharded gradients are not projected; experts exchange by all-to-all."""
-    found = recordings(trained, "nobody")
-    found[0]["messages"] = [{"kind": "alltoallbase", "issued": 0, "peer": None, "bytes": 4}]
-    text = dict(equal.equalities(found, 9))
-    assert "mistake" not in text["weights"] + text["gradients"] and "as experts do" in text["weights"]
-    found = recordings(trained, "")
-    found[0]["messages"] = [{"kind": "alltoallbase", "issued": 0, "peer": None, "bytes": 4}]
-    assert dict(equal.equalities(found, 9))["gradients"] == RIGHT
-    for one in found:
-        one["gradients"].own = {}
-    seen = dict(equal.equalities(found, 9))["gradients"]
-    assert seen == "equal on all ranks; whether they are the mean of the ranks' own was not seen"
-
-
-def test_gradients_of_several_backward_passes_are_added_up():
-    assert said(picture(variant, "variants.mnist_accumulate"))["gradients"] == RIGHT
+        net(torch.ones(5, 4)).sum().backward()
+        optimizer.step()
 
 
 def test_steps_of_two_kinds_are_said():
     text = said(picture(variant, "variants.mnist_local_sgd", "--every 2"))["step"]
     assert re.search(r"; 2 of the 4 have other passes or messages \(median [\d.]+ ms\)$", text)
-    assert "other passes" not in said(picture(trained, ""))["step"]
+    assert "other passes" not in said(picture(small))["step"]
 
 
 # ---------------------------------------------------------------------------------------------- why
 
 
-def made(extra, part="", core=0, moving=0, loading=(2,), ranks=3, also=0, workers=False):
+LENGTHS = {"loading": 2, "other": 0, "forward": 10, "backward": 20, "optimizer": 3}  # ms
+
+
+def nothing(rank, step, part):
+    return 0
+
+
+def made(extra, part="", core=0, moving=0, loading=(2,), ranks=3, also=nothing):
     """Recordings of steps in closed form: each rank loads, computes 10 + 20 ms, and waits for the last.
 
     extra: ms that rank 1 spends more in a part, in each step; loading: of each step, by turns; core: ms that each has
-    no core; moving: of messages; also: that rank 2 spends more in forward.
+    no core; moving: of messages; also(rank, step, part): more ms.
     """
     found = []
     for rank in range(ranks):
-        spans, messages, cuts, waits, now = [], [], [], [0], 0
-        for step, more in enumerate(extra):
-            cuts.append(now)
-            late, load = now, loading[step % len(loading)]
-            for what, length in ("data", load), ("forward", 10), ("backward", 20), ("optimizer", 3):
+        one = {"rank": rank, "lane": [], "idle": [], "messages": [], "cuts": [0], "bare": [], "machine": "one"}
+        one |= {"passes": [collections.Counter()] * len(extra), "first": 0, "last": len(extra) - 1}
+        found.append(one | {"core_waits": [step * core * MS for step in range(len(extra) + 1)]})
+    for step, more in enumerate(extra):
+        for one in found:
+            spend(one, "loading", loading[step % len(loading)] - LENGTHS["loading"])
+            for what in LENGTHS:
+                own = more if one["rank"] == 1 and what == part else 0
                 if what == "optimizer":
-                    last = late + (load + 30 + (more if part != "optimizer" else 0)) * MS
-                    message = {"kind": "allreduce", "bytes": 4, "peer": None, "issued": now, "begin": now}
-                    messages.append(message | {"until": max(now, last), "last": 1, "end": max(now, last) + moving * MS})
-                    spans.append(Span("wait", now, messages[-1]["end"]))
-                    now = messages[-1]["end"]
-                own = more if rank == 1 and part == what else 0
-                own += also if rank == 2 and what == "forward" else 0
-                spans.append(Span(what, now, now + (length + own) * MS))
-                now = spans[-1].end
-            if part == "optimizer":
-                now = late + (load + 33 + moving + more) * MS if rank == 1 else now
-            waits.append(waits[-1] + core * MS)
-        recording = {"rank": rank, "spans": spans, "messages": messages, "cuts": [*cuts, now], "core_waits": waits}
-        recording["has_workers"] = workers
-        found.append(recording)
+                    message = {"kind": "allreduce", "bytes": 4, "peer": None, "group": "", "number": None, "step": step}
+                    now = one["lane"][-1].end
+                    one["messages"].append(message | {"issued": now, "begin": now})
+                    one["after"] = own + also(one["rank"], step, what)
+                else:
+                    spend(one, what, LENGTHS[what] + own + also(one["rank"], step, what))
+        end = max(one["lane"][-1].end for one in found) + moving * MS
+        for one in found:
+            one["lane"].append(Span("waiting", one["lane"][-1].end, end))
+            one["messages"][-1]["end"] = end
+            spend(one, "optimizer", LENGTHS["optimizer"] + one.pop("after"))
+            one["cuts"].append(one["lane"][-1].end)
     return found
 
 
+def spend(one, part, length):
+    begin = one["lane"][-1].end if one["lane"] else 0
+    one["lane"].append(Span(part, begin, begin + length * MS))
+
+
+def why_of(found, has_workers=False):
+    return why.why(table_of(found), has_workers).text
+
+
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-@pytest.mark.parametrize("part", ["data", "forward", "backward"])
+@pytest.mark.parametrize("part", [*LENGTHS])
 def test_why_names_the_rank_and_its_part(part, ranks):
-    name = "loading" if part == "data" else part
-    text = f"rank 1 spends 60.0 ms more in {name} than the others, who wait 60.0 ms a step for it"
-    assert why.why(made([60] * 8, part, ranks=ranks), 0, 7) == text
+    text = f"rank 1 spends 60.0 ms more in {part} than the others, who wait 60.0 ms a step for it"
+    assert why_of(made([60] * 8, part, ranks=ranks)) == text
 
 
 def test_the_others_may_differ_and_cores_may_be_the_reason():
-    found = made([60] * 8, "forward", also=20)
+    found = made([60] * 8, "forward", also=lambda rank, step, part: 20 * (rank == 2 and part == "forward"))
     text = "rank 1 spends 50.0 ms more in forward than the others, who wait 50.0 ms a step for it"
-    assert why.why(found, 0, 7) == text
-    assert say.who_came_last(found, 0, 7) == "the others waited longest for rank 1 in 8 of 8 steps, 50.0 ms each"
+    assert why_of(found) == text
+    assert say.who_came_last(table_of(found)) == "the others waited longest for rank 1 in 8 of 8 steps, 50.0 ms each"
     for recording, each in zip(found, (10, 50, 20), strict=True):
         recording["core_waits"] = [each * MS * step for step in range(9)]
-    assert why.why(found, 0, 7) == text.replace("than the others", "than the others (35.0 ms of it without a core)")
+    assert why_of(found) == text.replace("than the others", "than the others (35.0 ms of it without a core)")
     for message in itertools.chain(*(recording["messages"] for recording in found)):
         message["end"] = message["begin"]
-    assert say.who_came_last(found, 0, 7) == "not seen, as the profiler tells no times of messages"
+    assert say.who_came_last(table_of(found)) == "not seen, as the profiler tells no times of messages"
 
 
 def test_workers_that_are_late_on_all_ranks_are_no_slow_rank():
     """Whose batches come last is chance, unless the others' next batches are there when it comes."""
     slow = "rank 1 spends 20.0 ms more in loading than the others, who wait 20.0 ms a step for it"
     late = "each rank waits 10.0 to 30.0 of 63.0 ms for its next batch"
-    assert why.why(made([20] * 8, "data", loading=(10,), workers=True), 0, 7) == late
-    assert why.why(made([20] * 8, "data", loading=(10,)), 0, 7) == slow
-    assert why.why(made([20] * 8, "data", loading=(2,), workers=True), 0, 7) == slow
-    assert "forward" in why.why(made([60] * 8, "forward", loading=(10,), workers=True), 0, 7)
+    assert why_of(made([20] * 8, "loading", loading=(10,)), True) == late
+    assert why_of(made([20] * 8, "loading", loading=(10,))) == slow
+    assert why_of(made([20] * 8, "loading", loading=(2,)), True) == slow
+    assert "forward" in why_of(made([60] * 8, "forward", loading=(10,)), True)
 
 
 def test_why_is_silent_where_it_is_chance_or_nothing():
-    assert why.why(made([0] * 8), 0, 7) == ""
-    assert why.why(made([60, 0, 0, 0, 60, 0, 0, 0], "forward"), 0, 7) == ""  # in two of eight steps
-    assert why.why(made([1] * 8, "forward"), 0, 7) == ""  # of 36 ms
+    assert why_of(made([0] * 8)) == ""
+    assert why_of(made([0, 0, 0, 0, 60, 0, 0, 0], "forward")) == ""  # in one of eight steps
+    assert why_of(made([1] * 8, "forward")) == ""  # of 36 ms
+
+
+@pytest.mark.parametrize("part", [*LENGTHS])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_why_names_what_comes_and_goes_and_a_step_that_has_it_is_drawn(ranks, part):
+    """In each third of 20 steps, as garbage collection of a rank, or an evaluation."""
+    found = made([60 * (step % 3 == 0) for step in range(20)], part, ranks=ranks)
+    reason = why.why(table_of(found))
+    assert reason.text == f"rank 1 spends 60.0 ms more in {part} in 7 of 20 steps"
+    assert reason.steps == [0, 3, 6, 9, 12, 15, 18]
+
+
+def test_what_comes_and_goes_is_named_only_if_chance_would_seldom_do_it():
+    """n pauses that come by chance all come to one of two ranks with probability 2 ** -n: 1 % is between 6 and 7."""
+    for steps, named in ([0, 1, 5, 9, 12, 14], False), ([0, 1, 5, 9, 12, 14, 17], True), ([0, 5, 10, 15], True):
+        found = made([60 * (step in steps) for step in range(20)], "backward", ranks=2)
+        assert bool(why_of(found)) == named, steps
+    also = {"also": lambda rank, step, part: 60 * (step == 3 and (rank, part) == (0, "other"))}
+    found = made([60 * (step in (0, 1, 5, 9, 12, 14, 17)) for step in range(20)], "backward", ranks=2, **also)
+    assert not why_of(found), "the other rank has one, too"
+
+
+def test_what_comes_and_goes_as_others_take_cores_is_chance():
+    found = made([60 * (step % 3 == 0) for step in range(20)], "forward")
+    found[1]["core_waits"] = [60 * MS * ((step + 2) // 3) for step in range(21)]
+    assert why_of(found) == ""
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_ranks_that_are_late_by_turns(ranks):
+    found = made([0] * 20, ranks=ranks, also=lambda rank, step, part: 60 * (part == "other" and step % ranks == rank))
+    text = "another rank is late in each step, and the others wait 60.0 of 95.0 ms for it: the work of a batch differs"
+    assert why_of(found) == f"{text}, or the machine is shared"
+    for one in found:
+        one["core_waits"] = [40 * MS * step for step in range(21)]
+    assert why_of(found) == "each rank is ready, but has no core for 40.0 of 95.0 ms"
+    for one, (kind, peer) in zip(found, [("send", 1), ("recv", 0)], strict=False):
+        sent = {"kind": kind, "peer": peer, "step": 3, "issued": 1, "begin": 1, "end": 2}
+        one["messages"].append(one["messages"][3] | sent)
+        one["core_waits"] = [0] * 21
+    assert why_of(found) == "", "stages of a pipeline wait for each other by design"
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_a_rank_that_has_more_to_compute(ranks):
+    """Forward and backward take 2.5 times as long, as with longer texts."""
+    longer = {"forward": 15, "backward": 30}
+    found = made([0] * 8, ranks=ranks, also=lambda rank, step, part: longer.get(part, 0) * (rank == 1))
+    text = "rank 1 spends 45.0 ms more in forward and backward than the others, 2.5 times as long"
+    assert why_of(found) == f"{text}: has it more to compute? They wait 45.0 ms a step for it"
 
 
 def test_why_says_what_all_ranks_spend():
-    assert why.why(made([0] * 8, loading=(40,)), 0, 7) == "each rank waits 40.0 of 73.0 ms for its next batch"
+    assert why_of(made([0] * 8, loading=(40,))) == "each rank waits 40.0 of 73.0 ms for its next batch"
     by_turns = made([0] * 9, loading=(900, 60, 2, 60, 2, 60, 2, 60, 2))  # two workers, which begin in the first step
-    assert why.why(by_turns, 0, 8) == "each rank waits 31.0 of 64.0 ms for its next batch"
-    found = why.why(made([0] * 8, moving=30), 0, 7)
+    assert why_of(by_turns) == "each rank waits 31.0 of 64.0 ms for its next batch"
+    found = why_of(made([0] * 8, moving=30))
     assert found == "messages take 30.0 of 65.0 ms in which each rank does nothing else"
-    found = why.why(made([0] * 8, core=12), 0, 7)
+    found = why_of(made([0] * 8, core=12))
     assert found == "each rank is ready, but has no core for 12.0 of 35.0 ms"
-    one_waits = made([0] * 8, moving=30)
-    for message in one_waits[0]["messages"]:
-        message["until"] = message["end"]  # no bytes move for rank 0
-    assert why.why(one_waits, 0, 7) == ""
-    alone = why.why(made([0] * 8, loading=(40,), ranks=1), 0, 7)
+    alone = why_of(made([0] * 8, loading=(40,), ranks=1))
     assert alone == "the process waits 40.0 of 73.0 ms for its next batch"
 
 

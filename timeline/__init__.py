@@ -9,28 +9,33 @@
 PATH is where this project lies.  Under torchrun no other file is needed.
 
 The program is not changed; it needs an optimizer of torch.optim.  timeline.svg has a lane for each
-rank: forward, backward, optimizer, waiting; below them messages and memory.  timeline.json has the
-same, and torch's operations, for https://ui.perfetto.dev.  docs/timeline.md says how to read them.
+rank: forward, backward, optimizer, waiting; below them messages and memory.  timeline.json has
+torch's own trace of all ranks, for https://ui.perfetto.dev.  docs/timeline.md says how to read it.
 
 A step lies between two steps of the optimizer that came first.  It begins where the DataLoader is
 asked for the next batch, if it is.  The first steps are left out, the next ones run without the
-recorder, then some are recorded, then the program is left.  Before torch 2.14 the recorder takes
-more time, and can't tell message buffers and groups apart.
-On a GPU the lanes show when its kernels run, not what the process does meanwhile.  Where only
-NCCL's kernels run, it waits; memory is not drawn.  This part was tried on a trace that others
-recorded on two GPUs, not on a GPU of ours.
+recorder, then some are recorded, then the program is left.  Before torch 2.14 sizes of messages
+are not seen.
+On a GPU a lane shows what its kernels do.  Where it has nothing to do, the lane shows what the
+process does then; a hatch of its own says that a phase launches no kernel.  Where only NCCL's
+kernels run, the GPU waits.  Memory is not drawn.  All this was tried on synthetic traces and on
+simulated GPUs.
 """
 
-# The files, as the data flow:
+# The files, as the data flow; each imports only those above it:
 #
-#   data.py                   what is passed from one file to the next
-#   record.py, gradients.py   while the program runs: what each rank notes
-#   events.py, memory.py      read what torch's profiler has noted beside it: a Recording
-#   gpu.py                    the same where kernels run on a GPU
-#   compare.py                all Recordings: one clock, matching messages, who waited for whom
-#   picture.py                a Picture of the shortest step
-#   say.py, equal.py, why.py  that in sentences
-#   draw.py, svg.py           the Picture as SVG
-#   trace.py                  the Picture as JSON, for Perfetto and for --draw
-#   show.py                   all of it, for the processes of a run
-#   __main__.py               the command line
+#   data.py       what is passed from one file to the next
+#   lanes.py      spans in the order of time
+#   gpu.py, messages.py, waits.py, memory.py    each reads one thing in what torch's profiler noted
+#   events.py     makes a rank's Recording of that and of what is Noted
+#   record.py     notes, while the program runs; at its end it calls events.py
+#   compare.py    all Recordings: one clock, matching messages, who waited for whom
+#   steps.py      the Table: what each rank did in each step
+#   spent.py      what ranks spend, compared
+#   why.py        what one rank spends more than the others, or what all spend
+#   say.py        that, and the rest, in sentences
+#   picture.py    a Picture of a step that is worth a look
+#   draw.py, svg.py    the Picture as SVG
+#   trace.py      the Picture as JSON, for Perfetto and for --draw
+#   show.py       all of it, for the processes of a run
+#   __main__.py   the command line

@@ -1,83 +1,46 @@
-"""Compares the recordings: one clock, which messages belong together, who waited for whom."""
+"""Brings the recordings together: one clock, which messages belong together, who came last."""
 
-import itertools
-from bisect import bisect_right
 from collections import Counter, defaultdict
 
-from timeline.data import KINDS, Allocation, Message, Recording, Span, ms
+from timeline.data import Message, Recording, ms
 
 TIMES = ("issued", "begin", "until", "end")  # of a message
 END_TOGETHER = ("allreduce", "allgather", "barrier")  # on all ranks at the same time
 
 
+def earlier_message(message: Message, by: int) -> Message:
+    return message | {key: message[key] - by for key in TIMES if key in message}
+
+
 def earlier(recording: Recording, by: int) -> Recording:
     """The same, with all times `by` nanoseconds earlier."""
-    messages = []
-    for message in recording["messages"]:
-        moved = {key: message[key] - by for key in TIMES if key in message}
-        messages.append(message | moved)
+    events = []
+    for event in recording["trace"]:
+        events.append(event | {"begin": event["begin"] - by, "end": event["end"] - by})
     return recording | {
         "cuts": [cut - by for cut in recording["cuts"]],
-        "spans": [span.earlier(by) for span in recording["spans"]],
-        "operations": [span.earlier(by) for span in recording["operations"]],
+        "lane": [span.earlier(by) for span in recording["lane"]],
+        "idle": [span.earlier(by) for span in recording["idle"]],
         "memory": [allocation.earlier(by) for allocation in recording["memory"]],
-        "messages": messages,
+        "messages": [earlier_message(message, by) for message in recording["messages"]],
+        "trace": events,
     }
-
-
-def lengths(recordings: list[Recording], first: int, last: int) -> list[int]:
-    """How long each step from the first to the last took, on the rank where it took longest."""
-    found = []
-    for step in range(first, last + 1):
-        cuts = [recording["cuts"] for recording in recordings]
-        found.append(max(cut[step + 1] - cut[step] for cut in cuts))
-    return found
-
-
-# ----------------------------------------------------------------------------- the ranks together
-
-
-def common_names(tables: list[dict]) -> list[str]:
-    common = set(tables[0]).intersection(*tables)
-    return [name for name in tables[0] if name in common]
-
-
-def first_difference(tables: list[dict[str, str]]) -> str | None:
-    """The first name that is in all tables, and not with the same digest."""
-    for name in tables[0]:
-        if all(name in table for table in tables) and is_different(tables, name):
-            return name
-    return None
-
-
-def is_different(tables: list[dict[str, str]], name: str) -> bool:
-    return len({table[name] for table in tables}) > 1
-
-
-def largest_difference(recordings: list[Recording], name: str) -> float | None:
-    """How far the ranks' tensors of this name are apart; None: not known."""
-    values = [recording["values"].get(name) for recording in recordings]
-    if any(value is None or value.shape != values[0].shape for value in values):
-        return None
-    gaps = [(value.double() - values[0].double()).abs().max().item() for value in values]
-    return max(gaps)
 
 
 def numbered(recording: Recording) -> dict[tuple, Message]:
     """A rank's messages by what is the same on all ranks that take part.
 
-    That is the k-th of its kind and group in a step.
+    That is the number in its group, if torch tells it; else it is the k-th of its kind in a step.
     """
     counts: Counter = Counter()
     found = {}
     for message in recording["messages"]:
-        kind = message["kind"]
-        step = bisect_right(recording["cuts"], message["issued"]) - 1
-        key: tuple = (kind, message["group"], step)
+        kind, group, number = message["kind"], message["group"], message["number"]
+        key: tuple = (kind, group, message["step"] if number is None else f"number {number}")
         if message["peer"] is not None:
             pair = (recording["rank"], message["peer"])
             source, target = pair if kind == "send" else reversed(pair)
-            key = ("sent", message["group"], step, source, target)
+            key = ("sent", group, message["step"], source, target)
         found[(*key, counts[key, kind], kind)] = message
         counts[key, kind] += 1
     return found
@@ -108,10 +71,15 @@ def align_clocks(recordings: list[Recording]) -> str:
     return "; ".join(said)
 
 
+def was_seen(message: Message) -> bool:
+    """Whether it is known when the message ran."""
+    return message["begin"] < message["end"]
+
+
 def ends_of(recording: Recording) -> dict[tuple, int]:
     ends = {}
     for key, message in numbered(recording).items():
-        if key[0] in END_TOGETHER:
+        if key[0] in END_TOGETHER and was_seen(message):
             ends[key] = message["end"]
     return ends
 
@@ -146,67 +114,3 @@ def arrow_of(key: tuple, messages: dict[int, Message]) -> dict:
     arrival = max(receive["begin"], begin)
     receive |= {"until": min(arrival, receive["end"]), "last": source}
     return {"step": step, "from": source, "to": target, "begin": begin, "end": receive["end"]}
-
-
-# -------------------------------------------------------------------------- from a begin to an end
-
-
-def issued_in(recording: Recording, begin: int, end: int) -> list[Message]:
-    return [message for message in recording["messages"] if begin <= message["issued"] < end]
-
-
-def parts_of(spans: list[Span], begin: int, end: int) -> list[Span]:
-    """The time without a gap: what the innermost span says, else "other"."""
-    spans = [span for span in spans if span.begin < end and begin < span.end]
-    spans.sort(key=lambda span: (span.begin, -span.end))
-    borders = {begin, end}
-    for span in spans:
-        borders |= {time for time in (span.begin, span.end) if begin < time < end}
-    parts: list[Span] = []
-    for left, right in itertools.pairwise(sorted(borders)):
-        what = "other"
-        for span in spans:
-            if span.begin <= left and right <= span.end:
-                what = span.what
-        what = {"wait": "waiting", "data": "loading"}.get(what, what)
-        if parts and parts[-1].what == what:
-            left = parts.pop().begin
-        parts.append(Span(what, left, right))
-    return parts
-
-
-def waits_for(parts: list[Span], messages: list[Message]) -> Counter:
-    """How long the rank waited for each other rank.
-
-    None: for no rank, as bytes moved or a queue was full.
-    """
-    found: Counter = Counter()
-    by_begin = sorted(messages, key=lambda message: message["begin"])
-    for part in parts:
-        if part.what != "waiting":
-            continue
-        now = part.begin
-        remaining = part.end - part.begin
-        for message in by_begin:
-            left, right = max(now, message["begin"]), min(part.end, message["until"])
-            if left < right:
-                found[message["last"]] += right - left
-                remaining -= right - left
-                now = right
-        found[None] += remaining
-    return found
-
-
-def memory_curve(allocations: list[Allocation], begin: int, end: int) -> dict[str, list[int]]:
-    """The "times" of its changes, and the bytes of each of KINDS from then on."""
-    changes: dict[float, Counter] = {begin: Counter(), end: Counter()}
-    for one in allocations:
-        if one.born < end and begin < one.freed:
-            changes.setdefault(max(one.born, begin), Counter())[one.kind] += one.bytes
-            if one.freed < end:
-                changes.setdefault(one.freed, Counter())[one.kind] -= one.bytes
-    times = sorted(changes)
-    curve = {"times": times}
-    for kind in KINDS:
-        curve[kind] = list(itertools.accumulate(changes[time][kind] for time in times))
-    return curve

@@ -1,17 +1,19 @@
 """What is passed from file to file.
 
-All times are nanoseconds: in a Recording since 1970, in a Picture from its left end.
+All times are nanoseconds: since 1970, and in a Picture from its left end.
 """
 
+import dataclasses
+import time
+from collections import Counter
 from typing import Any, NamedTuple, TypedDict
-
-from timeline.gradients import Gradients
 
 WARM_UP = 3  # steps
 KEPT = ("weights", "optimizer state", "gradients", "message buffers")  # kinds of memory
 BORN = ("activations", "temporary")
 KINDS = (*KEPT, *BORN)
-PARTS = ("loading", "forward", "backward", "optimizer", "waiting", "other")  # of a step
+PHASES = ("forward", "backward", "optimizer")
+PARTS = ("loading", *PHASES, "waiting", "other")  # of a step
 COLLECTIVES = {
     "allreduce": "all-reduce",
     "allgather": "all-gather",
@@ -26,6 +28,22 @@ class Span(NamedTuple):
 
     def earlier(self, by: int) -> "Span":
         return Span(self.what, self.begin - by, self.end - by)
+
+    @property
+    def length(self) -> int:
+        return self.end - self.begin
+
+
+class OpenSpan:
+    """A span that may still be going on."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+        self.begin = time.time_ns()
+        self.end = 0
+
+    def closed(self) -> Span:
+        return Span(self.what, self.begin, self.end or time.time_ns())
 
 
 class Allocation(NamedTuple):
@@ -43,14 +61,37 @@ class Message(TypedDict, total=False):
 
     kind: str  # "allreduce", "send", ...
     group: str  # the process group's name
+    number: int | None  # in its group, on all ranks the same; None: torch doesn't tell it
     peer: int | None  # the other rank of a send or a receive
-    bytes: int  # what this rank puts in
+    bytes: int | None  # what this rank puts in; None: not seen
     runs: int  # how often gloo's algorithm ran
+    step: int  # in which it was issued
     issued: int  # it enters the queue,
     begin: int  # leaves it, and waits for other ranks,
     until: int  # the last rank has come, and bytes begin to move,
-    end: int  # the bytes have arrived
+    end: int  # the bytes have arrived; no later than `begin`: not seen when it ran
     last: int  # the rank that came last
+
+
+@dataclasses.dataclass
+class Noted:
+    """What a rank notes while its program runs; torch's profiler notes the rest."""
+
+    rank: int
+    ranks: int
+    thread: int  # that runs the program: the system's number
+    first: int  # the first recorded step
+    last: int  # the last one
+    device: str = "cpu"  # of the first optimizer's parameters
+    spans: list[Span] = dataclasses.field(default_factory=list)  # may lie inside each other
+    cuts: list[int] = dataclasses.field(default_factory=list)  # where steps begin
+    marks: list[Any] = dataclasses.field(default_factory=list)  # there: events of CUDA, or None
+    core_waits: list[int] = dataclasses.field(default_factory=list)  # there: see core_wait
+    calls: list[Message] = dataclasses.field(default_factory=list)
+    tensors: list[tuple[int, dict]] = dataclasses.field(default_factory=list)  # see note_memory
+    has_hooks: bool = True  # torch has told of the calls
+    has_workers: bool = False  # a DataLoader loads while the program computes
+    has_group: bool = False  # the program was in a process group
 
 
 class Recording(TypedDict):
@@ -61,22 +102,19 @@ class Recording(TypedDict):
     setting: str  # in words: torch, device, threads
     machine: str  # those with the same have one clock
     cuts: list[int]  # where the steps begin, and where the last one ends
-    steps: int  # how many the optimizer had made when the weights were noted
     first: int  # the first recorded step; the steps before are there for their cuts
     last: int  # the last recorded step
-    spans: list[Span]  # forward, backward, optimizer, data, wait; may lie inside each other
+    bare: list[int]  # how long each step without the recorder took
+    lane: list[Span]  # what the process does, or its GPU; without overlap
+    idle: list[Span]  # inside of it: the GPU has nothing to do, as the phase launches nothing
+    passes: list[Counter]  # of each step, by kind: how often it was begun
     messages: list[Message]
     memory: list[Allocation]
-    operations: list[Span]  # torch's
-    weights: dict[str, str]  # a digest of each tensor after the last step
-    values: dict[str, Any]  # small tensors themselves, to say how far they are apart
-    not_finite: list[str]  # the weights in which there is a NaN or an infinity
-    gradients: Gradients  # those of the step after the last
-    inputs: str  # its digests; "": not seen
+    trace: list[dict]  # torch's own events, for Perfetto
     core_waits: list[int]  # at each cut: how long the program's thread has waited for a core
-    sampler: str  # the class
-    has_workers: bool  # a DataLoader loads while the program computes
+    has_workers: bool
     has_group: bool
+    has_compiled: bool  # torch.compile has made a graph
 
 
 Picture = dict[str, Any]  # what picture.py makes, draw.py draws, and timeline.json keeps

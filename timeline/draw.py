@@ -5,16 +5,16 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from timeline.compare import was_seen
 from timeline.data import BORN, COLLECTIVES, KEPT, KINDS, PARTS, Message, Picture, ms, size_of
 from timeline.say import message_sums, of_ranks
-from timeline.svg import LEFT, PLOT, WIDTH, Drawing, text_width
+from timeline.svg import LEFT, WIDTH, Drawing, text_width
 
 LANE, ROW, AREA = 26, 13, 34  # pixels: heights of a rank, of a row of messages, of memory
 MOST_ROWS = 8  # of messages
 CLASSES = {"loading": "l", "forward": "f", "backward": "b", "optimizer": "o", "other": "x"}
-CLASSES |= {"waiting": "w"}
-CLASSES |= {"weights": "v", "optimizer state": "s", "gradients": "b", "message buffers": "m"}
-CLASSES |= {"activations": "f", "temporary": "x"}
+CLASSES |= {"waiting": "w", "weights": "v", "optimizer state": "s", "gradients": "b"}
+CLASSES |= {"message buffers": "m", "activations": "f", "temporary": "x"}
 TEXT_STYLES = {"backward": "light", "waiting": "", "other": ""}  # else dark
 
 
@@ -27,7 +27,7 @@ def draw(pictures: list[Picture]) -> str:
         peaks.append(max(peak_of(one["memory"], two_areas(one["memory"])[area]) for one in ranks))
     for picture in pictures:
         draw_picture(drawing, picture, peaks)
-    draw_axis(drawing)
+    drawing.axis()
     draw_legend(drawing, pictures)
     drawing.y += 6
     for picture in pictures:
@@ -73,7 +73,7 @@ def draw_picture(drawing: Drawing, picture: Picture, peaks: list[int]) -> None:
 def draw_rank(drawing: Drawing, one: dict) -> None:
     """A lane with what the process does, and rows with its messages."""
     top = drawing.y
-    waits = sum(part.end - part.begin for part in one["parts"] if part.what == "waiting")
+    waits = sum(part.length for part in one["parts"] if part.what == "waiting")
     drawing.row(f"rank {one['rank']}", f"waits {ms(waits)} ms", top + 18)
     for part in PARTS:
         spans = [span for span in one["parts"] if span.what == part]
@@ -86,9 +86,11 @@ def draw_rank(drawing: Drawing, one: dict) -> None:
             if part == "waiting":  # no text on the hatching
                 drawing.boxes("page", [(middle - half, middle + half)], top + 5, LANE - 10)
             drawing.text(middle, top + 18, word, f"middle {TEXT_STYLES.get(part, 'dark')}")
+    drawing.boxes("i", drawing.mostly(one["idle"]), top + LANE - 6, 6)  # below the words
     drawing.boxes("line", itertools.pairwise(map(drawing.x, one["cuts"])), top, LANE)
     drawing.y = top + LANE + 5
-    draw_messages(drawing, [message for message in one["messages"] if message["peer"] is None])
+    seen = [message for message in one["messages"] if was_seen(message)]
+    draw_messages(drawing, [message for message in seen if message["peer"] is None])
     drawing.y += 5
 
 
@@ -118,11 +120,12 @@ class Box(NamedTuple):
 def draw_messages(drawing: Drawing, messages: list[Message]) -> None:
     """Draw each message in the first row that is free."""
     rows: list[list[Box]] = []
-    largest = max((message["bytes"] for message in messages), default=0)
+    largest = max((message["bytes"] or 0 for message in messages), default=0)
     for message in messages:
         times = [drawing.x(message[key]) for key in ("issued", "begin", "until", "end")]
         name = COLLECTIVES.get(message["kind"], message["kind"])
-        text = f"{name} {size_of(message['bytes'])}" if message["bytes"] > largest / 10 else ""
+        size = message["bytes"] or 0
+        text = f"{name} {size_of(size)}" if size > largest / 10 else ""
         box = Box(*times, text)
         free = [row for row in rows if row[-1].end + 1 < box.issued]
         if free:
@@ -188,21 +191,7 @@ def two_areas(memory: dict) -> tuple[Sequence[str], Sequence[str]]:
     return kept, [buffers, *BORN]
 
 
-# ----------------------------------------------------------------------------- the axis, the legend
-
-
-def draw_axis(drawing: Drawing) -> None:
-    step = 1000
-    while drawing.longest / step > 7:  # 1, 2, 5, 10, 20, 50, ...
-        step = step * 5 // 2 if str(step).startswith("2") else step * 2
-    drawing.y += 10
-    marks = range(0, drawing.longest + 1, step)
-    ticks = "".join(f"M{drawing.x(mark):.1f},{drawing.y}v5" for mark in marks)
-    drawing.path("line", f"M{LEFT},{drawing.y}h{PLOT}{ticks}")
-    for mark in marks:
-        text = f"{mark / 1e6:g} ms" if mark else "0"
-        drawing.text(drawing.x(mark), drawing.y + 18, text, "middle")
-    drawing.y += 26
+# --------------------------------------------------------------------------------------- the legend
 
 
 def draw_legend(drawing: Drawing, pictures: list[Picture]) -> None:
@@ -214,6 +203,8 @@ def draw_legend(drawing: Drawing, pictures: list[Picture]) -> None:
         kinds |= {kind for kind in KINDS if any(one["memory"][kind])}
         has_messages = has_messages or any(m["peer"] is None for m in one["messages"])
     time = [(CLASSES[part], part.replace("waiting", "waits")) for part in PARTS if part in parts]
+    if any(one["idle"] for one in ranks):
+        time.append(("b i", "the GPU has nothing to do"))
     draw_legend_row(drawing, "time", time)
     if has_messages:
         states = [("queue", "in the queue"), ("stays", "waits for a rank"), ("m", "bytes move")]
@@ -240,7 +231,8 @@ def draw_legend_row(drawing: Drawing, name: str, entries: list[tuple[str, str]])
         if style == "limit":  # a line, not a box
             drawing.path("limit", f"M{x},{drawing.y - 4}h18")
         else:
-            drawing.boxes(style, [(x, x + 18)], drawing.y - top, height)
+            for layer in style.split():
+                drawing.boxes(layer, [(x, x + 18)], drawing.y - top, height)
         if style == "w":  # the hatching has no edge of its own
             drawing.boxes("line", [(x, x + 18)], drawing.y - top, height)
         drawing.text(x + 23, drawing.y, word)

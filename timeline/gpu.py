@@ -1,18 +1,18 @@
-"""Where kernels run on a GPU: a lane shows when they run, not when the process launches them."""
+"""The lane of a GPU: when its kernels run, and why it has nothing to do."""
 
 import itertools
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 
-from timeline.data import Message, Span
+from timeline.data import PHASES, Span
+from timeline.lanes import beneath, filled, flat, inside, what_at
 
 GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of events
-GPU_GAP = 20_000  # ns: a shorter pause between two kernels of one phase is not drawn
 
 
 def gpu_work(events: list[dict]) -> list[dict]:
-    """Kernels and copies in the order of their launches, which CUDA numbers.
+    """Kernels and copies in the order of their begins; each has the time of its launch.
 
-    Each has the time when it was `launched`.
+    CUDA numbers the launches: `correlation`.
     """
     numbered = [event for event in events if "correlation" in event.get("args", {})]
     launches = {}
@@ -22,55 +22,44 @@ def gpu_work(events: list[dict]) -> list[dict]:
     work = [event for event in numbered if event["cat"] in GPU_WORK]
     for event in work:
         event["launched"] = launches.get(event["args"]["correlation"], event["begin"])
-    return sorted(work, key=lambda event: event["launched"])
+    return sorted(work, key=lambda event: event["begin"])
 
 
 def is_nccl(event: dict) -> bool:
     return event["name"].startswith("nccl")
 
 
-def as_on_gpu(
-    work: list[dict], spans: list[Span], cuts: list[int], messages: list[Message]
-) -> tuple[list[Span], list[int]]:
-    """Spans and cuts of a GPU: a kernel belongs to the span in which it was launched."""
-    launched = [event["launched"] for event in work]
-    ends = [0, *itertools.accumulate((event["end"] for event in work), max)]
-    gpu_cuts = [max(cut, ends[bisect_left(launched, cut)]) for cut in cuts]
-    for message in messages:
-        step = bisect_right(cuts, message["issued"])
-        step_begin = gpu_cuts[step - 1] if step else 0
-        message["issued"] = max(message["begin"], step_begin)
-    computing = computing_spans(work, spans)
-    return [*computing, *uncovered(work, computing)], gpu_cuts
+def gpu_lane(work: list[dict], host: list[Span]) -> tuple[list[Span], list[Span]]:
+    """The GPU's lane, and in it where it has nothing to do, as a phase launches nothing.
 
-
-def computing_spans(work: list[dict], spans: list[Span]) -> list[Span]:
-    """When kernels compute, and for which span."""
-    spans = sorted(spans, key=lambda span: (span.begin, -span.end))
-    computing: list[Span] = []
-    for event in sorted(work, key=lambda event: event["begin"]):
+    A kernel belongs to what the process did when it launched it.  Before the next kernel is
+    launched, a pause belongs to what the process does then.  After that the kernel is in the
+    queue: where one of NCCL's runs, it waits for that; else the pause is a part of it.
+    """
+    kernels, messages, queued = [], [], []
+    unlaunched: list[Span] = []
+    begin = end = work[0]["begin"]  # what was before is not known
+    for event in work:
         if is_nccl(event):
+            messages.append(Span("waiting", event["begin"], event["end"]))
             continue
-        covering = [span.what for span in spans if span.begin <= event["launched"] < span.end]
-        new = Span(covering[-1] if covering else "other", event["begin"], event["end"])
-        old = computing[-1] if computing else None
-        if old and old.what == new.what and new.begin < old.end + GPU_GAP:
-            computing[-1] = Span(new.what, old.begin, max(new.end, old.end))
-        else:
-            computing.append(new)
-    return computing
+        what = what_at(host, event["launched"])
+        kernels.append(Span(what, event["begin"], event["end"]))
+        if end < event["launched"]:
+            unlaunched += inside(host, end, min(event["launched"], event["begin"]))
+        elif end < event["begin"]:
+            queued.append(Span(what, end, event["begin"]))
+        end = max(end, event["end"])
+    busy = filled(filled(flat(kernels), unlaunched), flat(messages))
+    busy = filled(busy, queued)
+    pauses = [*unlaunched, *beneath(busy, host)]
+    idle = [one for one in pauses if one.what in PHASES and one.begin >= begin]
+    return filled(busy, host), sorted(idle, key=lambda pause: pause.begin)
 
 
-def uncovered(work: list[dict], computing: list[Span]) -> list[Span]:
-    """When only NCCL's kernels run: that is waiting."""
-    waits = []
-    for event in filter(is_nccl, work):
-        now = event["begin"]
-        for span in computing:
-            if now < span.begin < event["end"]:
-                waits.append(Span("wait", now, span.begin))
-            if span.begin < event["end"]:
-                now = max(now, span.end)
-        if now < event["end"]:
-            waits.append(Span("wait", now, event["end"]))
-    return waits
+def gpu_cuts(work: list[dict], cuts: list[int]) -> list[int]:
+    """Where steps begin on the GPU: when all that was launched before has ended."""
+    by_launch = sorted(work, key=lambda event: event["launched"])
+    launched = [event["launched"] for event in by_launch]
+    ends = [0, *itertools.accumulate((event["end"] for event in by_launch), max)]
+    return [max(cut, ends[bisect_left(launched, cut)]) for cut in cuts]

@@ -1,59 +1,64 @@
-"""Makes a Picture of the recordings: all that is drawn and said, of the shortest step."""
+"""Makes a Picture of the recordings: all that is drawn and said, of a step that is worth a look."""
 
 import argparse
 import shlex
+from collections import Counter
 from pathlib import Path
 
-from timeline import compare
+from timeline.compare import earlier_message
 from timeline.data import Picture, Recording, counted
 from timeline.say import findings
+from timeline.steps import Step, Table, memory_curve, table_of
+from timeline.why import Reason, why
 
 
 def picture_of(recordings: list[Recording], args: argparse.Namespace) -> Picture:
-    clocks = compare.align_clocks(recordings)
-    arrows = compare.match_messages(recordings)
-    first = recordings[0]["first"]
-    last = min(recording["last"] for recording in recordings)
-    number, shown, length = shortest(recordings, first, last, args.steps_shown)
-    begins = begins_of(recordings, number, shown)
+    table = table_of(recordings)
+    reason = why(table, all(recording["has_workers"] for recording in recordings))
+    number, shown = step_to_draw(table, args.steps_shown, reason)
+    drawn = slice(number - table.first, number - table.first + shown)
+    windows = {rank: steps[drawn] for rank, steps in table.ranks.items()}
+    begins = begins_of(windows)
     ranks = []
-    for recording, begin in zip(recordings, begins, strict=True):
-        ranks.append(rank_of(compare.earlier(recording, begin), number, shown))
+    for recording in recordings:
+        rank = recording["rank"]
+        ranks.append(rank_of(recording, windows[rank], begins[rank]))
     picture = {
         "command": shlex.join(["python", "-m", "timeline", *args.command]),
         "title": title_of(args.command),
         "setting": f"{counted(len(recordings), 'process')}, {recordings[0]['setting']}",
         "steps": [number, shown],
-        "length": length,
-        "begin": begins[0],
+        "length": sum(table.lengths[drawn]),
+        "begin": begins[ranks[0]["rank"]],
         "end": max(one["cuts"][-1] for one in ranks),
         "ranks": ranks,
-        "arrows": moved_arrows(arrows, begins[0], range(number, number + shown)),
+        "arrows": moved_arrows(table, min(begins.values()), range(number, number + shown)),
     }
-    return picture | {"findings": findings(picture, recordings, first, last, clocks)}
+    return picture | {"findings": findings(picture, recordings, table, reason)}
 
 
-def shortest(
-    recordings: list[Recording], first: int, last: int, wanted: int
-) -> tuple[int, int, int]:
-    """The first step of the shortest window, how many steps it has, and its length."""
-    shown = min(wanted, last - first + 1)
-    starts = range(first, last + 2 - shown)
-    windows = [start for start in starts if start % shown == 0] or [first]
-    lengths = {}
-    for start in windows:
-        lengths[start] = sum(compare.lengths(recordings, start, start + shown - 1))
-    number = min(windows, key=lengths.__getitem__)
-    return number, shown, lengths[number]
+def step_to_draw(table: Table, wanted: int, reason: Reason) -> tuple[int, int]:
+    """The first step of the usual window, and how many steps it has.
+
+    Usual is what is nearest to the median; of those that have what the reason says.
+    """
+    count = len(table.lengths)
+    shown = min(wanted, count)
+    places = [place for place in range(0, count + 1 - shown, shown)]
+    named = {number - table.first for number in reason.steps}
+    some = [place for place in places if named.intersection(range(place, place + shown))]
+    places = some or places
+    lengths = {place: sum(table.lengths[place : place + shown]) for place in places}
+    by_length = sorted(places, key=lengths.__getitem__)
+    return table.first + by_length[(len(by_length) - 1) // 2], shown
 
 
-def begins_of(recordings: list[Recording], number: int, shown: int) -> list[int]:
+def begins_of(windows: dict[int, list[Step]]) -> dict[int, int]:
     """Where the picture begins; without messages each rank is drawn from its own begin."""
-    begins = [recording["cuts"][number] for recording in recordings]
-    for recording in recordings:
-        cuts = recording["cuts"]
-        if compare.issued_in(recording, cuts[number], cuts[number + shown]):
-            return [min(begins)] * len(begins)
+    begins = {rank: steps[0].begin for rank, steps in windows.items()}
+    for steps in windows.values():
+        if any(step.messages for step in steps):
+            return dict.fromkeys(begins, min(begins.values()))
     return begins
 
 
@@ -65,27 +70,30 @@ def title_of(command: list[str]) -> str:
     return shlex.join([program.removesuffix(".py").rpartition(".")[2], *flags])
 
 
-def rank_of(recording: Recording, number: int, shown: int) -> dict:
-    """What is drawn of one rank: so many steps from this one on."""
-    cuts = recording["cuts"][number : number + shown + 1]
-    begin, end = cuts[0], cuts[-1]
-    parts = compare.parts_of(recording["spans"], begin, end)
-    messages = compare.issued_in(recording, begin, end)
-    waits = compare.waits_for(parts, messages)
-    return {
-        "rank": recording["rank"],
-        "cuts": cuts,
-        "parts": parts,
-        "waits_for": [[rank, duration] for rank, duration in waits.items() if duration],
-        "messages": messages,
-        "memory": compare.memory_curve(recording["memory"], begin, end),
-        "operations": [span for span in recording["operations"] if begin <= span.begin < end],
-    }
+def rank_of(recording: Recording, steps: list[Step], origin: int) -> dict:
+    """What is drawn of one rank's steps, from this time on."""
+    begin, end = steps[0].begin, steps[-1].end
+    one: dict = {"rank": recording["rank"], "cuts": [begin - origin], "waits_for": []}
+    one |= {"parts": [], "idle": [], "messages": [], "trace": []}
+    waits: Counter = Counter()
+    for step in steps:
+        one["cuts"].append(step.end - origin)
+        one["parts"] += [part.earlier(origin) for part in step.parts]
+        one["idle"] += [pause.earlier(origin) for pause in step.idle]
+        one["messages"] += [earlier_message(message, origin) for message in step.messages]
+        waits += step.waits_for
+    one["waits_for"] = [[rank, duration] for rank, duration in waits.items() if duration]
+    one["memory"] = memory_curve(recording["memory"], begin, end)
+    one["memory"]["times"] = [time + begin - origin for time in one["memory"]["times"]]
+    for event in recording["trace"]:
+        if event["ph"] == "M" or begin <= event["begin"] < end:
+            one["trace"].append(event | {"begin": event["begin"] - origin})
+    return one
 
 
-def moved_arrows(arrows: list[dict], origin: int, steps: range) -> list[dict]:
+def moved_arrows(table: Table, origin: int, steps: range) -> list[dict]:
     moved = []
-    for arrow in arrows:
+    for arrow in table.arrows:
         if arrow["step"] in steps:
             times = {"begin": arrow["begin"] - origin, "end": arrow["end"] - origin}
             moved.append(arrow | times)

@@ -1,6 +1,6 @@
 """What a rank notes while the program runs: spans of time, messages, tensors.
 
-torch's profiler notes the rest; events.py reads it.
+torch's profiler notes the rest; events.py reads both.
 """
 
 import contextlib
@@ -16,9 +16,9 @@ from torch import nn
 from instruments.hooks import Hooks
 from instruments.meeting import Place
 from instruments.program import Finished, Refused
-from instruments.tensors import digest, local, parameters_of, size_in_bytes, tensors_in
-from timeline.data import Message, Span, recorded_steps
-from timeline.gradients import Gradients
+from instruments.tensors import local, parameters_of, size_in_bytes
+from timeline.data import Message, Noted, OpenSpan, Recording, recorded_steps
+from timeline.events import recording_of
 
 OTHER_PROFILER = (
     "the program starts torch.profiler itself, and two can't run at once: switch it off there"
@@ -26,48 +26,28 @@ OTHER_PROFILER = (
 HAS_MESSAGE_HOOKS = hasattr(torch_dist.ProcessGroup, "register_pre_hook")  # since torch 2.14
 
 
-class OpenSpan:
-    """A span that may still be going on."""
-
-    def __init__(self, what: str) -> None:
-        self.what = what
-        self.begin = time.time_ns()
-        self.end = 0
-
-    def closed(self) -> Span:
-        return Span(self.what, self.begin, self.end or time.time_ns())
-
-
 class Recorder(Hooks):
     """Notes what this process's program does, from the first step to the last."""
 
     def __init__(self, place: Place, steps: int) -> None:
         super().__init__()
-        self.place = place
-        self.native_thread = threading.get_native_id()
-        self.first, self.last = recorded_steps(steps)
+        thread = threading.get_native_id()
+        self.noted = Noted(place.rank, place.world_size, thread, *recorded_steps(steps))
+        self.noted.has_hooks = HAS_MESSAGE_HOOKS
         self.spans: list[OpenSpan] = []  # in the order of their begins
         self.open: list[OpenSpan] = []  # those that have not ended, the innermost last
-        self.cuts: list[int] = []  # where the steps begin
         self.next_cut = 0
+        self.next_mark: Any = None  # an event of CUDA at the same place
         self.is_first_batch = False  # the step's first
-        self.is_after_step = False  # after the last recorded step of the first optimizer
         self.groups: dict[Any, list[int]] = {}  # process groups: the ranks of each
-        self.calls: list[Message] = []
-        self.tensors: list[tuple[int, dict]] = []  # time, {address: (kind, bytes)}
-        self.sampler = ""
-        self.has_workers = False
-        self.inputs: list[str] = []  # a digest of each tensor
-        self.gradients = Gradients()
-        self.optimizers: set[int] = set()
-        self.core_waits: list[int] = []  # at each cut: how long this thread has waited for a core
+        self.backward_thread = 0  # autograd's own for a GPU
         self.profiler: Any = None
         self.is_starting_profiler = False
 
     @property
     def step(self) -> int:
         """The number, from 0, of the step whose optimizer was called last."""
-        return len(self.cuts) - 1
+        return len(self.noted.cuts) - 1
 
     def patches(self) -> list[tuple[Any, str, Callable]]:
         """Waits, beside what all instruments are told."""
@@ -88,10 +68,13 @@ class Recorder(Hooks):
                     for group in self.groups:
                         group.unregister_pre_hook(id(self))
 
-    def notes(self, is_own_thread: bool) -> Any:
-        from timeline.events import recording_of
-
-        return recording_of(self, has_trace=is_own_thread)  # another thread can't stop the profiler
+    def notes(self, is_own_thread: bool) -> Recording:
+        noted = self.noted
+        noted.spans = [span.closed() for span in self.spans]
+        if noted.cuts and not self.open and self.next_cut > noted.cuts[-1]:
+            noted.cuts.append(self.next_cut)  # the program ended between two steps
+            noted.marks.append(self.next_mark)
+        return recording_of(noted, self.profiler if is_own_thread else None)  # only it can stop it
 
     # --------------------------------------------------------------------------------------- time
 
@@ -103,7 +86,7 @@ class Recorder(Hooks):
         self.open.pop().end = time.time_ns()
 
     @contextlib.contextmanager
-    def noted(self, what: str) -> Iterator[None]:
+    def spanning(self, what: str) -> Iterator[None]:
         self.begin(what)
         try:
             yield
@@ -115,16 +98,13 @@ class Recorder(Hooks):
             return original(*args, **kwargs)
         if not any(one.what == "optimizer" for one in self.inside):
             self.maybe_start_profiler()  # of a program whose passes are not seen (torch.func)
-        with self.noted("wait"):
+        with self.spanning("waiting"):
             return original(*args, **kwargs)
 
     def load(self, iterator: Any, original: Callable) -> Any:
         __tracebackhide__ = True
-        # The sampler of a DataLoader without batches is _index_sampler itself.
-        batches = iterator._index_sampler
-        self.sampler = type(getattr(batches, "sampler", batches)).__name__
-        self.has_workers |= iterator._num_workers > 0
-        with self.noted("data"):
+        self.noted.has_workers |= iterator._num_workers > 0
+        with self.spanning("loading"):
             if self.is_first_batch:
                 self.open[-1].begin = self.next_cut
                 self.is_first_batch = False
@@ -133,8 +113,6 @@ class Recorder(Hooks):
     def forward_begins(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         if torch.is_grad_enabled():
             self.maybe_start_profiler()
-            if self.is_after_step:
-                self.inputs += [digest(tensor) for tensor in tensors_in((args, kwargs))]
         self.begin("forward")
 
     def forward_ends(self, module: nn.Module, args: tuple, output: Any) -> None:
@@ -142,45 +120,58 @@ class Recorder(Hooks):
 
     def backward(self, original: Callable) -> Any:
         self.maybe_start_profiler()
-        with self.noted("backward"):
+        self.backward_thread = 0
+        with self.spanning("backward"):
             return original()
+
+    def is_elsewhere(self) -> bool:
+        """As for all instruments; but autograd's thread counts as ours, while ours waits for it.
+
+        It runs the backward of a GPU, with what activation checkpointing computes again.
+        """
+        if threading.get_ident() == self.thread:
+            return super().is_elsewhere()
+        if torch._C._current_graph_task_id() == -1 or not self.open:
+            return True
+        self.backward_thread = self.backward_thread or threading.get_ident()  # the first GPU's
+        return self.backward_thread != threading.get_ident()
 
     # -------------------------------------------------------------------------------------- steps
 
     def step_begins(self, is_sure: bool) -> None:
         self.next_cut = time.time_ns()
         self.is_first_batch = is_sure
+        if self.noted.device == "cuda" and not self.profiler:
+            self.next_mark = torch.cuda.Event(enable_timing=True)
+            self.next_mark.record(
+                torch.cuda.current_stream(parameters_of(self.optimizer)[0].device)
+            )
 
     def optimizer_begins(self, optimizer: Any) -> None:
         if optimizer is self.optimizer:
-            self.cuts.append(self.next_cut or time.time_ns())
-            self.core_waits.append(core_wait())
+            self.noted.cuts.append(self.next_cut or time.time_ns())
+            self.noted.marks.append(self.next_mark)
+            self.noted.core_waits.append(core_wait())
+            self.noted.device = parameters_of(optimizer)[0].device.type
+            if self.step > self.noted.last:
+                raise Finished
         self.begin("optimizer")
 
     def gradients_are_there(self, optimizer: Any) -> None:
-        self.optimizers.add(id(optimizer))
-        if optimizer is self.optimizer and self.step > self.last:
-            if len(self.optimizers) > 1:
-                self.gradients.own.clear()  # other backward passes than this optimizer's are in it
-            # All ranks leave here, where the weights are those after the last step.
-            self.gradients.note(self.named_parameters())
-            raise Finished
-        if self.step >= self.first - 1:
-            known = [parameter for _, parameter in self.named_parameters()]
-            known += parameters_of(optimizer)
+        if self.step >= self.noted.first - 1:
+            known = parameters_of(optimizer)
+            for model in self.models.values():
+                known += model.parameters()
             self.note_memory("gradients", [parameter.grad for parameter in known])
 
     def optimizer_ends(self, optimizer: Any) -> None:
         self.end()
-        if self.step >= self.first:
+        if self.step >= self.noted.first:
             self.note_memory("weights", [*self.model_tensors(), *parameters_of(optimizer)])
             states = []
             for values in optimizer.state.values():
                 states += values.values()
             self.note_memory("optimizer state", states)
-        if self.step == self.last and optimizer is self.optimizer:
-            self.is_after_step = True
-            self.gradients.watch(self.named_parameters())
 
     def model_tensors(self) -> Iterator[torch.Tensor]:
         for model in self.models.values():
@@ -192,7 +183,7 @@ class Recorder(Hooks):
 
         torch crashes if an optimizer's step starts it.
         """
-        if self.profiler or len(self.cuts) < self.first - 1:
+        if self.profiler or len(self.noted.cuts) < self.noted.first - 1:
             return
         if torch_dist.is_initialized():
             for group in torch_dist.distributed_c10d._world.pg_map:
@@ -202,7 +193,6 @@ class Recorder(Hooks):
         self.profiler = torch.profiler.profile(
             activities=torch.profiler.supported_activities(),  # CPU and, if any, GPU
             profile_memory=True,
-            record_shapes=not HAS_MESSAGE_HOOKS,  # costs time: only where no hook tells sizes
         )
         self.is_starting_profiler = True
         self.profiler.start()
@@ -218,6 +208,7 @@ class Recorder(Hooks):
 
     def watch_group(self, group: Any) -> None:
         self.groups[group] = torch_dist.get_process_group_ranks(group)
+        self.noted.has_group = True
         if HAS_MESSAGE_HOOKS:
             group.register_pre_hook(id(self), lambda args: self.note_message(args, group))
 
@@ -228,6 +219,7 @@ class Recorder(Hooks):
             "kind": name.removesuffix("base"),  # torch 2.15 has ALLGATHER_BASE and others
             "issued": time.time_ns(),
             "group": group.group_name,
+            "number": None,
             "bytes": sum(map(size_in_bytes, args.input_tensors or args.output_tensors)),
             "runs": 1,
             "peer": None,
@@ -236,17 +228,17 @@ class Recorder(Hooks):
             call["runs"] = len(args.input_tensors or args.output_tensors)
         if kind in ("SEND", "RECV"):
             call["peer"] = self.groups[group][args.root]
-        self.calls.append(call)
+        self.noted.calls.append(call)
         self.note_memory("message buffers", [*args.input_tensors, *args.output_tensors])
 
     def note_memory(self, kind: str, values: list) -> None:
-        """Note where in memory the tensors among these values are."""
+        """Note where in memory the tensors are: {address: (kind, bytes)}."""
         found = {}
         for value in values:
             if isinstance(value, torch.Tensor) and value.layout == torch.strided:
                 storage = local(value).untyped_storage()
                 found[storage.data_ptr()] = (kind, storage.nbytes())
-        self.tensors.append((time.time_ns(), found))
+        self.noted.tensors.append((time.time_ns(), found))
 
 
 def core_wait() -> int:

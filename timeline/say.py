@@ -1,26 +1,18 @@
 """Says what was found, in sentences."""
 
+import os
 import shutil
 import statistics
+import sys
 import textwrap
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
-from timeline import compare
-from timeline.data import (
-    COLLECTIVES,
-    KINDS,
-    PARTS,
-    WARM_UP,
-    Picture,
-    Recording,
-    counted,
-    ms,
-    size_of,
-)
-from timeline.equal import equalities
-from timeline.why import kinds, step_of, why
+from timeline.compare import was_seen
+from timeline.data import COLLECTIVES, KINDS, PARTS, Picture, Recording, counted, ms, size_of
+from timeline.steps import Step, Table, kinds
+from timeline.why import Reason
 
 
 class Line(NamedTuple):
@@ -34,15 +26,18 @@ def say(lines: Iterable[Line]) -> None:
         text = f"{line.subject:9} {line.sentence}"
         # Paths stay whole, so that they can be copied.
         options = {"break_long_words": False, "break_on_hyphens": False}
-        print(textwrap.fill(text, width, subsequent_indent=" " * 10, **options), flush=True)
+        try:
+            print(textwrap.fill(text, width, subsequent_indent=" " * 10, **options), flush=True)
+        except BrokenPipeError:  # `| head` has read enough; the files are still to be written
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def findings(
-    picture: Picture, recordings: list[Recording], first: int, last: int, clocks: str
+    picture: Picture, recordings: list[Recording], table: Table, reason: Reason
 ) -> list[Line]:
     """All lines."""
     ranks = picture["ranks"]
-    lines = [Line("step", length_of_step(picture, recordings, first, last))]
+    lines = [Line("step", length_of_step(picture, table, reason))]
     drawn = set()
     for one in ranks:
         lines.append(Line(f"rank {one['rank']}", part_sums(one, len(ranks) > 1)))
@@ -52,20 +47,18 @@ def findings(
         text = f"{' and '.join(missing)} can't be told apart, and are drawn as other"
         lines.append(Line("other", text))
     if len(ranks) > 1:
-        lines.append(Line("waiting", who_came_last(recordings, first, last)))
-    reason = why(recordings, first, last)
-    if reason and not lines[-1].sentence.startswith("not seen"):
-        lines.append(Line("why", reason))
+        lines.append(Line("waiting", who_came_last(table)))
+    if reason.text and not lines[-1].sentence.startswith("not seen"):
+        lines.append(Line("why", reason.text))
     text = of_ranks(ranks, message_sums)
     if len(ranks) > 1 and not any(one["messages"] for one in ranks):
         text += ", so each rank is drawn from the beginning of its own step"
     lines.append(Line("messages", text))
     lines.append(Line("memory", f"at most, {of_ranks(ranks, memory_sums)}"))
-    if clocks:
-        lines.append(Line("clocks", clocks))
+    if table.clocks:
+        lines.append(Line("clocks", table.clocks))
     lines += of_the_run(recordings)
-    if len(ranks) > 1 and any(recording["has_group"] for recording in recordings):
-        lines += [Line(*pair) for pair in equalities(recordings, last)]
+    lines += warnings(recordings, missing)
     return lines
 
 
@@ -80,34 +73,48 @@ def of_the_run(recordings: list[Recording]) -> Iterator[Line]:
         text = "they made different numbers of steps: with DDP, without its Join, those with more "
         text += "wait for ever"
         yield Line("ranks", text)
-    if ranks > 1 and not any(recording["has_group"] for recording in recordings):
-        text = "they are in no process group: separate programs, which average nothing"
-        yield Line("ranks", f"{text} (--nproc 1 starts only one)")
+
+
+def warnings(recordings: list[Recording], missing: list[str]) -> Iterator[Line]:
+    """Where the picture is surely not what the reader wants to see."""
+    if len(missing) == 2 and any(one["has_compiled"] for one in recordings):
+        text = "no forward and no backward was seen: what torch.compile compiles can't be watched"
+        yield Line("warning", f"{text}. Record the program without it")
+        return
+    if len(recordings) == 1 or any(one["messages"] for one in recordings):
+        return
+    text = "the ranks are in no process group: each is a program of its own (--nproc 1 starts one)"
+    if any(one["has_group"] for one in recordings):
+        text = "no message was seen in the recorded steps: does each rank train for itself?"
+        text += " equivalence/ says it"
+    yield Line("warning", text)
 
 
 # -------------------------------------------------------------------------------- the step drawn
 
 
-def length_of_step(picture: Picture, recordings: list[Recording], first: int, last: int) -> str:
+def length_of_step(picture: Picture, table: Table, reason: Reason) -> str:
     number, shown = picture["steps"]
     which = f"step {number + 1}"
     if shown > 1:
         which = f"steps {number + 1} to {number + shown}"
-    steps = compare.lengths(recordings, first, last)
-    bare = compare.lengths(recordings, WARM_UP, first - 2)
+    count = len(table.lengths)
+    chosen = f"nearest to the median of {count} recorded"
+    if reason.steps:
+        chosen = f"as it shows what `why` says of {len(reason.steps)} of {count} recorded"
     text = (
-        f"{ms(picture['length'])} ms: {which}, the shortest of {len(steps)} recorded "
-        f"(median of a step: {ms(statistics.median(steps))} ms; "
-        f"of {len(bare)} without the recorder: {ms(statistics.median(bare))} ms)"
+        f"{ms(picture['length'])} ms: {which}, {chosen} (median of a step: "
+        f"{ms(table.usual_length)} ms; of {len(table.bare)} without the recorder: "
+        f"{ms(statistics.median(table.bare))} ms)"
     )
     if shown > 1:
         return text
     others = []
-    for numbers in kinds(recordings, first, last).values():
+    for numbers in kinds(table):
         if number not in numbers:
-            others += [steps[other - first] for other in numbers]
+            others += [table.lengths[other - table.first] for other in numbers]
     if others:
-        text += f"; {len(others)} of the {len(steps)} have other passes or messages (median "
+        text += f"; {len(others)} of the {count} have other passes or messages (median "
         text += f"{ms(statistics.median(others))} ms)"
     return text
 
@@ -115,8 +122,11 @@ def length_of_step(picture: Picture, recordings: list[Recording], first: int, la
 def part_sums(one: dict, has_others: bool) -> str:
     sums: Counter = Counter()
     for part in one["parts"]:
-        sums[part.what] += part.end - part.begin
+        sums[part.what] += part.length
     text = ", ".join(f"{part} {ms(sums[part])}" for part in PARTS if part in sums) + " ms"
+    idle = sum(pause.length for pause in one["idle"])
+    if idle:
+        text += f", in {ms(idle)} of which the GPU has nothing to do"
     waits = []
     while_bytes_move = []
     for rank, duration in one["waits_for"]:
@@ -140,7 +150,11 @@ def message_sums(one: dict) -> str:
     for kind, some in sizes.items():
         together = " together" if len(some) > 1 else ""
         name = counted(len(some), COLLECTIVES.get(kind, kind))
-        texts.append(f"{name} {size_of(sum(some))}{together}")
+        size = "(size not seen)" if None in some else f"{size_of(sum(some))}{together}"
+        texts.append(f"{name} {size}")
+    unseen = sum(not was_seen(message) for message in one["messages"])
+    if unseen:
+        texts.append(f"when {unseen} of them ran was not seen")
     return ", ".join(texts) or "no messages"
 
 
@@ -164,17 +178,18 @@ def of_ranks(ranks: list[dict], text_of: Callable[[dict], str]) -> str:
 # ----------------------------------------------------------------------------- all recorded steps
 
 
-def who_came_last(recordings: list[Recording], first: int, last: int) -> str:
+def who_came_last(table: Table) -> str:
     """The ranks for which the others waited longest, and in how many of the recorded steps."""
     messages = []
-    for recording in recordings:
-        messages += recording["messages"]
-    if messages and not any(message["begin"] < message["end"] for message in messages):
+    for steps in table.ranks.values():
+        for step in steps:
+            messages += step.messages
+    if messages and not any(map(was_seen, messages)):
         return "not seen, as the profiler tells no times of messages"
     steps: Counter = Counter()
     waited: Counter = Counter()
-    for number in range(first, last + 1):
-        caused = waits_in_step(recordings, number)
+    for same in zip(*table.ranks.values(), strict=True):
+        caused = waits_in_step(same)
         if caused:
             rank, duration = caused.most_common(1)[0]
             steps[rank] += 1
@@ -182,18 +197,18 @@ def who_came_last(recordings: list[Recording], first: int, last: int) -> str:
     texts = []
     for rank, count in steps.most_common():
         average = ms(waited[rank] / count)
-        texts.append(f"for rank {rank} in {count} of {last - first + 1} steps, {average} ms each")
+        texts.append(f"for rank {rank} in {count} of {len(table.lengths)} steps, {average} ms each")
     if not texts:
         return "no rank waited for another"
     return f"the others waited longest {'; '.join(texts)}"
 
 
-def waits_in_step(recordings: list[Recording], number: int) -> Counter:
+def waits_in_step(same: Iterable[Step]) -> Counter:
     """How long the others waited for each rank, divided by how many waited for it."""
     caused: Counter = Counter()
     waiting: Counter = Counter()
-    for recording in recordings:
-        for rank, duration in step_of(recording, number).waits_for.items():
+    for step in same:
+        for rank, duration in step.waits_for.items():
             if rank is not None and duration > 0:
                 caused[rank] += duration
                 waiting[rank] += 1

@@ -16,7 +16,6 @@ from instruments.ranks import (
 )
 from timeline.data import Recording, counted, recorded_steps
 from timeline.draw import draw
-from timeline.events import recording_of  # noqa: F401  imported before the program changes sys.path
 from timeline.picture import picture_of
 from timeline.record import Recorder
 from timeline.say import Line, say

@@ -2,31 +2,54 @@
 
 import itertools
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from html import escape
 
+from timeline.data import Span
+
 LEFT, PLOT, WIDTH = 84, 640, 860  # pixels: where the time begins, how long it is; the whole
-STYLE = """<style>
-svg{--page:#fff;--ink:#1c2128;--soft:#57606a;--forward:#9ccbf2;--backward:#1f63ac;
---optimizer:#35b58a;--other:#cdd1d6;--hatch:#c0322b;--message:#f0a32a;--edge:#a86a00;
---weights:#3a434d;--state:#6fd0ae;--loading:#c9a0dc}
-@media(prefers-color-scheme:dark){svg{--page:#0d1117;--ink:#e6edf3;--soft:#9aa4af;
---forward:#7fb5e2;--backward:#2f74c0;--other:#565d66;--hatch:#ff8a80;--message:#e39a2b;
---edge:#f2c572;--weights:#aeb8c2;--state:#4fb795;--loading:#a97fc0}}
-text{font:13px system-ui,sans-serif;fill:var(--ink)}.title{font-weight:600;font-size:15px}
-.soft{fill:var(--soft)}.right{text-anchor:end}.middle{text-anchor:middle}.small{font-size:11px}
-.light{fill:#fff}.dark{fill:#1c2128}.page{fill:var(--page)}.f{fill:var(--forward)}
-.b{fill:var(--backward)}.o{fill:var(--optimizer)}.x{fill:var(--other)}.w{fill:url(#hatch)}
-.l{fill:var(--loading)}
-.m{fill:var(--message)}.v{fill:var(--weights)}.s{fill:var(--state)}.queue{fill:var(--edge)}
-.stays{fill:var(--message);fill-opacity:.18;stroke:var(--edge);stroke-dasharray:2.5 1.5}
-.line{stroke:var(--soft);fill:none}.hatch{stroke:var(--hatch)}
-.arrow{stroke:var(--edge);stroke-width:1.4;marker-end:url(#head)}
-.layer{stroke:var(--page);stroke-width:.7}.limit{stroke:var(--hatch);stroke-dasharray:5 3}
-</style><defs><pattern id="hatch" width="6" height="6" patternUnits="userSpaceOnUse"
+COLOURS = {  # on a light page, and on a dark one
+    "page": ("#fff", "#0d1117"),
+    "ink": ("#1c2128", "#e6edf3"),
+    "soft": ("#57606a", "#9aa4af"),
+    "forward": ("#9ccbf2", "#7fb5e2"),
+    "backward": ("#1f63ac", "#2f74c0"),
+    "optimizer": ("#35b58a", "#35b58a"),
+    "other": ("#cdd1d6", "#565d66"),
+    "hatch": ("#c0322b", "#ff8a80"),
+    "message": ("#f0a32a", "#e39a2b"),
+    "edge": ("#a86a00", "#f2c572"),
+    "weights": ("#3a434d", "#aeb8c2"),
+    "state": ("#6fd0ae", "#4fb795"),
+    "loading": ("#c9a0dc", "#a97fc0"),
+}
+RULES = """text{font:13px system-ui,sans-serif;fill:$ink}.title{font-weight:600;font-size:15px}
+.soft{fill:$soft}.right{text-anchor:end}.middle{text-anchor:middle}.small{font-size:11px}
+.light{fill:#fff}.dark{fill:#1c2128}.page{fill:$page}.f{fill:$forward}.b{fill:$backward}
+.o{fill:$optimizer}.x{fill:$other}.w{fill:url(#hatch)}.i{fill:url(#idle)}.l{fill:$loading}
+.m{fill:$message}.v{fill:$weights}.s{fill:$state}.queue{fill:$edge}
+.stays{fill:$message;fill-opacity:.18;stroke:$edge;stroke-dasharray:2.5 1.5}
+.line{stroke:$soft;fill:none}.hatch{stroke:$hatch}.idle{stroke:$page;stroke-width:3}
+.arrow{stroke:$edge;stroke-width:1.4;marker-end:url(#head)}
+.layer{stroke:$page;stroke-width:.7}.limit{stroke:$hatch;stroke-dasharray:5 3}"""
+DEFINITIONS = """<defs><pattern id="hatch" width="6" height="6" patternUnits="userSpaceOnUse"
 patternTransform="rotate(45)"><path class="hatch" d="M0,0v6"/></pattern>
-<marker id="head" class="queue" viewBox="0 0 6 6" refX="5" refY="3" markerWidth="5"
-markerHeight="5" orient="auto"><path d="M0,0L6,3L0,6z"/></marker></defs>"""
+<pattern id="idle" width="5" height="5" patternUnits="userSpaceOnUse"><path class="idle"
+d="M0,0v5"/></pattern><marker id="head" class="queue" viewBox="0 0 6 6" refX="5" refY="3"
+markerWidth="5" markerHeight="5" orient="auto"><path d="M0,0L6,3L0,6z"/></marker></defs>"""
+
+
+def style() -> str:
+    """The rules: for each colour its plain value, for viewers that know no var(), and the var()."""
+    rules = RULES
+    light, dark = "", ""
+    for name, (on_light, on_dark) in COLOURS.items():
+        rules = re.sub(rf"(\w+):\${name}\b", rf"\1:{on_light};\1:var(--{name})", rules)
+        light += f"--{name}:{on_light};"
+        dark += f"--{name}:{on_dark};"
+    dark = f"@media(prefers-color-scheme:dark){{svg{{{dark}}}}}"
+    return f"<style>\nsvg{{{light}}}\n{dark}\n{rules}\n</style>{DEFINITIONS}"
 
 
 class Drawing:
@@ -61,6 +84,33 @@ class Drawing:
             path += f"M{left:.1f},{top:.1f}h{width:.1f}v{height}h-{width:.1f}z"
         if path:
             self.path(style, path)
+
+    def mostly(self, spans: Iterable[Span]) -> list[tuple[float, float]]:
+        """From left to right, the pixels that these spans fill by half or more."""
+        shares: Counter = Counter()
+        for span in spans:
+            left, right = self.x(span.begin), self.x(span.end)
+            for pixel in range(int(left), int(right) + 1):
+                shares[pixel] += max(0.0, min(right, pixel + 1) - max(left, pixel))
+        boxes: list[tuple[float, float]] = []
+        for pixel in sorted(pixel for pixel in shares if shares[pixel] >= 0.5):
+            begin = boxes.pop()[0] if boxes and boxes[-1][1] == pixel else pixel
+            boxes.append((begin, pixel + 1))
+        return boxes
+
+    def axis(self) -> None:
+        """Of time, with at most eight round numbers."""
+        step = 1000
+        while self.longest / step > 7:  # 1, 2, 5, 10, 20, 50, ...
+            step = step * 5 // 2 if str(step).startswith("2") else step * 2
+        self.y += 10
+        marks = range(0, self.longest + 1, step)
+        ticks = "".join(f"M{self.x(mark):.1f},{self.y}v5" for mark in marks)
+        self.path("line", f"M{LEFT},{self.y}h{PLOT}{ticks}")
+        for mark in marks:
+            text = f"{mark / 1e6:g} ms" if mark else "0"
+            self.text(self.x(mark), self.y + 18, text, "middle")
+        self.y += 26
 
     def areas(
         self,
@@ -111,7 +161,7 @@ class Drawing:
         )
         lines = [
             head,
-            f'<desc id="told">{plain(description)}</desc>{STYLE}',
+            f'<desc id="told">{plain(description)}</desc>{style()}',
             f'<path class="page" d="M0,0h{width}v{height}h-{width}z"/>',
         ]
         return "\n".join([*lines, *self.lines, "</svg>\n"])

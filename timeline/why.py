@@ -1,174 +1,218 @@
 """Why a step takes so long: what one rank spends more than the others, or what all spend."""
 
+import itertools
+import math
 import statistics
-from collections import Counter
 from typing import NamedTuple
 
-from timeline import compare
-from timeline.data import PARTS, Recording, ms
+from timeline.data import PARTS, PHASES, ms
+from timeline.spent import (
+    average,
+    least,
+    loading_of,
+    more_on_core,
+    more_than_others,
+    spent_in,
+    typical_length,
+    waits_for,
+    without_core,
+)
+from timeline.steps import Table
 
 LEAST = 0.1  # of a step: less is not worth a word
 MUCH = 0.3  # of a step, for what all ranks spend
-CHECK = ("allgather", 16)  # distributed.py compares the calls
+ALIKE = 0.7  # two ratios of which the smaller one is at least so large, compared with the other
+CHANCE = 0.01  # what is more probable without a cause is not named
+LAUNCH = 1_000_000  # ns: in a longer pause the process does something else than to launch kernels
+OWN_PARTS = [part for part in PARTS if part != "waiting"]
 
 
-class Step(NamedTuple):
-    """What a rank spends in a step, in nanoseconds."""
+class Reason(NamedTuple):
+    """A sentence, and the numbers of the steps that have what it says; [] if all have."""
 
-    parts: Counter
-    waits_for: Counter  # other ranks; None: while bytes move
-    without_core: int
-    length: int
+    text: str
+    steps: list[int]
 
 
-def step_of(recording: Recording, number: int) -> Step:
-    begin, end = recording["cuts"][number : number + 2]
-    spans = compare.parts_of(recording["spans"], begin, end)
-    parts: Counter = Counter()
-    for span in spans:
-        parts[span.what] += span.end - span.begin
-    core = recording["core_waits"][number : number + 2]
-    without_core = core[1] - core[0] if len(core) == 2 else 0
-    waits = compare.waits_for(spans, compare.issued_in(recording, begin, end))
-    return Step(parts, waits, without_core, end - begin)
+def why(table: Table, has_workers: bool = False) -> Reason:
+    """The text is "" if nothing was seen, or only chance.
+
+    has_workers: of each rank's DataLoader.
+    """
+    late = late_workers(table) if has_workers else ""
+    if len(table.ranks) > 1 and not late:
+        for find in slow_rank, slow_now_and_then:
+            reason = find(table)
+            if reason.text:
+                return reason
+        late = late_by_turns(table)
+    return Reason("; ".join(what_all_spend(table, late)), [])
 
 
-def why(recordings: list[Recording], first: int, last: int) -> str:
-    """A sentence; "" if nothing was seen, or only chance."""
-    ranks = {}
-    for recording in recordings:
-        steps = [step_of(recording, number) for number in range(first, last + 1)]
-        ranks[recording["rank"]] = steps
-    late = late_workers(ranks) if all(one["has_workers"] for one in recordings) else ""
-    found = slow_rank(ranks) if len(ranks) > 1 and not late else ""
-    return found or "; ".join(what_all_spend(ranks, late))
-
-
-def late_workers(ranks: dict[int, list[Step]]) -> str:
+def late_workers(table: Table) -> str:
     """Workers that are too slow on every rank: whose batches come last is then only chance.
 
     On a rank whose workers are fast enough, the next batch is there when the others have come.
     """
-    loading = [average([step.parts["loading"] for step in steps]) for steps in ranks.values()]
-    length = typical_length(ranks)
+    loading = [loading_of(steps) for steps in table.ranks.values()]
+    length = typical_length(table)
     shortest, longest = min(loading), max(loading)
-    if len(ranks) == 1 or shortest < LEAST * length or longest < MUCH * length:
+    if len(table.ranks) == 1 or shortest < LEAST * length or longest < MUCH * length:
         return ""
     return f"each rank waits {ms(shortest)} to {ms(longest)} of {ms(length)} ms for its next batch"
 
 
-def slow_rank(ranks: dict[int, list[Step]]) -> str:
+# ------------------------------------------------------------------------------------ one slow rank
+
+
+def slow_rank(table: Table) -> Reason:
     """The rank for which the others wait longest, if it is always the same part that it spends."""
-    waits = {rank: waits_for(ranks, rank) for rank in ranks}
+    waits = {rank: waits_for(table, rank) for rank in table.ranks}
     slow = max(waits, key=lambda rank: statistics.median(waits[rank]))
     wait = statistics.median(waits[slow])
-    length = typical_length(ranks)
+    length = typical_length(table)
     if wait < LEAST * length:
-        return ""
-    extras = {}
-    for part in PARTS:
-        if part != "waiting":
-            extras[part] = more_than_others(spent_in(part, ranks), slow)
-    part = max(extras, key=lambda part: statistics.median(extras[part]))
-    more = statistics.median(extras[part])
-    usual = sorted(extras[part])[len(extras[part]) // 4]  # three of four steps have more
+        return Reason("", [])
+    extras = {(part,): more_than_others(table, slow, spent_in(part)) for part in OWN_PARTS}
+    if in_proportion(table, slow):
+        computing = "forward", "backward"
+        extras[computing] = more_than_others(table, slow, spent_in(*computing))
+    parts = max(extras, key=lambda parts: statistics.median(extras[parts]))
+    more = statistics.median(extras[parts])
+    usual = sorted(extras[parts])[len(extras[parts]) // 4]  # three of four steps have more
     if more < max(LEAST * length, wait / 2) or more > 2 * wait or usual < more / 2:
-        return ""
-    text = f"rank {slow} spends {ms(more)} ms more in {part} than the others"
-    without_core = {}
-    for rank, steps in ranks.items():
-        without_core[rank] = [step.without_core for step in steps]
-    core = statistics.median(more_than_others(without_core, slow))
+        return Reason("", [])
+    text = f"rank {slow} spends {ms(more)} ms more in {' and '.join(parts)} than the others"
+    core = statistics.median(more_than_others(table, slow, without_core))
     if core > more / 2:
         text += f" ({ms(min(core, more))} ms of it without a core)"
-    return f"{text}, who wait {ms(wait)} ms a step for it"
+    elif len(parts) > 1:
+        text += f", {in_proportion(table, slow):.1f} times as long: has it more to compute?"
+        return Reason(f"{text} They wait {ms(wait)} ms a step for it", [])
+    return Reason(f"{text}, who wait {ms(wait)} ms a step for it", [])
 
 
-def waits_for(ranks: dict[int, list[Step]], slow: int) -> list[float]:
-    """How long the other ranks waited for this one in each step, on average."""
-    others = [steps for rank, steps in ranks.items() if rank != slow]
-    found = []
-    for same in zip(*others, strict=True):
-        found.append(statistics.mean(step.waits_for[slow] for step in same))
-    return found
+def in_proportion(table: Table, slow: int) -> float:
+    """How many times as long as the others' its forward and its backward take; 0 if not alike."""
+    times = []
+    for part in "forward", "backward":
+        usual = {}
+        for rank, steps in table.ranks.items():
+            usual[rank] = statistics.median(step.spent[part] for step in steps)
+        own = usual.pop(slow)
+        times.append(own / max(statistics.mean(usual.values()), 1))
+    if min(times) < 1 + LEAST or min(times) < ALIKE * max(times):
+        return 0
+    return statistics.mean(times)
 
 
-def spent_in(part: str, ranks: dict[int, list[Step]]) -> dict[int, list[int]]:
-    spent = {}
-    for rank, steps in ranks.items():
-        spent[rank] = [step.parts[part] for step in steps]
-    return spent
+def slow_now_and_then(table: Table) -> Reason:
+    """A rank that spends more in some steps only: so much that the mean of all steps shows it.
+
+    Time without a core is chance.  So is what another rank has now and then, too.
+    """
+    length = table.usual_length
+    found = {}
+    for rank in table.ranks:
+        for part in OWN_PARTS:
+            extras = more_on_core(table, rank, part)
+            found[rank, part] = statistics.mean(max(0, extra) for extra in extras)
+    slow, part = max(found, key=found.__getitem__)
+    mean = found.pop((slow, part))
+    rest = max(mean_of for (rank, _), mean_of in found.items() if rank != slow)
+    wait = statistics.mean(waits_for(table, slow))
+    if mean < LEAST * statistics.mean(table.lengths) or mean < 2 * rest or wait < mean / 2:
+        return Reason("", [])
+    extras = more_on_core(table, slow, part)
+    least_pause = max(LEAST * length, mean)
+    places = [k for k, extra in enumerate(extras) if extra > least_pause]
+    others = 0  # pauses of other ranks, in any part
+    for rank in table.ranks:
+        parts = [more_on_core(table, rank, one) for one in OWN_PARTS]
+        if rank != slow:
+            others += sum(max(same) > least_pause for same in zip(*parts, strict=True))
+    if is_chance(places, others, len(table.ranks)):
+        return Reason("", [])
+    more = statistics.mean(extras[place] for place in places)
+    text = (
+        f"rank {slow} spends {ms(more)} ms more in {part} in {len(places)} of {len(extras)} steps"
+    )
+    return Reason(text, [table.first + place for place in places])
 
 
-def more_than_others(spent: dict[int, list[int]], slow: int) -> list[float]:
-    """What this rank spends more than the others in each step, on average."""
-    others = [steps for rank, steps in spent.items() if rank != slow]
-    found = []
-    for own, *same in zip(spent[slow], *others, strict=True):
-        found.append(own - statistics.mean(same))
-    return found
+def is_chance(places: list[int], others: int, ranks: int) -> bool:
+    """Whether pauses that come by chance, to any rank, would often come to one so often.
+
+    Not if they come at regular intervals.
+    """
+    gaps = {later - earlier for earlier, later in itertools.pairwise(places)}
+    if len(places) >= 4 and len(gaps) == 1:
+        return False
+    count, share = len(places) + others, 1 / ranks
+    probability = 0.0
+    for mine in range(len(places), count + 1):
+        ways = math.comb(count, mine)
+        probability += ways * share**mine * (1 - share) ** (count - mine)
+    return probability > CHANCE
 
 
-def typical_length(ranks: dict[int, list[Step]]) -> float:
-    """The median of a step, on the rank where it takes longest."""
-    medians = []
-    for steps in ranks.values():
-        medians.append(statistics.median(step.length for step in steps))
-    return max(medians)
+def late_by_turns(table: Table) -> str:
+    """The others wait long in each step, and not for the same rank.
+
+    Ranks that send to each other, as the stages of a pipeline, do so by design.
+    """
+    if table.arrows:
+        return ""
+    waits = {rank: waits_for(table, rank) for rank in table.ranks}
+    longest, last = [], []
+    for same in zip(*waits.values(), strict=True):
+        longest.append(max(same))
+        last.append(same.index(max(same)))
+    usual = statistics.median(longest)
+    most = max(last.count(place) for place in last)
+    if usual < MUCH * table.usual_length or most > 0.75 * len(last):
+        return ""
+    if least(list(table.ranks.values()), without_core) > usual / 2:
+        return ""  # they take turns on the cores
+    text = f"another rank is late in each step, and the others wait {ms(usual)} of "
+    text += f"{ms(table.usual_length)} ms for it: the work of a batch differs, or the machine "
+    return f"{text}is shared"
 
 
-def what_all_spend(ranks: dict[int, list[Step]], late: str) -> list[str]:
-    """Loading (late: by workers), messages that nothing hides, and cores that others have."""
-    length = typical_length(ranks)
-    loading, messages, core, lengths = [], [], [], []
-    for steps in ranks.values():
-        loading.append(average([step.parts["loading"] for step in steps]))
-        lengths.append(average([step.length for step in steps]))
-        messages.append(statistics.median(step.waits_for[None] for step in steps))
-        core.append(statistics.median(step.without_core for step in steps))
+# ----------------------------------------------------------------------------- what all ranks spend
+
+
+def what_all_spend(table: Table, late: str) -> list[str]:
+    """Loading (late: a rank is, now this one, now that), messages, pauses of GPUs, no cores."""
+    length = typical_length(table)
+    all_steps = list(table.ranks.values())
     texts = [late] if late else []
-    who = "each rank" if len(ranks) > 1 else "the process"
-    if not late and min(loading) > MUCH * max(lengths):
-        text = f"{who} waits {ms(min(loading))} of {ms(max(lengths))} ms for its next batch"
+    who = "each rank" if len(all_steps) > 1 else "the process"
+    loading = min(map(loading_of, all_steps))
+    longest = max(average([step.length for step in steps]) for steps in all_steps)
+    if not late and loading > MUCH * longest:
+        texts.append(f"{who} waits {ms(loading)} of {ms(longest)} ms for its next batch")
+    messages = least(all_steps, lambda step: step.waits_for[None])
+    if messages > MUCH * length:
+        text = f"messages take {ms(messages)} of {ms(length)} ms in which {who} does nothing else"
         texts.append(text)
-    if min(messages) > MUCH * length:
-        text = f"messages take {ms(min(messages))} of {ms(length)} ms in which {who} does nothing"
-        texts.append(f"{text} else")
-    if min(core) > MUCH / 2 * length:
-        text = f"{who} is ready, but has no core for {ms(min(core))} of {ms(length)} ms"
-        texts.append(text)
+    idle = least(all_steps, lambda step: sum(pause.length for pause in step.idle))
+    if idle > MUCH * length:
+        texts.append(f"the GPU has nothing to do for {ms(idle)} of {ms(length)} ms: {cause(table)}")
+    core = least(all_steps, without_core)
+    if core > MUCH / 2 * length:
+        texts.append(f"{who} is ready, but has no core for {ms(core)} of {ms(length)} ms")
     return texts
 
 
-def average(times: list[int]) -> float:
-    """Of several steps, as workers of a DataLoader bring their batches together, and then none.
-
-    The longest is left out, which may be an epoch's first, when they start.
-    """
-    return statistics.mean(sorted(times)[:-1] or times)
-
-
-# -------------------------------------------------------------------------------- kinds of steps
-
-
-def kinds(recordings: list[Recording], first: int, last: int) -> dict[tuple, list[int]]:
-    """The steps by what is done in them: how many passes, and which messages."""
-    found: dict[tuple, list[int]] = {}
-    for number in range(first, last + 1):
-        signature = tuple(signature_of(recording, number) for recording in recordings)
-        found.setdefault(signature, []).append(number)
-    return found
-
-
-def signature_of(recording: Recording, number: int) -> tuple:
-    begin, end = recording["cuts"][number : number + 2]
-    backwards = {span.begin for span in recording["spans"] if span.what == "backward"}
-    counts: Counter = Counter()
-    for span in recording["spans"]:
-        is_loss = span.end in backwards  # it is a part of a forward pass
-        if begin <= span.begin < end and span.what not in ("wait", "data") and not is_loss:
-            counts[span.what] += 1
-    for message in compare.issued_in(recording, begin, end):
-        if (message["kind"], message["bytes"]) != CHECK:
-            counts[message["kind"]] += 1
-    return tuple(sorted(counts.items()))
+def cause(table: Table) -> str:
+    """Why the GPU has nothing to do: short pauses, or long ones in which something else is done."""
+    short, spent = 0, dict.fromkeys(PHASES, 0)
+    for steps in table.ranks.values():
+        for step in steps:
+            for pause in step.idle:
+                spent[pause.what] += pause.length
+                short += pause.length if pause.length < LAUNCH else 0
+    if short > sum(spent.values()) / 2:
+        return "kernels are launched too slowly"
+    return f"{max(spent, key=spent.__getitem__)} launches no kernel then"

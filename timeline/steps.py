@@ -1,0 +1,133 @@
+"""The table of steps: what each rank does in each of them; made once, and read by the others."""
+
+import itertools
+import statistics
+from collections import Counter
+from typing import NamedTuple
+
+from timeline.compare import align_clocks, match_messages
+from timeline.data import KINDS, Allocation, Message, Recording, Span
+from timeline.lanes import inside, parts_of
+
+CHECK = ("allgather", 16)  # distributed.py compares the calls
+
+
+class Step(NamedTuple):
+    """What a rank does in a step."""
+
+    begin: int
+    end: int
+    parts: list[Span]  # without a gap
+    idle: list[Span]  # inside of them: the GPU has nothing to do
+    spent: Counter  # by part
+    waits_for: Counter  # other ranks; None: for no rank, as bytes moved or a queue was full
+    without_core: int
+    passes: Counter  # by kind
+    messages: list[Message]
+
+    @property
+    def length(self) -> int:
+        return self.end - self.begin
+
+
+class Table(NamedTuple):
+    """All ranks' steps, on one clock."""
+
+    first: int  # the number of the first recorded step
+    ranks: dict[int, list[Step]]
+    lengths: list[int]  # of each step, on the rank where it took longest
+    bare: list[int]  # the same of steps without the recorder
+    arrows: list[dict]  # from a send to the end of the wait for it
+    clocks: str  # in words, what was done to have one clock
+
+    @property
+    def usual_length(self) -> float:
+        return statistics.median(self.lengths)
+
+
+def table_of(recordings: list[Recording]) -> Table:
+    """Brings the clocks and the messages of the recordings together, and makes the table."""
+    clocks = align_clocks(recordings)
+    arrows = match_messages(recordings)
+    first = recordings[0]["first"]
+    numbers = range(first, min(one["last"] for one in recordings) + 1)
+    ranks = {}
+    for recording in recordings:
+        ranks[recording["rank"]] = [step_of(recording, number) for number in numbers]
+    lengths = []
+    for same in zip(*ranks.values(), strict=True):
+        lengths.append(max(step.length for step in same))
+    bare = [max(same) for same in zip(*(one["bare"] for one in recordings), strict=False)]
+    return Table(first, ranks, lengths, bare, arrows, clocks)
+
+
+def step_of(recording: Recording, number: int) -> Step:
+    begin, end = recording["cuts"][number : number + 2]
+    parts = parts_of(recording["lane"], begin, end)
+    spent: Counter = Counter()
+    for part in parts:
+        spent[part.what] += part.length
+    core = recording["core_waits"][number : number + 2]
+    messages = [message for message in recording["messages"] if message["step"] == number]
+    return Step(
+        begin,
+        end,
+        parts,
+        inside(recording["idle"], begin, end),
+        spent,
+        waits_for(parts, messages),
+        core[1] - core[0] if len(core) == 2 else 0,
+        recording["passes"][number],
+        messages,
+    )
+
+
+def waits_for(parts: list[Span], messages: list[Message]) -> Counter:
+    """How long the rank waited for each other rank."""
+    found: Counter = Counter()
+    by_begin = sorted(messages, key=lambda message: message["begin"])
+    for part in parts:
+        if part.what != "waiting":
+            continue
+        now = part.begin
+        remaining = part.length
+        for message in by_begin:
+            left, right = max(now, message["begin"]), min(part.end, message["until"])
+            if left < right:
+                found[message["last"]] += right - left
+                remaining -= right - left
+                now = right
+        found[None] += remaining
+    return found
+
+
+def kinds(table: Table) -> list[list[int]]:
+    """The numbers of steps in which the same is done: equal passes, and equal messages."""
+    found: dict[tuple, list[int]] = {}
+    for place, same in enumerate(zip(*table.ranks.values(), strict=True)):
+        done = tuple(signature_of(step) for step in same)
+        found.setdefault(done, []).append(table.first + place)
+    return list(found.values())
+
+
+def signature_of(step: Step) -> tuple:
+    counts = step.passes.copy()
+    for message in step.messages:
+        if (message["kind"], message["bytes"]) != CHECK:
+            counts[message["kind"]] += 1
+    return tuple(sorted(counts.items()))
+
+
+def memory_curve(allocations: list[Allocation], begin: int, end: int) -> dict[str, list[int]]:
+    """The "times" of its changes, and the bytes of each of KINDS from then on."""
+    changes: dict[float, Counter] = {begin: Counter(), end: Counter()}
+    for one in allocations:
+        if one.born < end and begin < one.freed:
+            changes.setdefault(max(one.born, begin), Counter())[one.kind] += one.bytes
+            if one.freed < end:
+                changes.setdefault(one.freed, Counter())[one.kind] -= one.bytes
+    times = sorted(changes)
+    curve = {"times": [time - begin for time in times]}
+    for kind in KINDS:
+        curve[kind] = list(itertools.accumulate(changes[time][kind] for time in times))
+    return curve
