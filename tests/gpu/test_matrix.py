@@ -82,7 +82,7 @@ MESH = "-m variants.mnist_mesh"  # four processes are two models of two GPUs eac
 @pytest.mark.parametrize(
     ("script", "n"),
     [(script, 2) for script in (*SCRIPTS, MESH)]
-    + [pytest.param(script, 3, marks=pytest.mark.slow) for script in SCRIPTS]
+    + [pytest.param(script, 3, marks=pytest.mark.slow) for script in ("mnist_ddp.py", "-m variants.mnist_zero")]
     + [pytest.param(MESH, 4, marks=pytest.mark.slow)],
 )
 def test_several_gpus(machine, short, exact, script, n):
@@ -106,8 +106,7 @@ def test_two_processes_share_a_gpu(machine, short, exact):
 
 
 @pytest.mark.slow  # 250 steps, and torchrun
-@pytest.mark.parametrize("n", [2, 3])
-@pytest.mark.parametrize("script", ["min_DDP.py", TORCHRUN])
+@pytest.mark.parametrize(("script", "n"), [("min_DDP.py", 3), (TORCHRUN, 2)])
 def test_long_ones(machine, short, exact, script, n):
     if script == TORCHRUN:
         machine.needs(n)  # plain torch: nobody asks for DIST_BACKEND
