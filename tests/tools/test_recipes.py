@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.nn
 import torch.nn.functional as F
 from test_variables import srun_command
 from torch import distributed as torch_dist
@@ -145,6 +146,12 @@ def contrastive(heading, folder):
         after(heading, *change, images=embedded[:, 0], texts=embedded[:, 1], F=F)
         for param, expected in zip(model.parameters(), whole.parameters(), strict=True):
             found[number].append(torch.allclose(param.grad * (3 if number else 1), expected.grad))
+    model = dist.prepare_ddp_model(copy.deepcopy(net))  # with a gather that passes gradients back: no factor
+    embedded = model(pairs[4 * dist.get_rank() :][:4])
+    texts = torch.cat(torch_dist.nn.functional.all_gather(embedded[:, 1].contiguous()))
+    F.cross_entropy(embedded[:, 0] @ texts.T, torch.arange(4) + 4 * dist.get_rank()).backward()
+    for param, expected in zip(model.parameters(), whole.parameters(), strict=True):
+        found[0].append(torch.allclose(param.grad, expected.grad))
     return all(found[0] + found[1])
 
 
