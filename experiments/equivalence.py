@@ -57,8 +57,7 @@ def row(program: Program) -> list[str]:
     for label in "learning rate", "copies":
         if label in lines:
             said = lines[label]
-    if said.startswith("right") or not said:
-        said = ""
+    said = "" if said.startswith("right") else re.match(r"(WRONG: )?[^:(]*", said)[0].strip()
     verdict = lines.get("verdict", "it failed").replace(" from one process in:", " in")
     limit = re.search(r"a difference above (\S+) would have been seen", verdict)
     verdict = re.sub(r"( as one process|:|;|, which ).*", "", verdict)
