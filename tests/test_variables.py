@@ -326,16 +326,21 @@ def python_command():
 
 
 DIFFERS = """
-import sys, time, torch
+import signal, sys, time, torch
 import distributed as dist
 
 print("top", flush=True)
+
+def save(*_):
+    print("saved", flush=True)
+    sys.exit(143)
 
 def worker(rank, n, what):
     dist.init_process_group()
     first, second = dist.gather(torch.rand(1))
     dist.print_primary("equal" if first == second else "different", "numbers;", torch.get_num_threads(), "threads")
     if what == "fails" and rank == 1: raise ValueError("mine")
+    if what == "SIGTERM": signal.signal(signal.SIGTERM, save)
     if what in ("SIGTERM", "SIGINT"):
         print("ready", flush=True)
         time.sleep(100)
@@ -389,6 +394,7 @@ def test_in_what_the_starts_differ(launcher, tmp_path):
         out = process.communicate(timeout=100)[0]
         assert process.returncode == code, out
         assert ("where each rank stands" in out) == (is_python and name == "SIGINT"), out
+        assert out.count("saved") == (2 if name == "SIGTERM" else 0) and ("SignalException" in out) != is_python, out
 
 
 @pytest.mark.slow
