@@ -241,13 +241,15 @@ def stream(heading, folder):
     names = {"IterableDataset": IterableDataset, "get_worker_info": get_worker_info, "DataLoader": DataLoader}
     names |= {"random": random, "itertools": itertools, "seed": 1, "epoch": 2, "batch_size": 5}
 
-    def batches(lengths):
+    def batches(lengths, *change):
         files = [range(100 * number, 100 * number + length) for number, length in enumerate(lengths)]
-        numbers = after(heading, files=files, read=iter, examples=sum(lengths), **names)["batches"]
+        numbers = after(heading, *change, files=files, read=iter, examples=sum(lengths), **names)["batches"]
         return files, dist.gather(torch.stack([*numbers]))
 
     files, found = batches([5] * 6)
     assert sorted(torch.cat(found).flatten().tolist()) == sorted(itertools.chain(*files))
+    _, found = batches([5] * 6, "seed + epoch", "seed + epoch + dist.get_rank()")
+    assert len(set(torch.cat(found).flatten().tolist())) < 30  # some are read twice
     assert [len(rank) for rank in batches([5, 15, 5, 5, 10, 5, 30])[1]] == [5, 5, 5]
     return "5 files for 6 readers" in error_of(batches, [5] * 5)
 
