@@ -3,30 +3,40 @@
     import sys
 
     import torch
+    from torch.utils.data import DataLoader
 
     import checkpoint as ckpt
     import distributed as dist
 
-    def main_worker(local_rank, world_size, last_step):
+    def main_worker(local_rank, world_size, epochs, batch_size):
         dist.init_process_group()
         stop = ckpt.Preemption()                      # notes a SIGTERM, whichever process gets it
+        sampler = dist.data_sampler(dataset)
+        loader = DataLoader(dataset, batch_size // world_size, sampler=sampler, drop_last=True)
+        in_epoch = len(loader)                        # steps, as long as nothing is skipped
         model = Net().to(dist.get_device())
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1, 0.1, epochs * in_epoch)
         model = dist.prepare_ddp_model(model)
-        keeper = ckpt.Keeper("run", model=model, optimizer=optimizer)
-        state = keeper.restore()                      # {}: it is a new run
-        for step in range(state.get("step", 0) + 1, last_step + 1):
-            ...                                       # one step of the training
-            stopping = stop.agreed()
-            if stopping or step % 100 == 0 or step == last_step:
-                keeper.save(step)                     # on every rank; rank 0 writes
-            if stopping:
-                dist.cleanup()
-                sys.exit(143)                         # says: stopped, and saved
+        keeper = ckpt.Keeper("run", model=model, optimizer=optimizer, scheduler=scheduler)
+        step = keeper.restore().get("step", 0)        # 0: it is a new run
+        for epoch in range(step // in_epoch, epochs):
+            sampler.set_epoch(epoch, skip=step % in_epoch * loader.batch_size)  # what was trained before the stop
+            for batch in loader:
+                loss = train_step(model, batch, optimizer)  # yours
+                scheduler.step()
+                step += 1
+                stopping = stop.agreed()              # a collective; a SIGTERM counts here, so call it in every step
+                if stopping or step % 100 == 0 or step == epochs * in_epoch:
+                    keeper.save(step)                 # on every rank; rank 0 writes
+                if stopping:
+                    dist.cleanup()
+                    sys.exit(143)                     # says: stopped, and saved
+            dist.print_primary(f"epoch {epoch}  loss {dist.reduce(loss):.4f}")
         dist.cleanup()
 
     if __name__ == "__main__":
-        dist.launch(main_worker, 1000)
+        dist.launch(main_worker, 5, 20)
 
 A checkpoint is a file that torch.load reads with weights_only=True: a dictionary with "step", "config", "parts" (each
 part's state dict, the model's without "module."), "random" (each rank's state of torch's random numbers; Python's and

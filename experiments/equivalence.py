@@ -57,11 +57,12 @@ def row(program: Program) -> list[str]:
     for label in "learning rate", "copies":
         if label in lines:
             said = lines[label]
-    if said.startswith("right") or not said:
-        said = ""
-    verdict = lines.get("verdict", "it failed")
+    said = "" if said.startswith("right") else re.match(r"(WRONG: )?[^:(]*", said)[0].strip()
+    verdict = lines.get("verdict", "it failed").replace(" from one process in:", " in")
+    limit = re.search(r"a difference above (\S+) would have been seen", verdict)
+    verdict = re.sub(r"( as one process|:|;|, which ).*", "", verdict)
     distance, rounding = apart.groups() if apart else (measured.NONE, measured.NONE)
-    return [f"`{program.name}`", verdict, distance, rounding, said]
+    return [f"`{program.name}`", verdict, limit[1] if limit else measured.NONE, distance, rounding, said]
 
 
 def main() -> int:
@@ -74,7 +75,7 @@ def main() -> int:
         if name not in known:
             parser.error(f"there is no program {name!r}: choose from {', '.join(known)}")
     chosen = [known[name] for name in args.names or known]
-    rows = [["program", "verdict", "apart", "rounding, up to", "what it says"]]
+    rows = [["program", "verdict", "seen above", "apart", "rounding, up to", "what it says"]]
     for program in chosen:
         rows.append(row(program))
         print(*rows[-1], sep="  ", flush=True)

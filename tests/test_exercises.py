@@ -56,7 +56,8 @@ WRONG = {
         ("is not shuffled", "return order" + SHARE, "return ((torch.arange(count) + epoch) % count)" + SHARE),
         ("there is no example", "order[", "(order + 1)["),
         ("2 examples, epoch 0: 1 counted twice", ".tolist()", ".tolist() or [0]"),
-        ("right, but from the global generator", START, "torch.manual_seed(epoch)"),
+        ("right, but from a global generator: after torch.manual_seed", START, "torch.manual_seed(epoch)"),
+        ("a global generator: after random.seed", START, "__import__('random').seed(epoch)"),
     ],
     "ring_all_reduce": [
         ("the tensor is unchanged", START, "return"),

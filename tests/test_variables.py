@@ -321,6 +321,82 @@ def test_under_a_real_launcher(launcher, tmp_path):
     assert process.returncode == 0 and says(2) in out and out.count("rank 0") == 1, out
 
 
+def python_command():
+    return [sys.executable], {"NPROC": "2"}
+
+
+DIFFERS = """
+import signal, sys, time, torch
+import distributed as dist
+
+print("top", flush=True)
+
+def save(*_):
+    print("saved", flush=True)
+    sys.exit(143)
+
+def worker(rank, n, what):
+    dist.init_process_group()
+    first, second = dist.gather(torch.rand(1))
+    dist.print_primary("equal" if first == second else "different", "numbers;", torch.get_num_threads(), "threads")
+    if what == "fails" and rank == 1: raise ValueError("mine")
+    if what == "SIGTERM": signal.signal(signal.SIGTERM, save)
+    if what in ("SIGTERM", "SIGINT"):
+        print("ready", flush=True)
+        time.sleep(100)
+    dist.cleanup()
+    return "result"
+
+if __name__ == "__main__":
+    returned = dist.launch(worker, sys.argv[1])
+    print(f"{returned} is returned", flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "launcher", [python_command, *LAUNCHERS], ids=["python", "torchrun", "Open MPI", "MPICH", "srun"]
+)
+def test_in_what_the_starts_differ(launcher, tmp_path):
+    """The table of docs/launching.md; what a notebook does is in test_launcher.py and test_notebook.py."""
+    for helper in "distributed.py", "distributed_launcher.py":
+        shutil.copy(ROOT / helper, tmp_path)
+    (tmp_path / "train.py").write_text(DIFFERS)
+    command, environment = launcher()
+    is_python = launcher is python_command
+
+    process = start(command, tmp_path, "ends", **environment)
+    out = process.communicate(timeout=100)[0]
+    assert process.returncode == 0, out
+    assert out.count("top\n") == (1 if is_python else 2)
+    assert ("equal numbers" if is_python else "different numbers") in out
+    assert (out.count("result is returned"), out.count("None is returned")) == ((1, 0) if is_python else (1, 1))
+    if launcher in (python_command, torchrun_command):
+        cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
+        threads = max(1, cores // 2) if is_python else 1
+        assert f"{threads} threads" in out or Path("/sys/fs/cgroup/cpu.max").exists(), out  # a container's share
+
+    process = start(command, tmp_path, "fails", **environment)
+    out = process.communicate(timeout=100)[0]
+    assert process.returncode == 1 and "ValueError: mine" in out, out
+    if is_python:
+        assert "ValueError: mine" in out.splitlines()[-2:]  # the last may say that rank 0 had finished
+
+    codes = {python_command: (143, 130), torchrun_command: (1, 1)}.get(launcher, ())
+    for name, code in zip(("SIGTERM", "SIGINT"), codes, strict=False):
+        process = start(command, tmp_path, name, **environment)
+        early = ""
+        while early.count("ready") < 2:
+            line = process.stdout.readline()
+            assert line, early
+            early += line
+        process.send_signal(getattr(signal, name))
+        out = process.communicate(timeout=100)[0]
+        assert process.returncode == code, out
+        assert ("where each rank stands" in out) == (is_python and name == "SIGINT"), out
+        assert out.count("saved") == (2 if name == "SIGTERM" else 0) and ("SignalException" in out) != is_python, out
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", LAUNCHERS[1:3], ids=["Open MPI", "MPICH"])
 def test_two_containers_whose_processes_have_the_same_numbers_do_not_meet(launcher, tmp_path):

@@ -9,7 +9,7 @@ A block stands between <!-- kind: what --> and <!-- end -->:
     kind        what                      what is written
     steps                                 the table of the steps in the root
     lines       PARENT FILE               +added -removed, as git counts them
-    diff        PARENT FILE [N]           the diff, with N (1) lines of context
+    diff        PARENT FILE [N]           the diff, with N (1) lines of context; PARENT FILE 0 | grep WORD: a part
     output      [VARIABLE=VALUE] ARGS     what `python ARGS` prints, with the end of its error; ARGS | grep WORD: a part
     why         NAME                      the line `why` of the recording in docs/timelines/NAME.svg
     mistake     [VARIABLE=VALUE] NAME     a mistake of demos/mistakes.py, wrong and right: its lines, their output
@@ -58,10 +58,16 @@ def lines(before: str, after: str) -> str:
     return "+{} -{}".format(*diff_lines(before, after))
 
 
-def diff(before: str, after: str, context: str = "1") -> str:
-    """The diff, without the four lines that name the files, and without line numbers."""
+def diff(before: str, after: str, context: str = "1", *pipe: str) -> str:
+    """The diff, without the four lines that name the files, and without line numbers.
+
+    pipe: `| grep WORD`, for the changed lines with this word only.
+    """
     hunks = git_diff(f"-U{context}", before, after).split("\n@@ ")[1:]
     hunks = ["@@" + hunk.split("@@", 1)[1].rstrip("\n").removesuffix("\n ") for hunk in hunks]  # no empty last line
+    if pipe:
+        changed = [line for hunk in hunks for line in hunk.splitlines() if not line.startswith("@@")]
+        hunks = [line for line in changed if re.search(pipe[-1], line)]
     return block("diff", "\n".join(hunks))
 
 

@@ -11,6 +11,7 @@ what this rank has drawn before.  Then deal the order out like cards: a slice wi
 """
 COUNTS = (12, 13, 2)  # with 3 processes pieces of 13 / 3, rounded up, are 5, 5 and 3; of 2 a rank has none
 EPOCHS = (0, 1, 2, 5)
+OWN = {"torch.manual_seed": "torch.Generator().manual_seed(epoch)", "random.seed": "random.Random(epoch)"}
 
 
 def run(function, folder):
@@ -20,12 +21,14 @@ def run(function, folder):
         for epoch in EPOCHS:
             first = as_list(function(count, epoch))
             answer[count, epoch] = (first, as_list(function(count, epoch)))
-    answer["uses global generators"] = global_generators() != before
+    after = global_generators()
+    answer["global generators used"] = [call for call in before if after[call] != before[call]]
     return answer
 
 
 def global_generators():
-    return torch.get_rng_state().tolist(), random.getstate()
+    """Their states, by the call that seeds them."""
+    return {"torch.manual_seed": torch.get_rng_state().tolist(), "random.seed": random.getstate()}
 
 
 def as_list(share):
@@ -44,11 +47,13 @@ def judge(answers):
             if problem:
                 return f"{count} examples, epoch {epoch}: {problem}"
     problem = not_shuffled(answers)
-    if not problem and any(answer["uses global generators"] for answer in answers):
-        problem = (
-            "the shares are right, but from the global generator: after torch.manual_seed(epoch) dropout draws "
-            "the same numbers on all ranks. Use a generator of its own: torch.Generator().manual_seed(epoch)"
-        )
+    used = {call for answer in answers for call in answer["global generators used"]}
+    for call, own in OWN.items():
+        if not problem and call in used:
+            problem = (
+                f"the shares are right, but from a global generator: after {call}(epoch) whatever else draws from it "
+                f"(dropout, crops) draws the same numbers on all ranks. Use a generator of its own: {own}"
+            )
     return problem
 
 

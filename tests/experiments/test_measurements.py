@@ -1,11 +1,13 @@
 """What docs/results.md, docs/slower.md and variants/README.md say of the recordings of experiments/."""
 
+import contextlib
 import copy
+import io
 import re
 
 import pytest
 import torch
-from world import ROOT, forker
+from world import ROOT, forker, on_ranks
 
 from experiments import measured, timelines
 from experiments.checkpointed import Checkpointed
@@ -32,6 +34,66 @@ def test_checkpointing_computes_the_same_gradients():
             assert torch.equal(one.grad, other.grad)
         seen = [int(layer.num_batches_tracked) for layer in (model[1], model[5])]
         assert seen == ([1, 1] if model is plain else [2, 1])
+
+
+SCALING = (ROOT / "docs/scaling.md").read_text(encoding="utf-8")
+
+
+def plan(**numbers):
+    """What docs/scaling.md computes; with numbers of one's own in place of the page's."""
+    code = re.search(r"```python\n(.*?)```", SCALING, re.DOTALL)[1]
+    names, printed = {}, io.StringIO()
+    first, rest = code.split("\n", 1)
+    with contextlib.redirect_stdout(printed):
+        exec(first, names)
+        names |= numbers
+        exec(rest, names)
+    return names, printed.getvalue()
+
+
+def test_what_is_planned_is_what_was_recorded():
+    """Four ranks, Adam; experiments/results/adam.md is the recording."""
+    assert plan()[1] == re.search(r"```text\n(.*?)```", SCALING, re.DOTALL)[1]
+    kept = plan(parameters=sum(p.numel() for p in timelines.Wide(1, 28).parameters()), ranks=4)[0]["kept"]
+    table = (ROOT / "experiments/results/adam.md").read_text(encoding="utf-8")
+    recorded = {}
+    for line in re.findall(r"^\| `(.+)", table, re.MULTILINE):
+        name, _, _, _, *sizes = line.replace("`", "").replace(",", "").strip("| ").split("|")
+        recorded[name.strip()] = [1000 * float(size) for size in sizes[:4]]  # weights, state, gradients, buffers
+    assert kept["DDP"] == pytest.approx(sum(recorded["mnist_ddp"]), rel=1e-3)
+    assert kept["one process"] == pytest.approx(sum(recorded["mnist_by_hand"]), rel=1e-3)
+    assert kept["ZeRO-1"] == pytest.approx(sum(recorded["mnist_zero"][:3]), rel=1e-3)  # the buffer is Gloo's
+
+
+@pytest.mark.skipif(torch.__version__ < (2, 9), reason="FSDP on the CPU: see variants/sharded.py")
+@on_ranks(3)
+def test_fsdp_keeps_a_share_of_weights_gradients_and_state():
+    from torch.distributed import fsdp, init_device_mesh
+
+    model = torch.nn.Linear(63, 30)
+    expected = plan(parameters=63 * 30 + 30, ranks=3)[0]["kept"]["FSDP"]
+    fsdp.fully_shard(model, mesh=init_device_mesh("cpu", (3,)))
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.rand(2, 63)).sum().backward()
+    optimizer.step()
+    states = [value for state in optimizer.state.values() for value in state.values() if value.dim()]
+    tensors = [*model.parameters(), *(p.grad for p in model.parameters()), *states]
+    assert len(tensors) == 2 * 4 and sum(4 * tensor.to_local().numel() for tensor in tensors) == expected
+
+
+def test_the_least_times_of_a_message():
+    """Gradients of 116 kB: the MNIST scripts'; the links' speeds stand in the table."""
+    parameters = sum(p.numel() for p in ConvNet(1, 28).parameters())
+    assert f"{parameters:,} parameters of 4 bytes" in SCALING and round(4 * parameters, -3) == 116_000
+    rows = re.findall(r"([\d.]+) GB/s\S* \| ([\d.]+) µs \| ([\d.]+) s \|", SCALING)
+    assert len(rows) == 3
+    for link, small, large in rows:
+        link = 1e9 * float(link)
+        assert float(small) == pytest.approx(
+            1e6 * plan(parameters=parameters, ranks=2, link=link)[0]["seconds"], rel=0.02
+        )
+        assert float(large) == pytest.approx(plan(parameters=1e9, ranks=8, link=link)[0]["seconds"], rel=0.03)
+    assert plan(parameters=parameters, ranks=2, link=20e6 / 8)[0]["seconds"] == pytest.approx(0.046, rel=0.02)
 
 
 @pytest.mark.slow

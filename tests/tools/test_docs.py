@@ -66,13 +66,30 @@ def test_an_output_is_kept_only_while_it_is_true():
 AROUND = """
 import torch
 Net, loss_fn = lambda: torch.nn.Linear(2, 1), torch.nn.functional.mse_loss
-dataset = [(torch.ones(2), torch.ones(1))] * 10
+dataset = [(torch.ones(2), torch.ones(1))] * 40
+def train_step(model, batch, optimizer):
+    inputs, labels = batch
+    loss = loss_fn(model(inputs), labels)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
 def train(model, loader, optimizer):
-    for inputs, labels in loader:
-        loss = loss_fn(model(inputs), labels)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+    for batch in loader:
+        loss = train_step(model, batch, optimizer)
+    return loss
+"""
+WATCHED = """
+import os, signal
+dataset = [(torch.tensor([i / 100, 1]), torch.tensor([i % 2.0])) for i in range(100)]
+steps, make_step = 0, train_step
+def train_step(model, batch, optimizer):
+    global steps
+    steps, loss, rate = steps + 1, make_step(model, batch, optimizer), optimizer.param_groups[0]["lr"]
+    with open(f"seen{os.environ['RANK']}", "a") as file:
+        print((batch[0][:, 0] * 100).round().tolist(), rate, loss.item(), file=file)
+    if steps == int(os.environ.get("STOP_AT", 0)) and os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGTERM)
     return loss
 """
 LOOP = next(code for code in re.findall(r"```python\n(.*?)```", text("docs/api.md"), re.DOTALL) if "launch(" in code)
@@ -104,6 +121,23 @@ def test_a_program_to_begin_with_runs(program, n, tmp_path):
         [float(x) for x in re.findall(rf"{word} ([\d.]+)", done.out)] for word in ("loss", "accuracy")
     )
     assert losses == sorted(losses, reverse=True) and accuracies[:1] <= accuracies[-1:]  # it trains
+
+
+def test_the_program_of_checkpoint_goes_on_in_the_middle_of_an_epoch(tmp_path):
+    """Every example of the epoch once, the schedule goes on, and losses are equal to the last bit."""
+    seen = []
+    for folder, stops in (tmp_path / "whole", [0]), (tmp_path / "stopped", [8, 0]):
+        folder.mkdir()
+        (folder / "train.py").write_text(AROUND + WATCHED + in_docstring("checkpoint.py"), encoding="utf-8")
+        for helper in "distributed.py", "distributed_launcher.py", "checkpoint.py":
+            shutil.copy(ROOT / helper, folder)
+        runs = [forker().run(folder / "train.py", cwd=folder, NPROC=2, STOP_AT=stop) for stop in stops]
+        assert [run.code for run in runs] == [143 if stop else 0 for stop in stops], runs
+        seen.append([(folder / f"seen{rank}").read_text().splitlines() for rank in range(2)])
+    assert seen[0] == seen[1]
+    assert [len(lines) for lines in seen[0]] == [25, 25]  # 5 epochs of 5 steps
+    second = [ast.literal_eval(line.split("]")[0] + "]") for rank in seen[1] for line in rank[5:10]]
+    assert sorted(sum(second, [])) == list(range(100))  # the epoch in which it was stopped
 
 
 def anchors(page):

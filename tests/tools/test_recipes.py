@@ -1,39 +1,50 @@
-"""The short pieces of code of docs/troubleshooting.md and docs/api.md do what is said of them, on three ranks."""
+"""The short pieces of code of docs/recipes.md and docs/troubleshooting.md do what is said of them, on three ranks."""
 
+import contextlib
+import copy
+import itertools
+import multiprocessing
 import os
+import random
 import re
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.nn
+import torch.nn.functional as F
 from test_variables import srun_command
+from torch import distributed as torch_dist
 from torch import nn
+from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torch.utils.tensorboard import SummaryWriter
-from world import ROOT, free_port, run, shell
+from world import ROOT, error_of, free_port, run, shell
 
 import distributed as dist
+from checkpoint import Keeper
 
 SECTIONS = [
     section
-    for page in ("troubleshooting", "api")
+    for page in ("troubleshooting", "recipes")
     for section in re.split(r"^## ", (ROOT / f"docs/{page}.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
 ]
-# {heading: code}, without the whole programs: test_docs.py starts those
 CODE = {
     section.partition("\n")[0]: code
     for section in SECTIONS
     for code in re.findall(r"```python\n(.*?)```", section, re.DOTALL)
-    if "launch(" not in code
 }
 
 
-def after(heading, **names):
-    """The names that are defined when the section's code has run."""
+def after(heading, *change, **names):
+    """The names that are defined when the section's code has run; `change`: with these words in place of those."""
     names |= {"dist": dist, "torch": torch, "os": os}
-    exec(CODE[heading], names)
+    code = CODE[heading].replace(*change) if change else CODE[heading]
+    assert not change or code != CODE[heading]
+    exec(code, names)
     return names
 
 
@@ -121,7 +132,176 @@ def average(heading, folder):
     return ema.weight.item() == pytest.approx(0.999 * 1 + 0.001 * 2) and ema.running_mean.item() == 5
 
 
+def contrastive(heading, folder):
+    """The gradient is that of one process with all pairs; without the factor it is a third of that."""
+    torch.manual_seed(0)
+    net, pairs = nn.Linear(5, 4).double(), torch.randn(12, 2, 5, dtype=torch.float64)
+    found = [[], []]
+    for number, change in enumerate([(), ("(loss * dist.get_world_size())", "loss")]):
+        whole = copy.deepcopy(net)
+        embedded = whole(pairs)
+        F.cross_entropy(embedded[:, 0] @ embedded[:, 1].T, torch.arange(12)).backward()
+        model = dist.prepare_ddp_model(copy.deepcopy(net))
+        embedded = model(pairs[4 * dist.get_rank() :][:4])
+        after(heading, *change, images=embedded[:, 0], texts=embedded[:, 1], F=F)
+        for param, expected in zip(model.parameters(), whole.parameters(), strict=True):
+            found[number].append(torch.allclose(param.grad * (3 if number else 1), expected.grad))
+    model = dist.prepare_ddp_model(copy.deepcopy(net))  # with a gather that passes gradients back: no factor
+    embedded = model(pairs[4 * dist.get_rank() :][:4])
+    texts = torch.cat(torch_dist.nn.functional.all_gather(embedded[:, 1].contiguous()))
+    F.cross_entropy(embedded[:, 0] @ texts.T, torch.arange(4) + 4 * dist.get_rank()).backward()
+    for param, expected in zip(model.parameters(), whole.parameters(), strict=True):
+        found[0].append(torch.allclose(param.grad, expected.grad))
+    return all(found[0] + found[1])
+
+
+def count_messages(state, bucket):
+    """A hook of DDP: averages as it does."""
+    state.append(bucket.index())
+    work = torch_dist.all_reduce(bucket.buffer().div_(3), async_op=True)
+    return work.get_future().then(lambda future: future.value()[0])
+
+
+def accumulated(heading, folder):
+    """With static_graph; (messages, whether the gradient is the mean) of three steps and of other places."""
+    inputs = torch.arange(36.0).pow(2).view(3, 3, 2, 2)  # ranks, micro-batches
+    expected = inputs.mean((0, 1, 2))
+    found = []
+
+    def steps(flags, *change, **options):
+        messages, model = [], dist.prepare_ddp_model(nn.Linear(2, 1, bias=False), **options)
+        model.register_comm_hook(messages, count_messages)
+        for is_first in flags:
+            model.zero_grad()
+            names = {"model": model, "micro_batches": inputs[dist.get_rank()], "is_first_step": is_first}
+            after(heading, *change, contextlib=contextlib, loss_fn=torch.mean, **names)
+            found.append((len(messages), torch.allclose(model.module.weight.grad[0], expected)))
+            messages.clear()
+
+    steps([True, False, False], static_graph=True)
+    steps([False])
+    steps([False], "number == len(micro_batches)", "False")  # the last one inside
+    line = "    with contextlib.nullcontext() if averages else model.no_sync():\n        loss = loss_fn("
+    forward_outside = f"{line}model(inputs))", f"    outputs = model(inputs)\n{line}outputs)"
+    steps([False], *forward_outside)
+    error = error_of(steps, [False], static_graph=True)
+    assert "expect_autograd_hooks_ INTERNAL ASSERT FAILED" in error, error
+    return found == [(3, True), (1, True), (1, True), (1, True), (0, False), (3, True)]
+
+
+def shard_and_whole(make):
+    """A model that FSDP shards, after its backward pass, and the same in one process with all examples."""
+    from torch.distributed import fsdp, init_device_mesh
+
+    torch.manual_seed(0)
+    model, inputs = make(), torch.randn(12, 6)
+    whole = copy.deepcopy(model)
+    (whole(inputs).pow(2).sum() / 3).backward()
+    fsdp.fully_shard(model, mesh=init_device_mesh("cpu", (3,)))
+    model(inputs[dist.get_rank() :: 3]).pow(2).sum().backward()
+    return model, whole
+
+
+def norms(heading, folder):
+    model, whole = shard_and_whole(lambda: nn.Sequential(nn.Linear(6, 9), nn.Linear(9, 3)))
+    expected = [param.grad.norm().item() for param in whole.parameters()]
+    clipped = [norm / sum(x**2 for x in expected) ** 0.5 for norm in expected]  # to a length of 1
+    shares = [param.grad.norm().item() for param in model.parameters()]
+    names = after(heading, model=model)
+    assert all(share < norm - 1e-3 for share, norm in zip(shares, expected, strict=True))
+    return [*names["of_each"].values(), names["norm"].item()] == pytest.approx(
+        [*clipped, sum(x**2 for x in expected) ** 0.5], rel=1e-4
+    )
+
+
+def muon(heading, folder):
+    from torch.distributed.tensor import distribute_tensor
+
+    def orthogonal(matrix):
+        left, _, right = torch.linalg.svd(matrix, full_matrices=False)
+        return left @ right
+
+    model, whole = shard_and_whole(lambda: nn.Linear(6, 9, bias=False))
+    names = {"param": model.weight, "orthogonal": orthogonal, "distribute_tensor": distribute_tensor}
+    update, expected = after(heading, **names)["update"], orthogonal(whole.weight.grad)
+    assert torch.allclose(update.full_tensor(), expected, atol=1e-4) and len(update.to_local()) == 3
+    rows = orthogonal(model.weight.grad.to_local())
+    assert (torch.cat(dist.gather(rows)) - expected).norm() > 0.3 * expected.norm()
+    if hasattr(torch.optim, "Muon"):
+        start = whole.weight.detach().clone()
+        for weight in model.weight, whole.weight:
+            torch.optim.Muon([weight], lr=0.1, weight_decay=0).step()
+        distance = (model.weight.full_tensor() - whole.weight).norm()
+        assert distance < 0.05 * (whole.weight - start).norm()  # it computes in bfloat16
+    return True
+
+
+def stream(heading, folder):
+    """Two workers for each of three ranks: each example once if the files are equal, as many steps in any case."""
+    names = {"IterableDataset": IterableDataset, "get_worker_info": get_worker_info, "DataLoader": DataLoader}
+    names |= {"random": random, "itertools": itertools, "seed": 1, "epoch": 2, "batch_size": 5}
+
+    def batches(lengths, *change):
+        files = [range(100 * number, 100 * number + length) for number, length in enumerate(lengths)]
+        numbers = after(heading, *change, files=files, read=iter, examples=sum(lengths), **names)["batches"]
+        return files, dist.gather(torch.stack([*numbers]))
+
+    files, found = batches([5] * 6)
+    assert sorted(torch.cat(found).flatten().tolist()) == sorted(itertools.chain(*files))
+    _, found = batches([5] * 6, "seed + epoch", "seed + epoch + dist.get_rank()")
+    assert len(set(torch.cat(found).flatten().tolist())) < 30  # some are read twice
+    assert [len(rank) for rank in batches([5, 15, 5, 5, 10, 5, 30])[1]] == [5, 5, 5]
+    return "5 files for 6 readers" in error_of(batches, [5] * 5)
+
+
+def by_length(heading, folder):
+    """Neighbours in length share a step: on the next rank each text is longer by 1; and none is read twice."""
+    lengths = torch.randperm(95, generator=torch.Generator().manual_seed(0)).tolist()
+    names = {"DataLoader": DataLoader, "random": random, "seed": 1, "epoch": 2, "batch_size": 5}
+    loader = after(heading, lengths=lengths, texts=lengths, **names)["loader"]
+    ranks = torch.stack(dist.gather(torch.stack([*loader])))  # [ranks, steps, texts]
+    sums = ranks.sum(2)
+    return (
+        sorted(ranks.flatten().tolist()) == list(range(90))
+        and torch.equal(sums[1], sums[0] + 5)
+        and torch.equal(sums[2], sums[0] + 10)
+        and sums[0].tolist() != sorted(sums[0].tolist())
+    )
+
+
+def saved(heading, folder):
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(model.weight)
+    keeper = Keeper(folder / "run", model=model)
+    tested = torch.tensor([[0, 4], [4, 4], [2, 4]][dist.get_rank()])
+    assert after(heading, keeper=keeper, tested=tested, best=0.4, step=7)["best"] == 0.5
+    assert after(heading, keeper=keeper, tested=tested.clone().fill_(1), best=1.0, step=8)["best"] == 1.0
+    return sorted(path.name for path in (folder / "run").glob("*.pt")) == ["step-7-score-0.5.pt"]
+
+
+def schedule(heading, folder):
+    """It has come to its end after this rank's steps."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1)
+    loader = DataLoader(range(30), 5, sampler=dist.data_sampler(range(30)))
+    names = {"OneCycleLR": OneCycleLR, "optimizer": optimizer, "max_lr": 1.0, "epochs": 4, "loader": loader}
+    made = after(heading, **names)["scheduler"]
+    rates = [made.get_last_lr()[0]]
+    for _ in range(4 * len(loader) - 1):
+        optimizer.step()
+        made.step()
+        rates.append(made.get_last_lr()[0])
+    return len(rates) == 8 and rates[-1] == min(rates) == pytest.approx(1 / 25 / 1e4) and max(rates) > 0.9
+
+
 CHECKS = {
+    "A loss over the whole batch (contrastive)": contrastive,
+    "Accumulation: where no_sync stands": accumulated,
+    "Where to clip, and which norm to print": norms,
+    "A stream of files: IterableDataset": stream,
+    "Texts of unequal lengths": by_length,
+    "Save the best: one decision for all ranks": saved,
+    "A schedule that was written for Accelerate": schedule,
+    "Muon with FSDP": muon,
     "DataLoader worker is killed by signal": mapped,
     "No backend type associated with device type cpu": metric,
     "Expected to mark a variable ready only once": static_graph,
@@ -144,9 +324,47 @@ def in_a_folder_of_its_own(heading, folder):
 def test_the_code_of_a_section(heading, tmp_path):
     if CHECKS[heading] is metric:
         pytest.importorskip("torchmetrics")
-    if CHECKS[heading] is whole_weights and torch.__version__ < (2, 7):
-        pytest.skip("fully_shard on the CPU needs torch 2.7")
+    if CHECKS[heading] in (whole_weights, norms, muon) and torch.__version__ < (2, 9):
+        pytest.skip("FSDP on the CPU: see variants/sharded.py")
+    if CHECKS[heading] is stream and multiprocessing.get_start_method() != "fork":
+        pytest.skip("its class stands on a page, where another process can't import it")
     assert run(in_a_folder_of_its_own, 3, heading, tmp_path) == [True] * 3
+
+
+PAIRS = """
+import torch
+import torch.nn.functional as F
+from torch.utils.data import DataLoader, TensorDataset
+import distributed as dist
+
+def main(rank, world_size):
+    dist.init_process_group()
+    torch.manual_seed(0)
+    model = dist.prepare_ddp_model(torch.nn.Linear(5, 4))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    pairs = TensorDataset(torch.randn(120, 2, 5))
+    for (batch,) in DataLoader(pairs, 12 // world_size, sampler=dist.data_sampler(pairs)):
+        images, texts = model(batch).unbind(1)
+        optimizer.zero_grad()
+CODE        optimizer.step()
+    dist.cleanup()
+
+if __name__ == "__main__":
+    dist.launch(main)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_equivalence_names_a_loss_over_the_whole_batch_without_its_factor(tmp_path):
+    code = textwrap.indent(CODE["A loss over the whole batch (contrastive)"], " " * 8)
+    for number, (change, verdict) in enumerate(
+        [("loss * dist.get_world_size()", "THE SAME"), ("loss", "WRONG: 1/3 of one")]
+    ):
+        program = PAIRS.replace("CODE", code).replace("loss * dist.get_world_size()", change)
+        (tmp_path / "train.py").write_text(program)
+        done = shell("-m", "equivalence", "--nproc", 3, "train.py", cwd=tmp_path, path=[ROOT], timeout=200, COLUMNS=250)
+        assert verdict in done.out and done.code == number, done
 
 
 CELLS = """
