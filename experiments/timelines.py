@@ -162,9 +162,12 @@ def record(run: Run) -> dict:
         if run.is_on_one_core:
             os.sched_setaffinity(0, {min(all_cores)})
         job = Job("timelines", command, 120.0, make_recorder, (os.getpid(), folder, run))
+        variables = dict(os.environ)
         look_at(job, run.nproc, lambda notes: recordings.extend(one.value for one in notes))
         os.sched_setaffinity(0, all_cores)
         os.chdir(measured.ROOT)  # one process is this one
+        os.environ.clear()
+        os.environ.update(variables)
         until.set()
         samples = mine.recv() if run.rate else []
     ports = [line.split(":")[0].strip() for line in Path("/proc/net/dev").read_text().splitlines() if "port" in line]
