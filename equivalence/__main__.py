@@ -65,6 +65,7 @@ def compare(args: argparse.Namespace) -> int:
     from instruments import ranks as instrument
 
     from equivalence.record import Recorder
+    from equivalence.words import refusal_in
 
     started = time.perf_counter()
     folder = Path(tempfile.mkdtemp(prefix="equivalence-"))
@@ -87,10 +88,9 @@ def compare(args: argparse.Namespace) -> int:
         return instrument.look_at(job, args.nproc, show)
     except SystemExit as end:  # the program failed
         progress.show("")
-        error = str(end.code)
-        refusal = error.partition("failed first: ")[2] or error
-        if refusal.startswith("equivalence: "):
-            print(refusal, file=sys.stderr)
+        refusal = refusal_in(str(end.code))
+        if refusal:
+            print(f"equivalence: {refusal}", file=sys.stderr)
             return 2
         if isinstance(end.code, str):
             for log in sorted(folder.glob("log*")):
@@ -108,13 +108,14 @@ def answer(args: argparse.Namespace, notes: list, folder: Path, started: float) 
     from instruments.tensors import tensors_in
 
     from equivalence import verdict
-    from equivalence.alone import Runs, open_all
+    from equivalence.alone import Runs
     from equivalence.facts import Facts
     from equivalence.judge import Judge
 
     exit_at_sigterm()
     ranks = [one.value for one in notes]
-    open_all(ranks)
+    for rank in ranks:
+        rank.open()
     steps = [len(rank.counts) for rank in ranks]
     if max(steps) == 0:
         return unknown(NO_STEP)

@@ -15,6 +15,7 @@ from equivalence.notes import Notes
 from equivalence.record import Recorder
 from equivalence.replay import Alone, Replayer
 from equivalence.shelf import opened
+from equivalence.words import refusal_in
 
 
 class Runs:
@@ -33,7 +34,8 @@ class Runs:
         job = Job("equivalence", self.args.command, self.args.patience, Recorder, arguments)
         notes, _ = self.run(instrument.be_started_rank, job, self.count)
         ranks = [one.value for one in sorted(notes)]
-        open_all(ranks)
+        for rank in ranks:
+            rank.open()
         is_complete = len(ranks) == self.count
         is_complete = is_complete and all(len(one.counts) > self.args.steps for one in ranks)
         return ranks if is_complete else None
@@ -57,7 +59,7 @@ class Runs:
         job = Job("equivalence", command, self.args.patience, Replayer, arguments)
         notes, error = self.run(be_alone, job, 1)
         if error or not notes or notes[0].ending in ("failed", "stuck"):
-            refusal = error.partition("failed first: equivalence: ")[2]
+            refusal = refusal_in(error)
             self.failure = refusal or self.failure
             self.is_hopeless = bool(refusal) or bool(notes) and notes[0].ending == "stuck"
             printed = "".join(map(read, sorted(Path(out).glob("out*"))))
@@ -65,7 +67,7 @@ class Runs:
         if not notes:
             return None
         alone = notes[0].value
-        open_all([alone.notes])
+        alone.notes.open()
         return alone._replace(found=[opened(weights) for weights in alone.found])
 
     def run(self, be_process: object, job: Job, count: int) -> tuple[list, str]:
@@ -80,12 +82,6 @@ class Runs:
                     raise  # after Ctrl-C or SIGTERM
                 error = str(end.code)
             return instrument.collect(Folder(place), count), error
-
-
-def open_all(ranks: list[Notes]) -> None:
-    for rank in ranks:
-        for step in rank.steps:
-            step.open()
 
 
 def read(path: Path) -> str:

@@ -56,13 +56,12 @@ def before_clip(facts: Facts, step: int) -> list[Vector]:
 def unclipped(step: Step) -> Vector:
     found = dict(step.got)
     for clip in reversed(step.clips):
-        times = min(1.0, clip.most / (clip.norm + 1e-6))  # 1e-6: as torch does
-        if times <= 0:
+        times = clip.most / (clip.norm + 1e-6)  # 1e-6: as torch does
+        if not 0 < times < 1:
             continue
         part = vectors.combine([vectors.only(found, set(clip.names))], [1 / times])
-        if (
-            abs(vectors.length(part) - clip.norm) <= limits.CLIPPED * clip.norm
-        ):  # nothing came after
+        is_last = abs(vectors.length(part) - clip.norm) <= limits.CLIPPED * clip.norm
+        if is_last:  # nothing else has changed them since
             found |= part
     return found
 

@@ -61,3 +61,7 @@ class Notes:
     epochs: dict[str, list]  # the indices of an epoch, where a sampler is torch's own
     ends: dict[str, str]  # a digest of the data set's first and last examples; "": not known
     redraws: set[str]  # the loaders whose sampler may take an example again
+
+    def open(self) -> None:
+        for step in self.steps:
+            step.open()

@@ -28,6 +28,12 @@ class Link(NamedTuple):
         return [Line(self.label, self.text)] if self.text else []
 
 
+def refusal_in(error: str) -> str:
+    """Why a run of ours was refused, without its rank and our name; "" if it was not."""
+    text = error.partition("failed first: ")[2] or error
+    return text.partition("equivalence: ")[2] if text.startswith("equivalence: ") else ""
+
+
 def apart(far: float, limit: float) -> str:
     return f"(apart by {far:.0e}; up to {limit:.0e} is rounding)"
 
