@@ -6,7 +6,6 @@ import shlex
 import shutil
 import sys
 import tempfile
-import textwrap
 import time
 import traceback
 from pathlib import Path
@@ -160,14 +159,7 @@ def unknown(text: str) -> int:
 
 def say(texts: list[tuple[str, str]]) -> None:
     progress.show("")
-    width = max(60, shutil.get_terminal_size().columns - 1)
-    lines = []
-    for label, text in texts:
-        lines.append(textwrap.fill(f"{label:13} {text}", width, subsequent_indent=" " * 14))
-    try:
-        print("\n".join(lines), flush=True)
-    except BrokenPipeError:  # such as `| head`, which has read enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    command.say(texts, indent=14)
 
 
 if __name__ == "__main__":

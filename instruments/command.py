@@ -2,6 +2,10 @@
 
 import argparse
 import os
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterable
 
 
 def new_parser(tool: str, description: str | None) -> argparse.ArgumentParser:
@@ -31,3 +35,18 @@ def read(parser: argparse.ArgumentParser) -> argparse.Namespace:
     if "--nproc" in args.command and not is_launched:
         parser.error("put --nproc before the program")
     return args
+
+
+def say(lines: Iterable[tuple[str, str]], indent: int) -> None:
+    """Print each line behind its label, as wide as the terminal."""
+    width = max(40, shutil.get_terminal_size().columns - 1)
+    # Paths stay whole, so that they can be copied.
+    options = {"break_long_words": False, "break_on_hyphens": False}
+    for label, text in lines:
+        whole = f"{label:{indent - 1}} {text}"
+        try:
+            print(
+                textwrap.fill(whole, width, subsequent_indent=" " * indent, **options), flush=True
+            )
+        except BrokenPipeError:  # `| head` has read enough; what follows is still to be done
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,14 +1,11 @@
 """Says what was found, in sentences."""
 
-import os
-import shutil
 import statistics
-import sys
-import textwrap
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
+from instruments import command
 from timeline.compare import was_seen
 from timeline.data import COLLECTIVES, KINDS, PARTS, Picture, Recording, counted, ms, size_of
 from timeline.steps import Step, Table, kinds
@@ -21,15 +18,7 @@ class Line(NamedTuple):
 
 
 def say(lines: Iterable[Line]) -> None:
-    width = max(40, shutil.get_terminal_size().columns - 1)
-    for line in lines:
-        text = f"{line.subject:9} {line.sentence}"
-        # Paths stay whole, so that they can be copied.
-        options = {"break_long_words": False, "break_on_hyphens": False}
-        try:
-            print(textwrap.fill(text, width, subsequent_indent=" " * 10, **options), flush=True)
-        except BrokenPipeError:  # `| head` has read enough; the files are still to be written
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    command.say(lines, indent=10)
 
 
 def findings(

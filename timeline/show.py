@@ -11,7 +11,6 @@ from instruments.ranks import (
     Job,
     Notes,
     UsageError,
-    leave,
     look_at,
 )
 from timeline.data import Recording, counted, recorded_steps
@@ -27,9 +26,7 @@ __all__ = ["UsageError", "draw_files", "record_and_show"]
 def record_and_show(args: argparse.Namespace) -> int:
     """Record the program on all ranks, then show it; returns the exit code."""
     job = Job("timeline", args.command, args.patience, Recorder, (args.steps,))
-    code = look_at(job, args.nproc, functools.partial(show, args))
-    leave(code)
-    return code
+    return look_at(job, args.nproc, functools.partial(show, args))
 
 
 def show(args: argparse.Namespace, notes: list[Notes]) -> int:
