@@ -108,7 +108,7 @@ def test_kernels_that_are_launched_too_slowly_are_named():
     for step in table.ranks[0][1:]:
         assert {part: time / 1000 for part, time in step.spent.items()} == dict.fromkeys(PHASES, 300 * 40)
         assert sum(pause.length for pause in step.idle) == 900 * 28_000
-    text = "the GPU has nothing to do for 25.2 of 36.0 ms: kernels are launched too slowly"
+    text = "the GPU has nothing to compute for 25.2 of 36.0 ms: kernels are launched too slowly"
     assert why(table).text == text
     assert why(table_of([launched_slowly(300, pause=10)])).text == "", "9 of 36 ms"
 
@@ -127,7 +127,7 @@ def test_a_long_pause_is_said_as_what_it_is():
         spans.append(("forward", 10_000 * k, 10_000 * (k + 1)))
         trace.kernel(10_000 * k + 8_000, 10_000 * k + 8_000, 10_000 * (k + 1))
         cuts.append(10_000 * (k + 1))
-    text = "the GPU has nothing to do for 8.0 of 10.0 ms: forward launches no kernel then"
+    text = "the GPU has nothing to compute for 8.0 of 10.0 ms: forward launches no kernel then"
     assert why(table_of([recorded(trace, spans, cuts)])).text == text
 
 

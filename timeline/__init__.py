@@ -16,7 +16,7 @@ A step lies between two steps of the optimizer that came first.  It begins where
 asked for the next batch, if it is.  The first steps are left out, the next ones run without the
 recorder, then some are recorded, then the program is left.  Before torch 2.14 sizes of messages
 are not seen.
-On a GPU a lane shows what its kernels do.  Where it has nothing to do, the lane shows what the
+On a GPU a lane shows what its kernels do.  Where it has nothing to compute, the lane shows what the
 process does then; a hatch of its own says that a phase launches no kernel.  Where only NCCL's
 kernels run, the GPU waits.  Memory is not drawn.  All this was tried on synthetic traces and on
 simulated GPUs.

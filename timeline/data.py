@@ -106,7 +106,7 @@ class Recording(TypedDict):
     last: int  # the last recorded step
     bare: list[int]  # how long each step without the recorder took
     lane: list[Span]  # what the process does, or its GPU; without overlap
-    idle: list[Span]  # inside of it: the GPU has nothing to do, as the phase launches nothing
+    idle: list[Span]  # inside of it: the GPU has nothing to compute, as the phase launches nothing
     passes: list[Counter]  # of each step, by kind: how often it was begun
     messages: list[Message]
     memory: list[Allocation]

@@ -204,7 +204,7 @@ def draw_legend(drawing: Drawing, pictures: list[Picture]) -> None:
         has_messages = has_messages or any(m["peer"] is None for m in one["messages"])
     time = [(CLASSES[part], part.replace("waiting", "waits")) for part in PARTS if part in parts]
     if any(one["idle"] for one in ranks):
-        time.append(("b i", "the GPU has nothing to do"))
+        time.append(("b i", "the GPU has nothing to compute"))
     draw_legend_row(drawing, "time", time)
     if has_messages:
         states = [("queue", "in the queue"), ("stays", "waits for a rank"), ("m", "bytes move")]

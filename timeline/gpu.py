@@ -1,4 +1,4 @@
-"""The lane of a GPU: when its kernels run, and why it has nothing to do."""
+"""The lane of a GPU: when its kernels run, and why it has nothing to compute."""
 
 import itertools
 from bisect import bisect_left
@@ -30,7 +30,7 @@ def is_nccl(event: dict) -> bool:
 
 
 def gpu_lane(work: list[dict], host: list[Span]) -> tuple[list[Span], list[Span]]:
-    """The GPU's lane, and in it where it has nothing to do, as a phase launches nothing.
+    """The GPU's lane, and in it where it has nothing to compute, as a phase launches nothing.
 
     A kernel belongs to what the process did when it launched it.  Before the next kernel is
     launched, a pause belongs to what the process does then.  After that the kernel is in the

@@ -115,7 +115,7 @@ def part_sums(one: dict, has_others: bool) -> str:
     text = ", ".join(f"{part} {ms(sums[part])}" for part in PARTS if part in sums) + " ms"
     idle = sum(pause.length for pause in one["idle"])
     if idle:
-        text += f", in {ms(idle)} of which the GPU has nothing to do"
+        text += f", in {ms(idle)} of which the GPU has nothing to compute"
     waits = []
     while_bytes_move = []
     for rank, duration in one["waits_for"]:

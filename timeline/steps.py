@@ -18,7 +18,7 @@ class Step(NamedTuple):
     begin: int
     end: int
     parts: list[Span]  # without a gap
-    idle: list[Span]  # inside of them: the GPU has nothing to do
+    idle: list[Span]  # inside of them: the GPU has nothing to compute
     spent: Counter  # by part
     waits_for: Counter  # other ranks; None: for no rank, as bytes moved or a queue was full
     without_core: int

@@ -198,7 +198,8 @@ def what_all_spend(table: Table, late: str) -> list[str]:
         texts.append(text)
     idle = least(all_steps, lambda step: sum(pause.length for pause in step.idle))
     if idle > MUCH * length:
-        texts.append(f"the GPU has nothing to do for {ms(idle)} of {ms(length)} ms: {cause(table)}")
+        share = f"{ms(idle)} of {ms(length)} ms"
+        texts.append(f"the GPU has nothing to compute for {share}: {cause(table)}")
     core = least(all_steps, without_core)
     if core > MUCH / 2 * length:
         texts.append(f"{who} is ready, but has no core for {ms(core)} of {ms(length)} ms")
@@ -206,7 +207,7 @@ def what_all_spend(table: Table, late: str) -> list[str]:
 
 
 def cause(table: Table) -> str:
-    """Why the GPU has nothing to do: short pauses, or long ones in which something else is done."""
+    """Why the GPU computes nothing: short pauses, or long ones with something else in them."""
     short, spent = 0, dict.fromkeys(PHASES, 0)
     for steps in table.ranks.values():
         for step in steps:

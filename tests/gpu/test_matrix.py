@@ -164,7 +164,7 @@ def test_a_timeline_shows_when_kernels_run(simulated, tmp_path):
     run = simulated.run("timeline", "--steps=2", f"--out={tmp_path}/t", ROOT / "min_DDP.py", SIM_KERNEL_US=3000)
     found = re.search(r"rank 0 .* forward ([\d.]+), backward ([\d.]+), optimizer ([\d.]+)", run.out)
     assert run.code == 0 and found, run.out + run.err[-3000:]
-    idle = re.search(r"in\s+([\d.]+)\s+of\s+which the GPU has nothing to do", run.out)
+    idle = re.search(r"in\s+([\d.]+)\s+of\s+which the GPU has nothing to compute", run.out)
     kernels = sum(map(float, found.groups())) - float(idle[1] if idle else 0)
     assert round(kernels / 3) >= 9 and kernels == pytest.approx(3 * round(kernels / 3), abs=0.3), run.out
 
