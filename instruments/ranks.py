@@ -114,5 +114,4 @@ def open_store(job: Job, place: Place) -> Meeting:
 
 
 def be_started_rank(job: Job, folder: str) -> None:
-    place = Place(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
-    leave(be_rank(job, place, Folder(folder), None))
+    leave(be_rank(job, read_place(), Folder(folder), None))
