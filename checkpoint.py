@@ -313,10 +313,10 @@ class Keeper:
             if isinstance(part, nn.Module):
                 buffers = {_without_compile(buffer) for buffer, _ in part.named_buffers(remove_duplicate=False)}
                 compared[name] = {key: value for key, value in states[name].items() if key not in buffers}
-        first, *others = from_all(_checksums_of(compared, ""))
-        for rank, other in enumerate(others, 1):
-            for name in first | other:
-                if first.get(name) != other.get(name):
+        first, *rest = from_all(_checksums_of(compared, ""))
+        for rank, checksums in enumerate(rest, 1):
+            for name in first | checksums:
+                if first.get(name) != checksums.get(name):
                     raise CheckpointError(
                         f"can't save {name[1:]}: rank {rank}'s differs from rank 0's, which alone would be kept. "
                         f"Data parallelism keeps them equal. {SHARES}"
@@ -375,10 +375,10 @@ def _as_named_in(part: Any, state: Any) -> Any:
 def _checksums_of(state: Any, name: str) -> dict[str, str]:
     """A checksum of each tensor in a state dict, and the text of whatever else is in it, by name."""
     if isinstance(state, (dict, list, tuple)):
-        found = {}
+        checksums = {}
         for key, value in state.items() if isinstance(state, dict) else enumerate(state):
-            found |= _checksums_of(value, f"{name}.{key}")
-        return found
+            checksums |= _checksums_of(value, f"{name}.{key}")
+        return checksums
     if hasattr(state, "to_local"):  # a DTensor: a share, even if the shares happen to be equal
         return {name: f"the share of rank {dist.get_rank()}"}
     if isinstance(state, (set, frozenset)):  # its order differs between processes

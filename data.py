@@ -85,8 +85,8 @@ def _read(name: str, data_dir: str, is_train: bool, download: bool = False) -> t
         source = datasets.MNIST(data_dir, is_train, download=download)
         count = DATASETS[name] if is_train else 10_000
         if source.data.shape != (count, 28, 28) or len(source.targets) != count:
-            found = f"images {list(source.data.shape)} and {len(source.targets)} labels"
-            raise DataError(f"{found} in place of {[count, 28, 28]} and {count}")
+            sizes = f"images {list(source.data.shape)} and {len(source.targets)} labels"
+            raise DataError(f"{sizes} in place of {[count, 28, 28]} and {count}")
         files = [file for file in MNIST if file.startswith("train") == is_train]
         for file in files if name == "mnist" else ():
             if not datasets.utils.check_md5(Path(source.raw_folder, file), MNIST[file]):

@@ -346,7 +346,7 @@ class _Ranks:
         rank = self.failures()[0]
         report = self.reports[rank]
         text = f"rank {rank} of {self.nproc} failed first: {report.error.rstrip()}"
-        finished = ", ".join(f"rank {r}" for r, other in sorted(self.reports.items()) if not other.failure)
+        finished = ", ".join(f"rank {number}" for number, ended in sorted(self.reports.items()) if not ended.failure)
         if report.failure == LOST and finished:
             text += f"\nIt lost its connection after {finished} had finished. All ranks must call the same collectives."
         elif finished:

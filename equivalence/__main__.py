@@ -14,6 +14,7 @@ if not __package__:  # as `python PATH/equivalence`, from any folder
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 from instruments import command  # noqa: E402
+from instruments.command import Line  # noqa: E402
 
 import equivalence  # noqa: E402
 from equivalence import progress  # noqa: E402
@@ -41,7 +42,8 @@ def parse_args() -> argparse.Namespace:
 def main() -> int:
     args = parse_args()
     # These import torch, which takes seconds.
-    from instruments.ranks import UsageError, leave
+    from instruments.rank import leave
+    from instruments.ranks import UsageError
 
     try:
         code = compare(args)
@@ -62,6 +64,7 @@ def compare(args: argparse.Namespace) -> int:
     """Run A, and where its notes come together the runs in one process, and the answer."""
     import torch
     from instruments import ranks as instrument
+    from instruments.rank import Job
 
     from equivalence.record import Recorder
     from equivalence.words import refusal_in
@@ -70,7 +73,7 @@ def compare(args: argparse.Namespace) -> int:
     folder = Path(tempfile.mkdtemp(prefix="equivalence-"))
 
     def show(notes: list) -> int:
-        if any(one.ending == "failed" for one in notes):
+        if any(note.ending == "failed" for note in notes):
             return 2  # its error follows
         return answer(args, sorted(notes), folder, started)
 
@@ -82,7 +85,7 @@ def compare(args: argparse.Namespace) -> int:
     is_here = instrument.read_place() is None  # so all ranks will be on this machine
     shelf = str(folder) if is_here else None
     arguments = (args.steps, f"{folder}/log", shelf, (), bool(args.only))
-    job = instrument.Job("equivalence", args.command, args.patience, Recorder, arguments)
+    job = Job("equivalence", args.command, args.patience, Recorder, arguments)
     try:
         return instrument.look_at(job, args.nproc, show)
     except SystemExit as end:  # the program failed
@@ -112,13 +115,13 @@ def answer(args: argparse.Namespace, notes: list, folder: Path, started: float) 
     from equivalence.judge import Judge
 
     exit_at_sigterm()
-    ranks = [one.value for one in notes]
+    ranks = [note.value for note in notes]
     for rank in ranks:
         rank.open()
     steps = [len(rank.counts) for rank in ranks]
     if max(steps) == 0:
         return unknown(NO_STEP)
-    is_stuck = any(one.ending == "stuck" for one in notes)
+    is_stuck = any(note.ending == "stuck" for note in notes)
     if len(ranks) < ranks[0].world_size or is_stuck or min(steps) <= args.steps < max(steps):
         each = ", ".join(f"rank {rank.rank}: {len(rank.counts)}" for rank in ranks)
         return unknown(
@@ -134,32 +137,35 @@ def answer(args: argparse.Namespace, notes: list, folder: Path, started: float) 
         return unknown("there is only one process: give --nproc 2")
     runs = Runs(args, folder, len(ranks))
     if args.only:
-        found = verdict.only_averaging(Facts(ranks, args.steps))
+        result = verdict.only_averaging(Facts(ranks, args.steps))
     else:
         judge = Judge(ranks, args.steps, runs)
-        found = verdict.all_three(judge, args.command)
-        if judge.look is None and found.code == verdict.UNKNOWN:
+        result = verdict.all_three(judge, args.command)
+        if judge.look is None and result.code == verdict.UNKNOWN:
             sys.stderr.write(runs.problem)
-    noted = {id(one): one.nbytes for rank in ranks for one in tensors_in([rank.steps, rank.events])}
+    noted = {}
+    for rank in ranks:
+        for tensor in tensors_in([rank.steps, rank.events]):
+            noted[id(tensor)] = tensor.nbytes
     size = sum(noted.values()) / 1e3
     seconds = f"{time.perf_counter() - started:.0f} s"
-    one = "" if args.only else " and one"
-    program = f"{shlex.join(args.command)}: {len(ranks)} processes{one}, {args.steps} steps"
-    texts = [(line.label, line.text) for line in found.lines]
-    texts.insert(1, ("program", f"{program} ({seconds}; notes of {size:,.0f} kB)"))
-    texts.append(("note", f"{args.steps} steps; {LEFT_OUT}"))
-    say(texts)
-    return found.code
+    and_one = "" if args.only else " and one"
+    program = f"{shlex.join(args.command)}: {len(ranks)} processes{and_one}, {args.steps} steps"
+    lines = list(result.lines)
+    lines.insert(1, Line("program", f"{program} ({seconds}; notes of {size:,.0f} kB)"))
+    lines.append(Line("note", f"{args.steps} steps; {LEFT_OUT}"))
+    say(lines)
+    return result.code
 
 
 def unknown(text: str) -> int:
-    say([("verdict", f"NOT FOUND OUT: {text}")])
+    say([Line("verdict", f"NOT FOUND OUT: {text}")])
     return 2
 
 
-def say(texts: list[tuple[str, str]]) -> None:
+def say(lines: list[Line]) -> None:
     progress.show("")
-    command.say(texts, indent=14)
+    command.say(lines, indent=14)
 
 
 if __name__ == "__main__":

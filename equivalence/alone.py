@@ -6,9 +6,9 @@ import os
 import tempfile
 from pathlib import Path
 
-from instruments import ranks as instrument
 from instruments.meeting import Folder, Place
-from instruments.ranks import Job
+from instruments.rank import Job, be_rank, collect, leave
+from instruments.ranks import be_started_rank, import_launcher
 
 from equivalence.given import Given
 from equivalence.notes import Notes
@@ -32,23 +32,23 @@ class Runs:
         """Run A once more, without kinds of layers; None: not all ranks came through."""
         arguments = (self.args.steps, f"{self.folder}/log", str(self.folder), left_out)
         job = Job("equivalence", self.args.command, self.args.patience, Recorder, arguments)
-        notes, _ = self.run(instrument.be_started_rank, job, self.count)
-        ranks = [one.value for one in sorted(notes)]
+        notes, _ = self.run(be_started_rank, job, self.count)
+        ranks = [note.value for note in sorted(notes)]
         for rank in ranks:
             rank.open()
         is_complete = len(ranks) == self.count
-        is_complete = is_complete and all(len(one.counts) > self.args.steps for one in ranks)
+        is_complete = is_complete and all(len(rank.counts) > self.args.steps for rank in ranks)
         return ranks if is_complete else None
 
     def alone(self, given: Given) -> Alone | None:
         """None: the program failed, or did not come through the steps."""
-        found = self.once(dataclasses.replace(given, rates=self.rates))
-        if found is not None and found.rates and not self.rates:
-            self.rates = found.rates
-            found = self.once(dataclasses.replace(given, rates=self.rates))
-        if found is None or len(found.notes.counts) <= self.args.steps:
+        result = self.once(dataclasses.replace(given, rates=self.rates))
+        if result is not None and result.rates and not self.rates:
+            self.rates = result.rates
+            result = self.once(dataclasses.replace(given, rates=self.rates))
+        if result is None or len(result.notes.counts) <= self.args.steps:
             return None
-        return found
+        return result
 
     def once(self, given: Given) -> Alone | None:
         if self.is_hopeless:
@@ -68,11 +68,11 @@ class Runs:
             return None
         alone = notes[0].value
         alone.notes.open()
-        return alone._replace(found=[opened(weights) for weights in alone.found])
+        return alone._replace(weights=[opened(weights) for weights in alone.weights])
 
     def run(self, be_process: object, job: Job, count: int) -> tuple[list, str]:
         """The notes that came, and the error."""
-        _, run = instrument.import_launcher()
+        _, run = import_launcher()
         error = ""
         with tempfile.TemporaryDirectory(prefix="notes-", dir=self.folder) as place:
             try:
@@ -81,7 +81,7 @@ class Runs:
                 if isinstance(end.code, int):
                     raise  # after Ctrl-C or SIGTERM
                 error = str(end.code)
-            return instrument.collect(Folder(place), count), error
+            return collect(Folder(place), count), error
 
 
 def read(path: Path) -> str:
@@ -98,4 +98,4 @@ def be_alone(job: Job, folder: str) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     job = job._replace(arguments=(*job.arguments, terminal))
-    instrument.leave(instrument.be_rank(job, Place(0, 1), Folder(folder), None))
+    leave(be_rank(job, Place(0, 1), Folder(folder), None))

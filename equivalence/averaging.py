@@ -40,12 +40,12 @@ def averaging(facts: Facts, known: Known | None) -> Link:
         clipped = ", clipped" if any(step.clips for step in facts.ranks[0].steps) else ""
         text = f"right: the optimizers get {in_shares(shares)}{clipped} {apart(far, limit)}"
         return Link(LABEL, True, text, limit)
-    found = gradients_of(facts, goals, shares, bad, worst)
+    gradients = gradients_of(facts, goals, shares, bad, worst)
     if link := sent_coarsely(facts, goals, limit):
         return link
     if known and (link := changed_as_alone(known, limit)):
         return link
-    return explain(facts, found, is_known=bool(known), far=apart(far, limit))
+    return explain(facts, gradients, is_known=bool(known), far=apart(far, limit))
 
 
 def before_clip(facts: Facts, step: int) -> list[Vector]:
@@ -54,16 +54,16 @@ def before_clip(facts: Facts, step: int) -> list[Vector]:
 
 
 def unclipped(step: Step) -> Vector:
-    found = dict(step.got)
+    gradients = dict(step.got)
     for clip in reversed(step.clips):
         times = clip.most / (clip.norm + 1e-6)  # 1e-6: as torch does
         if not 0 < times < 1:
             continue
-        part = vectors.combine([vectors.only(found, set(clip.names))], [1 / times])
+        part = vectors.combine([vectors.only(gradients, set(clip.names))], [1 / times])
         is_last = abs(vectors.length(part) - clip.norm) <= limits.CLIPPED * clip.norm
         if is_last:  # nothing else has changed them since
-            found |= part
-    return found
+            gradients |= part
+    return gradients
 
 
 def limit_of(facts: Facts) -> float:
@@ -78,13 +78,11 @@ def compare(facts: Facts, goals: list[Vector], limit: float) -> tuple[list[str],
     furthest: dict[str, float] = {}
     worst, most = 0, 0.0
     for k, goal in enumerate(goals):
-        parts, in_step = facts.own(k), 0.0
+        sizes, in_step = vectors.mean_lengths(facts.own(k)), 0.0
         all_got = before_clip(facts, k)
-        for name, wanted in goal.items():
-            own = [vectors.length({name: part[name]}) for part in parts if name in part]
-            scale = sum(own) / len(parts)
+        for name in goal:
             for got in all_got:
-                far = vectors.distance(vectors.only(got, {name}), {name: wanted}, scale)
+                far = vectors.distance_in(name, got, goal, sizes.get(name, 0.0))
                 furthest[name] = max(furthest.get(name, 0.0), far)
                 in_step = max(in_step, far)
         # Where copies differ, shares are not exact: an earlier step says more.
@@ -102,13 +100,13 @@ def gradients_of(facts: Facts, goals: list, shares: list, bad: list[str], step: 
         place = f" of {some_of(bad)} (the other {right} of {len(names)} tensors are right)"
     own = [vectors.only(part, set(bad)) for part in facts.own(step)]
     goal = vectors.only(goals[step], set(bad))
-    got = [vectors.only(one, set(bad)) for one in before_clip(facts, step)]
+    got = [vectors.only(vector, set(bad)) for vector in before_clip(facts, step)]
     return Gradients(step, own, got, goal, shares[step], place)
 
 
 def in_shares(shares: list[list[float]]) -> str:
     even = [1 / len(shares[0])] * len(shares[0])
-    if all(vectors.near(one, [1.0] * len(one), limits.COEFFICIENT) for one in shares):
+    if all(vectors.near(weights, [1.0] * len(weights), limits.COEFFICIENT) for weights in shares):
         return "the sum of what the ranks' examples contribute"
     for number, weights in enumerate(shares):
         if not vectors.near(weights, even, limits.COEFFICIENT):
@@ -149,7 +147,7 @@ def is_rounded(
             return False
         wanted = vectors.only(goal, {name})
         times = vectors.fit(vectors.only(got, {name}), [wanted]).weights[0]
-        far = vectors.distance(vectors.only(got, {name}), wanted)
+        far = vectors.distance_in(name, got, goal)
         squares = vectors.numbers(goal[name]).square()
         count = float(squares.sum() ** 2 / squares.square().sum().clamp(min=1e-300))  # that weigh
         if abs(times - 1) > max(limit, limits.DEVIATIONS * far / max(1.0, count) ** 0.5):

@@ -117,21 +117,21 @@ def join(batches: list, only: int | None = None, order: torch.Generator | None =
     if order is not None:
         rows = torch.randperm(len(rows), generator=order)
 
-    def joined(same: list, key: Any) -> Any:
-        parts = [same[number] for number in chosen]
-        if isinstance(same[0], (list, tuple)):
+    def joined(leaves: list, key: Any) -> Any:
+        parts = [leaves[number] for number in chosen]
+        if isinstance(leaves[0], (list, tuple)):
             every = list(itertools.chain(*parts))
             if order is not None and len(every) == len(rows):
                 every = [every[row] for row in rows]
-            return type(same[0])(every)
-        is_tensor = isinstance(same[0], torch.Tensor) and same[0].dim() > 0
-        if not is_tensor or [len(tensor) for tensor in same] != counts:
+            return type(leaves[0])(every)
+        is_tensor = isinstance(leaves[0], torch.Tensor) and leaves[0].dim() > 0
+        if not is_tensor or [len(tensor) for tensor in leaves] != counts:
             return parts[0]
-        shapes = [tensor.shape[1:] for tensor in same]
+        shapes = [tensor.shape[1:] for tensor in leaves]
         longest = [max(sizes) for sizes in zip(*shapes, strict=True)]
-        is_target = key == "labels" or any((tensor == IGNORED).any() for tensor in same)
-        found = torch.cat([_padded(tensor, longest, IGNORED * is_target) for tensor in parts])
-        return found if order is None else found[rows]
+        is_target = key == "labels" or any((tensor == IGNORED).any() for tensor in leaves)
+        made = torch.cat([_padded(tensor, longest, IGNORED * is_target) for tensor in parts])
+        return made if order is None else made[rows]
 
     return mapped(joined, batches)
 
@@ -139,10 +139,10 @@ def join(batches: list, only: int | None = None, order: torch.Generator | None =
 def rows_differ(batches: list) -> str:
     """If tensors that differ between the batches have no row for each example; else ""."""
     counts = [count_examples(batch) for batch in batches]
-    for same in zip(*[tensors_in(batch) for batch in batches], strict=False):
-        if same[0].dim() == 0 or all(tensor.equal(same[0]) for tensor in same):
+    for tensors in zip(*[tensors_in(batch) for batch in batches], strict=False):
+        if tensors[0].dim() == 0 or all(tensor.equal(tensors[0]) for tensor in tensors):
             continue
-        if [len(tensor) for tensor in same] != counts:
+        if [len(tensor) for tensor in tensors] != counts:
             sizes = [len(tensor) for tensor in tensors_in(batches[0]) if tensor.dim()]
             return ", ".join(map(str, dict.fromkeys(sizes)))
     return ""
@@ -178,21 +178,15 @@ def count_examples(batch: Any) -> int:
 
 def digest(batch: Any) -> str:
     """Equal for equal batches, or tensors."""
-    found = hashlib.blake2b(digest_size=16)
+    hashed = hashlib.blake2b(digest_size=16)
     for tensor in tensors_in(batch):
-        found.update(f"{tensor.dtype} {list(tensor.shape)}".encode())
-        found.update(bytes_of(tensor))
-    return found.hexdigest()
+        hashed.update(f"{tensor.dtype} {list(tensor.shape)}".encode())
+        hashed.update(bytes_of(tensor))
+    return hashed.hexdigest()
 
 
-def digests_of_examples(batch: Any) -> list[bytes]:
+def digests_of_examples(batch: Any) -> list[str]:
     """A name for each example, equal for equal ones."""
     count = count_examples(batch)
-    tensors = [some for some in tensors_in(batch) if some.dim() and len(some) == count]
-    names = []
-    for row in range(count):
-        found = hashlib.blake2b(digest_size=16)
-        for tensor in tensors:
-            found.update(bytes_of(tensor[row]))
-        names.append(found.digest())
-    return names
+    tensors = [tensor for tensor in tensors_in(batch) if tensor.dim() and len(tensor) == count]
+    return [digest([tensor[row] for tensor in tensors]) for row in range(count)]

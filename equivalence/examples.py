@@ -3,13 +3,14 @@
 from collections import Counter
 from typing import Any
 
+from instruments.command import Line
 from instruments.tensors import tensors_in
 
 from equivalence.batches import digest, digests_of_examples
 from equivalence.facts import Facts
 from equivalence.limits import ALIKE, OFTEN
 from equivalence.notes import Event
-from equivalence.words import Line, some_of
+from equivalence.words import some_of
 
 SAMPLER = "give each its share (a DistributedSampler)"
 
@@ -65,12 +66,11 @@ def on_two_ranks(facts: Facts) -> tuple[int, int, bool]:
         for rank in facts.ranks:
             seen = set()
             for step in facts.steps:
-                for one in named(facts.events(rank, key, step)):
-                    name = one[:2]
+                for name, number in named(facts.events(rank, key, step)):
                     has_own_twice |= name in seen
                     seen.add(name)
                     owners.setdefault(name, set()).add(rank.rank)
-                    numbers.setdefault(name, set()).add(one[2])
+                    numbers.setdefault(name, set()).add(number)
         shared = [name for name in owners if len(owners[name]) > 1]
         # Some may come twice on one rank, too.  Pieces that a program draws itself can be alike.
         least = 0 if key.startswith("loader") else ALIKE * len(owners)
@@ -89,7 +89,7 @@ def are_in_each_step(facts: Facts, key: str) -> bool:
     for step in facts.steps:
         every = []
         for rank in facts.ranks:
-            names = [one[:2] for one in named(facts.events(rank, key, step))]
+            names = [name for name, _ in named(facts.events(rank, key, step))]
             if len(set(names)) < len(names):
                 return False
             every += names
@@ -99,19 +99,21 @@ def are_in_each_step(facts: Facts, key: str) -> bool:
     return True
 
 
-def named(events: list[Event]) -> list[tuple[int, bytes, Any]]:
-    """Of each example the round, its digest, and its number in the data set or None."""
-    found = []
+def named(events: list[Event]) -> list[tuple[tuple[int, str], Any]]:
+    """Each example's name (the round and a digest), and its number in the data set or None."""
+    pairs = []
     for event in events:
         if event.examples:
-            names = [digest(one) for one in event.examples]
+            digests = [digest(example) for example in event.examples]
         else:
-            names = digests_of_examples(event.value)
-            if not has_rows(event, len(names)):
+            digests = digests_of_examples(event.value)
+            if not has_rows(event, len(digests)):
                 continue
-        known = event.indices if len(event.indices) == len(names) else [None] * len(names)
-        found += [(event.round, *pair) for pair in zip(names, known, strict=True)]
-    return found
+        count = len(digests)
+        numbers = event.indices if len(event.indices) == count else [None] * count
+        names = [(event.round, text) for text in digests]
+        pairs += zip(names, numbers, strict=True)
+    return pairs
 
 
 def has_rows(event: Event, count: int) -> bool:

@@ -79,12 +79,12 @@ class Facts:
     def different_copies(self) -> tuple[int, list[str]]:
         """Before which step parameters differ first, and which; all steps + 1 if none do."""
         for k in range(len(self.steps) + 1):
-            found: list[str] = []
+            names: list[str] = []
             for rank in self.ranks[1:]:
-                found += unequal(self.ranks[0].steps[k].weights, rank.steps[k].weights)
-            found = [name for name in self.ranks[0].parameters if name in found]
-            if found:
-                return k, found
+                names += unequal(self.ranks[0].steps[k].weights, rank.steps[k].weights)
+            names = [name for name in self.ranks[0].parameters if name in names]
+            if names:
+                return k, names
         return len(self.steps) + 1, []
 
     def are_parts(self) -> bool:
@@ -94,7 +94,7 @@ class Facts:
             weights = rank.steps[0].weights
             some = [name for name in rank.parameters if name in weights]
             shapes.append({name: weights[name].shape for name in some})
-        return any(one != shapes[0] for one in shapes[1:])
+        return any(shapes_of_rank != shapes[0] for shapes_of_rank in shapes[1:])
 
     def comparable(self) -> list[int]:
         """The steps that all ranks begin with equal weights."""
@@ -106,17 +106,12 @@ class Facts:
 
     def find_own(self, step: int) -> list[Vector]:
         ranks = self.distinct if self.is_same_work() else self.ranks
-        found = [vectors.only(rank.steps[step].own, self.trained) for rank in ranks]
-        got = [name for name, one in ranks[0].steps[step].got.items() if bool(one.any())]
-        return found if all(found) and set().union(*found) >= set(got) else []
+        own = [vectors.only(rank.steps[step].own, self.trained) for rank in ranks]
+        got = {name for name, tensor in ranks[0].steps[step].got.items() if bool(tensor.any())}
+        return own if all(own) and set().union(*own) >= got else []
 
     def are_own_seen(self) -> bool:
         return all(self.own(k) for k in self.steps)
-
-    def got(self, step: int, names: set[str] | None = None) -> list[Vector]:
-        """What each rank's optimizers got."""
-        names = self.trained if names is None else names
-        return [vectors.only(rank.steps[step].got, names) for rank in self.ranks]
 
     def is_forced(self, step: int) -> bool:
         """Whether one process's optimizer can be given what the processes' got in this step."""
@@ -135,7 +130,8 @@ class Facts:
     def infinite(self) -> str:
         for k in self.steps:
             for rank in self.ranks:
-                if any(not bool(one.isfinite().all()) for one in rank.steps[k].got.values()):
+                got = rank.steps[k].got.values()
+                if not all(bool(gradient.isfinite().all()) for gradient in got):
                     return f"infinite or NaN in step {k + 1} on rank {rank.rank}"
         return ""
 
@@ -144,18 +140,18 @@ def complete(ranks: tuple[Step, ...]) -> None:
     """Where optimizers share out the parameters, the others get what the owner's has made."""
     for owner in ranks:
         for name in owner.got:
-            for other in ranks:
-                if name not in other.options and name in other.weights:
-                    other.got.setdefault(name, owner.got[name])
+            for rank in ranks:
+                if name not in rank.options and name in rank.weights:
+                    rank.got.setdefault(name, owner.got[name])
 
 
 def batches_of(rank: Notes) -> tuple:
     """Digests of what came in, in the steps that are compared."""
-    found = []
+    digests = []
     for key, events in rank.events.items():
         last = rank.counts[-1].get(key, 0) if rank.counts else 0
-        found.append((key, *[digest(event.value) for event in events[:last]]))
-    return tuple(found)
+        digests.append((key, *[digest(event.value) for event in events[:last]]))
+    return tuple(digests)
 
 
 def size_of(event: Event) -> int:
@@ -163,16 +159,16 @@ def size_of(event: Event) -> int:
     return len(event.examples or event.indices) or count_examples(event.value)
 
 
-def unequal(one: Vector, other: Vector) -> list[str]:
+def unequal(vector: Vector, other: Vector) -> list[str]:
     """The names of tensors that differ.  Equal ones are kept once."""
-    found = []
-    for name in one:
-        if name in other and not same(one[name], other[name]):
-            found.append(name)
+    names = []
+    for name in vector:
+        if name in other and not are_equal(vector[name], other[name]):
+            names.append(name)
         elif name in other:
-            other[name] = one[name]
-    return found
+            other[name] = vector[name]
+    return names
 
 
-def same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.shape == other.shape and (one.equal(other) or digest(one) == digest(other))
+def are_equal(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    return tensor.shape == other.shape and (tensor.equal(other) or digest(tensor) == digest(other))

@@ -63,22 +63,22 @@ class Given:
         shares = [rank.events.get(key, []) for rank in self.facts.distinct]
         before = self.facts.rate(key)
         now = self.rates.get(key, before)
-        same = [share[number] for share in shares if number < len(share)]
+        events = [share[number] for share in shares if number < len(share)]
         if now != before:  # it takes fewer or more batches in a step: each is of so many events
             step, part = divmod(number, max(1, now))
             every: list[Event] = []
             for place in range(step * before, (step + 1) * before):
                 every += [share[place] for share in shares if place < len(share)]
             size = len(every) // max(1, now)
-            same = every[part * size : (part + 1) * size]
-        if not same:
+            events = every[part * size : (part + 1) * size]
+        if not events:
             return None
         only = None
         if self.kind == "share":
             only = self.chosen(min(number // max(1, before), len(self.facts.steps) - 1))
-            if only >= len(same):
+            if only >= len(events):
                 return None
-        return self.union(same, only, number)
+        return self.union(events, only, number)
 
     def union(self, events: list[Event], only: int | None, number: int) -> Batch:
         order = torch.Generator().manual_seed(number) if self.kind == "moved" else None
@@ -109,7 +109,7 @@ def together(parts: list, shape: torch.Size) -> torch.Tensor | None:
             return part
     for dimension in range(len(shape) if parts else 0):
         with contextlib.suppress(RuntimeError, IndexError):
-            found = torch.cat(parts, dimension)
-            if found.shape == shape:
-                return found
+            whole = torch.cat(parts, dimension)
+            if whole.shape == shape:
+                return whole
     return None

@@ -19,7 +19,7 @@ from equivalence.one_batch import (
 from equivalence.replay import Alone
 from equivalence.weights import LABEL as WEIGHTS
 from equivalence.weights import weights
-from equivalence.words import PARTS, Link, apart, list_of
+from equivalence.words import PARTS, Link, apart
 
 
 class Judge:
@@ -44,8 +44,8 @@ class Judge:
         if alone is None:
             return
         first = self.facts.ranks[0].steps[0].weights
-        names = [name for name in alone.found[0] if name in alone.notes.parameters]
-        shapes = {name: alone.found[0][name].shape for name in names}
+        names = [name for name in alone.weights[0] if name in alone.notes.parameters]
+        shapes = {name: alone.weights[0][name].shape for name in names}
         is_other = any(name not in first or first[name].shape != shapes[name] for name in names)
         if is_other:
             self.facts.has_parts = not alone.unmatched
@@ -100,7 +100,7 @@ class Judge:
 
     def note_known(self, look: Look, left_out: tuple = ()) -> None:
         self.right = look, left_out
-        weights = [one.weights for one in look.steps if one.weights]
+        weights = [step.weights for step in look.steps if step.weights]
         if weights:
             weights += [weights[-1]] * (self.count - len(weights))
             self.known = Known(weights, look.facts, look.whole.notes, look.limit)
@@ -123,16 +123,17 @@ class Judge:
         text += f", in {worst.name}" if worst.name else ""
         kinds = sorted(self.facts.kinds())
         if kinds:
+            all_kinds = " and ".join(kinds)
             cause, without = self.without(kinds)
             if without is None:
-                return self.unknown(f"the program failed without {list_of(kinds)}", text)
+                return self.unknown(f"the program failed without {all_kinds}", text)
             far, limit = without.worst.far, without.worst.limit
             if cause:
                 self.note_known(without, cause)
-                names = list_of(list(cause))
+                names = " and ".join(cause)
                 text += f"; without {names} {apart(far, limit)}"
                 return Link(self.label, True, text, without.limit, but=names)
-            text += f"; without {list_of(kinds)} too {apart(far, limit)}"
+            text += f"; without {all_kinds} too {apart(far, limit)}"
             look = without
         return self.accused(look, tuple(kinds), text)
 
@@ -146,9 +147,9 @@ class Judge:
         if look.worst.far <= limits.YARDSTICKS * look.worst.rounding:
             why = "rounding, or another order of the same examples, moves a gradient by"
             return self.unknown(f"{why} {look.worst.rounding:.0e}", text)
-        if found := factors(look):
+        if multiple := factors(look):
             what = "what the optimizers get" if self.is_direct else "the mean of the ranks'"
-            return Link(self.label, False, f"WRONG: {what} is {found}")
+            return Link(self.label, False, f"WRONG: {what} is {multiple}")
         if self.is_direct:
             return self.unknown("the ranks' own gradients were not seen", text)
         if reason := self.why_not_joined_well(look, kinds):
@@ -174,7 +175,7 @@ class Judge:
     def without(self, kinds: list[str]) -> tuple[tuple, Look | None]:
         """The layers without which nothing differs; the last look without all of them."""
         cause: tuple = ()
-        found = None
+        without_cause = None
         trials = [tuple(kinds), *[(kind,) for kind in kinds if len(kinds) > 1]]
         for trial in trials:
             ranks = self.runs.several(trial)
@@ -184,12 +185,12 @@ class Judge:
             if not look.steps:
                 return (), None
             if look.is_right:
-                cause, found = trial, look
+                cause, without_cause = trial, look
                 if len(trial) < len(kinds):
-                    return cause, found
+                    return cause, without_cause
             elif trial == trials[0]:
                 return (), look
-        return cause, found
+        return cause, without_cause
 
     def unknown(self, why: str, text: str = "") -> Link:
         return Link(self.label, None, f"not found out: it is {text}" if text else "", why=why)

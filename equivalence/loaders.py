@@ -67,17 +67,17 @@ class Loaders:
 
     def ends(self) -> dict[str, str]:
         """Of each data set, to know whether ranks have the same one.  The program is over."""
-        found = {}
+        digests = {}
         for name, dataset in self.datasets.items():
-            while type(dataset) is Subset:
-                dataset = dataset.dataset
-            found[name] = digest_of_ends(dataset) if self.epochs[name] else ""
-        return found
+            whole, _ = in_whole(dataset, [])
+            digests[name] = digest_of_ends(whole) if self.epochs[name] else ""
+        return digests
 
     def draws(self, iterator: Any, indices: Any) -> None:
         """The iterator has drawn the indices of a batch, perhaps in advance."""
         if iterator._dataset_kind == dataloader._DatasetKind.Map and isinstance(indices, list):
-            self.waiting.setdefault(iterator, []).append(in_whole(iterator._dataset, indices))
+            _, drawn = in_whole(iterator._dataset, indices)
+            self.waiting.setdefault(iterator, []).append(drawn)
 
     def indices_of(self, iterator: Any) -> tuple:
         """Of the batch that was just loaded."""
@@ -160,12 +160,12 @@ def digest_of_ends(dataset: Any) -> str:
     return hashlib.blake2b(content.getvalue(), digest_size=16).hexdigest()
 
 
-def in_whole(dataset: Any, indices: list) -> list:
-    """Those of a Subset have the numbers of the whole data set."""
+def in_whole(dataset: Any, indices: list) -> tuple[Any, list]:
+    """The whole data set, if this is a Subset, and the indices' numbers in it."""
     while type(dataset) is Subset:  # as random_split makes them
         indices = [dataset.indices[index] for index in indices]
         dataset = dataset.dataset
-    return [int(index) for index in indices if isinstance(index, int)]
+    return dataset, [int(index) for index in indices if isinstance(index, int)]
 
 
 def epoch_of(iterator: Any) -> list:
@@ -176,4 +176,4 @@ def epoch_of(iterator: Any) -> list:
     is_own = type(iterator._index_sampler) is torch_data.BatchSampler and type(sampler) in IN_TURN
     if not is_own or len(sampler) > LARGEST_EPOCH:
         return []
-    return in_whole(iterator._dataset, list(sampler))
+    return in_whole(iterator._dataset, list(sampler))[1]

@@ -11,7 +11,7 @@ from equivalence.given import together
 from equivalence.notes import Notes
 from equivalence.replay import Alone
 from equivalence.vectors import Vector
-from equivalence.words import list_of, some_of
+from equivalence.words import some_of
 
 
 class Apart(NamedTuple):
@@ -45,25 +45,25 @@ class Look(NamedTuple):
 
     @property
     def is_right(self) -> bool:
-        return bool(self.steps) and all(one.apart.is_right for one in self.steps)
+        return bool(self.steps) and all(step.apart.is_right for step in self.steps)
 
     @property
     def worst(self) -> Apart:
-        return max((one.apart for one in self.steps), key=lambda one: one.far / one.limit)
+        return max((step.apart for step in self.steps), key=lambda apart: apart.far / apart.limit)
 
     @property
     def limit(self) -> float:
-        return max(one.apart.limit for one in self.steps)
+        return max(step.apart.limit for step in self.steps)
 
 
 def why_not_joined(facts: Facts) -> str:
     """Why the ranks' batches can't be made one; "" if they can."""
     for key in facts.keys:
         shares = [rank.events.get(key, []) for rank in facts.distinct]
-        for same in zip(*shares, strict=False):
-            if all(event.examples for event in same):
+        for events in zip(*shares, strict=False):
+            if all(event.examples for event in events):
                 continue  # the program's own collate_fn makes it
-            if sizes := rows_differ([event.value for event in same]):
+            if sizes := rows_differ([event.value for event in events]):
                 return f"the tensors of a batch have {sizes} rows, not one for each example"
     return ""
 
@@ -75,28 +75,24 @@ def most(facts: Facts) -> float:
 
 def measure(facts: Facts, whole: Alone, moved: Alone | None) -> list[Measured]:
     """In each step that begins with equal weights."""
-    found = []
+    measured = []
     for k in facts.comparable():
         if facts.are_own_seen():
-            found.append(measure_own(facts, whole, moved, k))
+            measured.append(measure_own(facts, whole, moved, k))
         else:
             wanted = gradient(facts, whole.notes, k, "got")
-            other = gradient(facts, moved.notes, k, "got") if moved else None
-            apart = compare(facts, got_of_all(facts, whole.notes, k), wanted, other, {})
-            found.append(Measured(apart, None))
-    return found
+            reordered = gradient(facts, moved.notes, k, "got") if moved else None
+            apart = compare(facts, got_of_all(facts, whole.notes, k), wanted, reordered, {})
+            measured.append(Measured(apart, None))
+    return measured
 
 
 def measure_own(facts: Facts, whole: Alone, moved: Alone | None, step: int) -> Measured:
     parts = facts.own(step)
     wanted = gradient(facts, whole.notes, step, "own")
-    other = gradient(facts, moved.notes, step, "own") if moved else None
-    count = len(parts)
-    sizes: dict[str, float] = {}
-    for name in wanted:
-        own = [vectors.length({name: part[name]}) for part in parts if name in part]
-        sizes[name] = sum(own) / count
-    apart = compare(facts, vectors.mean(parts), wanted, other, sizes)
+    reordered = gradient(facts, moved.notes, step, "own") if moved else None
+    count, sizes = len(parts), vectors.mean_lengths(parts)
+    apart = compare(facts, vectors.mean(parts), wanted, reordered, sizes)
     if apart.is_right:
         return Measured(apart, [1 / count] * count)
     fit = vectors.fit(wanted, parts)
@@ -104,32 +100,31 @@ def measure_own(facts: Facts, whole: Alone, moved: Alone | None, step: int) -> M
         return Measured(apart, None)
     ones = [1.0] * count
     weights = ones if vectors.near(fit.weights, ones, limits.COEFFICIENT) else fit.weights
-    left = compare(facts, vectors.combine(parts, weights), wanted, other, sizes)
+    left = compare(facts, vectors.combine(parts, weights), wanted, reordered, sizes)
     if left.is_right and left.far <= apart.far / limits.CLEARLY:
         return Measured(left, weights)
     return Measured(apart, None)
 
 
 def compare(
-    facts: Facts, found: Vector, wanted: Vector, other: Vector | None, sizes: dict[str, float]
+    facts: Facts, actual: Vector, wanted: Vector, reordered: Vector | None, sizes: dict[str, float]
 ) -> Apart:
-    """other: `wanted`, where rounding is another one.  sizes: the ranks' own, of each tensor."""
+    """reordered: `wanted`, rounded otherwise.  sizes: the ranks' own, of each tensor."""
     small = limits.SMALL_COARSE if facts.is_coarse else limits.SMALL
     least, floor = small * vectors.length(wanted), floor_of(facts)
     worst, most_rounding = Apart(0.0, floor), 0.0
     for name in wanted:
         scale = max(least, sizes.get(name, 0.0))
-        goal = {name: wanted[name]}
-        far = vectors.distance(vectors.only(found, {name}), goal, scale)
+        far = vectors.distance_in(name, actual, wanted, scale)
         limit, rounding = floor, 0.0
-        if other is not None:
-            rounding = vectors.distance(vectors.only(other, {name}), goal, scale)
+        if reordered is not None:
+            rounding = vectors.distance_in(name, reordered, wanted, scale)
             limit = max(floor, min(most(facts), limits.YARDSTICKS * rounding))
         most_rounding = max(most_rounding, rounding)
         if far / limit > worst.far / worst.limit:
             worst = Apart(far, limit, name, rounding)
-    for name in found.keys() - wanted.keys():
-        if bool(found[name].any()):
+    for name in actual.keys() - wanted.keys():
+        if bool(actual[name].any()):
             worst = Apart(1.0, floor, name)
     return worst._replace(most_rounding=most_rounding)
 
@@ -147,13 +142,13 @@ def gradient(facts: Facts, notes: Notes, step: int, what: str) -> Vector:
 
 def got_of_all(facts: Facts, alone: Notes, step: int) -> Vector:
     """What the optimizers got; put together, if the ranks have parts."""
-    found = {}
+    gradients = {}
     for name, wanted in gradient(facts, alone, step, "got").items():
         parts = [rank.steps[step].got.get(name) for rank in facts.peers]
         whole = together(parts, wanted.shape)
         if whole is not None:
-            found[name] = whole
-    return found
+            gradients[name] = whole
+    return gradients
 
 
 # -------------------------------------------------------------------- may the program be accused?
@@ -165,14 +160,14 @@ def factors(look: Look) -> str:
     steps = zip(facts.comparable(), look.steps, strict=True)
     k = max(steps, key=lambda pair: pair[1].apart.far / pair[1].apart.limit)[0]
     if facts.are_own_seen():
-        found = vectors.mean(facts.own(k))
+        actual = vectors.mean(facts.own(k))
         wanted = gradient(facts, look.whole.notes, k, "own")
     else:
-        found = got_of_all(facts, look.whole.notes, k)
+        actual = got_of_all(facts, look.whole.notes, k)
         wanted = gradient(facts, look.whole.notes, k, "got")
     names: dict[float, list[str]] = {}
     for name, goal in wanted.items():
-        fit = vectors.fit({name: found.get(name, goal * 0)}, [{name: goal}])
+        fit = vectors.fit({name: actual.get(name, goal * 0)}, [{name: goal}])
         if fit.left > limits.OWN or goal.numel() < 2 and abs(fit.weights[0] - 1) > limits.OWN:
             return ""
         names.setdefault(round(fit.weights[0], 3), []).append(name)
@@ -181,18 +176,18 @@ def factors(look: Look) -> str:
     if len(names) == 1:
         return f"{next(iter(names)):.3g} times one process's"
     texts = [f"{times:.3g} times that of {some_of(some)}" for times, some in names.items()]
-    return list_of(texts)
+    return " and ".join(texts)
 
 
 def why_not_joined_well(look: Look) -> str:
     """What one batch of the ranks' batches is, was guessed: could the guess be wrong?"""
     facts = look.facts
-    rounding = max(one.apart.most_rounding for one in look.steps)
+    rounding = max(step.apart.most_rounding for step in look.steps)
     if rounding > limits.YARDSTICKS * most(facts):
         return f"the same examples have another gradient in another order (apart by {rounding:.0e})"
     for rank in facts.ranks:
         for events in rank.events.values():
-            if any(counts_up(one.value) for one in events[:1] if not one.examples):
+            if any(counts_up(event.value) for event in events[:1] if not event.examples):
                 return "a tensor numbers groups of rows, and can't be joined with another rank's"
     return ""
 

@@ -74,26 +74,26 @@ class Optimizers(Hooks):
             self.step.draws |= random_state().other_than(self.known_state)
 
     def backward(self, original: Callable) -> Any:
-        if not any(one.what == "backward" for one in self.inside[:-1]):
+        if not any(call.what == "backward" for call in self.inside[:-1]):
             self.own.pass_begins()
         return original()
 
     def clip(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
         if self.is_elsewhere():
             return original(*args, **kwargs)
-        found = inspect.signature(original).bind(*args, **kwargs).arguments
-        parameters = found.pop("parameters")
+        arguments = inspect.signature(original).bind(*args, **kwargs).arguments
+        parameters = arguments.pop("parameters")
         is_one = isinstance(parameters, torch.Tensor)
         parameters = [parameters] if is_one else list(parameters)  # an iterator is read once
-        norm = original(parameters, **found)
-        self.step.clips.append(Clip(float(whole(norm)), float(found["max_norm"]), []))
+        norm = original(parameters, **arguments)
+        self.step.clips.append(Clip(float(whole(norm)), float(arguments["max_norm"]), []))
         self.clipped.append({id(parameter) for parameter in parameters})
         return norm
 
     def scaled(self, original: Callable, scaler: Any, outputs: Any) -> Any:
-        found = original(scaler, outputs)
+        scaled = original(scaler, outputs)
         self.scale = float(scaler.get_scale()) or 1.0
-        return found
+        return scaled
 
     def note_unsharded(self, module: nn.Module, args: tuple, output: Any) -> None:
         """FSDP2's layers have whole parameters while they compute."""
@@ -105,11 +105,11 @@ class Optimizers(Hooks):
                 self.own.watch(tensor, sharded)
 
     def parameters_are_known(self, original: Callable, optimizer: Any, group: dict) -> Any:
-        found = original(optimizer, group)
+        result = original(optimizer, group)
         if not self.is_elsewhere():
             for parameter in parameters_of(optimizer):
                 self.own.watch(parameter)
-        return found
+        return result
 
     def optimizer_begins(self, optimizer: Any) -> None:
         self.stepping += 1
@@ -165,18 +165,20 @@ class Optimizers(Hooks):
         names: dict[int, str] = {}
         models: list[tuple[str, torch.Tensor]] = []
         for model in self.models.values():
-            models += [one for one in self.named_tensors(model) if one[1].requires_grad]
+            models += [pair for pair in self.named_tensors(model) if pair[1].requires_grad]
         for name, tensor in models:
             names.setdefault(id(tensor), name)
-        found = []
+        named = []
         for group in optimizer.param_groups:
-            for parameter in filter(lambda one: not is_lazy(one), group["params"]):
-                spare = f"{type(optimizer).__name__}'s parameter {len(found)}"
+            for parameter in group["params"]:
+                if is_lazy(parameter):
+                    continue
+                spare = f"{type(optimizer).__name__}'s parameter {len(named)}"
                 name = names.get(id(parameter), spare)
                 self.step.options[name] = plain_options(group)
-                found.append((name, parameter, True))
-        if not models or any(id(parameter) in names for _, parameter, _ in found):
-            return found
+                named.append((name, parameter, True))
+        if not models or any(id(parameter) in names for _, parameter, _ in named):
+            return named
         options = plain_options(optimizer.param_groups[0])
         self.step.options |= {name: options for name, _ in models}
         return [(name, parameter, False) for name, parameter in models]
@@ -205,12 +207,12 @@ class Optimizers(Hooks):
         """
         names: dict[int, str] = {}
         own: list = []
-        for number, other in enumerate(self.models.values()):
-            prefix = f"{type(other).__name__} {number + 1}: " if number else ""
-            own = [*other.named_parameters(), *other.named_buffers()]
+        for number, owner in enumerate(self.models.values()):
+            prefix = f"{type(owner).__name__} {number + 1}: " if number else ""
+            own = [*owner.named_parameters(), *owner.named_buffers()]
             for name, tensor in own:
                 names.setdefault(id(tensor), prefix + plain_name(name))
-            if other is model:
+            if owner is model:
                 break
         return [(names[id(tensor)], tensor) for _, tensor in own if not is_lazy(tensor)]
 
@@ -238,10 +240,10 @@ def why_no_room(step: Step, length: int, processes: int, folder: str | None) -> 
 
 
 def plain_options(group: dict) -> dict[str, Any]:
-    found = {}
+    options = {}
     for key, value in group.items():
         if isinstance(value, torch.Tensor) and value.numel() == 1:
             value = float(value)
         if key != "params" and isinstance(value, PLAIN):
-            found[key] = value
-    return found
+            options[key] = value
+    return options

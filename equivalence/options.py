@@ -2,10 +2,11 @@
 
 from typing import Any, NamedTuple
 
+from instruments.command import Line
+
 from equivalence import limits
 from equivalence.facts import Facts
 from equivalence.notes import Notes
-from equivalence.words import Line
 
 
 class Options(NamedTuple):
@@ -15,16 +16,16 @@ class Options(NamedTuple):
 
 
 def options(facts: Facts, alone: Notes | None, command: list[str]) -> Options:
-    found = among_ranks(facts)
-    return found if found.lines or alone is None else beside_one(facts, alone, command)
+    among = among_ranks(facts)
+    return among if among.lines or alone is None else beside_one(facts, alone, command)
 
 
 def among_ranks(facts: Facts) -> Options:
     for k in facts.steps:
         first = facts.ranks[0].steps[k].options
         for rank in facts.ranks[1:]:
-            for name, key, one, other in unlike(first, rank.steps[k].options):
-                text = f"{key} is {one} on rank 0, {other} on rank {rank.rank}, of {name}"
+            for name, key, value, other_value in unlike(first, rank.steps[k].options):
+                text = f"{key} is {value} on rank 0, {other_value} on rank {rank.rank}, of {name}"
                 return Options([Line(label(key), f"{text}, in step {k + 1}")], is_right=False)
     return Options([])
 
@@ -33,17 +34,18 @@ def beside_one(facts: Facts, alone: Notes, command: list[str]) -> Options:
     size, total = sizes(facts, alone)
     for k in facts.steps:
         many = of_all(facts, k)
-        for name, key, one, other in unlike(many, alone.steps[k].options):
+        for name, key, value, alone_value in unlike(many, alone.steps[k].options):
             what = "" if key == "lr" else f"{key} of {name} is "
-            text = f"{what}{show(one)} with {len(facts.ranks)} processes, {show(other)} with one"
-            are_numbers = isinstance(one, int | float) and isinstance(other, int | float)
-            if are_numbers and key == "lr" and other:
-                text += f" ({one / other:.4g} times)"
+            text = f"{what}{show(value)} with {len(facts.ranks)} processes"
+            text += f", {show(alone_value)} with one"
+            are_numbers = isinstance(value, int | float) and isinstance(alone_value, int | float)
+            if are_numbers and key == "lr" and alone_value:
+                text += f" ({value / alone_value:.4g} times)"
             text += f", in step {k + 1}"
             if size == total or not is_scheduled(facts, alone, name, key):
                 return Options([Line(label(key), text)], is_right=False)
             text += f"; alone it takes {size} examples in a step, with all {total}"
-            if are_numbers and abs(one - other) <= limits.SCHEDULE * abs(other):
+            if are_numbers and abs(value - alone_value) <= limits.SCHEDULE * abs(alone_value):
                 text += ": so a schedule differs that counts an epoch's steps"
                 return Options([Line(label(key), text)], is_schedule=True)
             flag = batch_flag(command, size) or "--batch-size"
@@ -61,10 +63,10 @@ def is_scheduled(facts: Facts, alone: Notes, name: str, key: str) -> bool:
 
 
 def of_all(facts: Facts, step: int) -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = {}
+    table: dict[str, dict[str, Any]] = {}
     for rank in facts.ranks:
-        found = rank.steps[step].options | found
-    return found
+        table = rank.steps[step].options | table
+    return table
 
 
 def batch_flag(command: list[str], size: int) -> str:
@@ -79,16 +81,16 @@ def label(key: str) -> str:
     return "learning rate" if key == "lr" else "options"
 
 
-def unlike(one: dict, other: dict) -> list[tuple[str, str, Any, Any]]:
+def unlike(table: dict, other_table: dict) -> list[tuple[str, str, Any, Any]]:
     """(parameter, option, value, other value) where two tables of options differ."""
-    found = []
-    for name in one:
-        for key, value in one[name].items():
-            theirs = other.get(name, {}).get(key, value)
+    differences = []
+    for name in table:
+        for key, value in table[name].items():
+            theirs = other_table.get(name, {}).get(key, value)
             is_start = key != "lr" and "lr" in key.split("_")  # initial_lr, max_lr: not in use
             if theirs != value and not is_start:
-                found.append((name, key, value, theirs))
-    return found
+                differences.append((name, key, value, theirs))
+    return differences
 
 
 def sizes(facts: Facts, alone: Notes | None) -> tuple[int, int]:

@@ -53,11 +53,11 @@ class OwnGradients:
 
     def note(self, name: str, parameter: torch.Tensor, scale: float, step: Step) -> None:
         """Write the sum into the step, and what the first pass made of it."""
-        found = self.sums.get(id(parameter))
-        if found is None:
+        total = self.sums.get(id(parameter))
+        if total is None:
             return
         begun = self.firsts[id(parameter)]
-        step.own[name] = self.shelf.keep(found / scale)
+        step.own[name] = self.shelf.keep(total / scale)
         step.first[name] = step.own[name]
-        if begun is not found:
+        if begun is not total:
             step.first[name] = self.shelf.keep(begun / scale)

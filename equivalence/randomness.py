@@ -17,16 +17,16 @@ class RandomState(NamedTuple):
 
     def other_than(self, other: "RandomState") -> set[str]:
         """The generators that are in another state."""
-        found = set()
+        names = set()
         if not self.cpu.equal(other.cpu):
-            found.add("cpu")
+            names.add("cpu")
         if self.gpu is not None and other.gpu is not None and not self.gpu.equal(other.gpu):
-            found.add("gpu")
+            names.add("gpu")
         if self.python != other.python:
-            found.add("python")
+            names.add("python")
         if self.numpy[2] != other.numpy[2] or (self.numpy[1] != other.numpy[1]).any():
-            found.add("numpy")
-        return found
+            names.add("numpy")
+        return names
 
 
 def random_state() -> RandomState:

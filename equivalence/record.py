@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from distributed import unwrap_model
 from instruments.meeting import Place
 from instruments.tensors import tensors_in
 from torch import nn
@@ -51,8 +52,8 @@ class Recorder(Optimizers):
         self.kinds: set[str] = set()
 
     def patches(self) -> list[tuple[Any, str, Callable]]:
-        found = super().patches()
-        found += [
+        patches = super().patches()
+        patches += [
             (nn.utils, "clip_grad_norm_", self.clip),
             (clip_grad, "clip_grad_norm_", self.clip),
             (torch.optim.Optimizer, "add_param_group", self.parameters_are_known),
@@ -64,10 +65,10 @@ class Recorder(Optimizers):
             (torch.amp.GradScaler, "scale", self.scaled),
         ]
         for name in LOSSES:
-            found.append((F, name, functools.partial(self.loss_function, name)))
+            patches.append((F, name, functools.partial(self.loss_function, name)))
         for name in layers.DROPOUTS:
-            found.append((F, name, functools.partial(self.dropout, name)))
-        return found
+            patches.append((F, name, functools.partial(self.dropout, name)))
+        return patches
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
@@ -92,14 +93,14 @@ class Recorder(Optimizers):
             self.note_draws()
         self.seen[key] += 1
         self.known_state = random_state()
-        one = Event(to_plain(value), self.known_state)
+        event = Event(to_plain(value), self.known_state)
         if iterator is not None:
-            one = one._replace(
+            event = event._replace(
                 examples=self.loaders.examples,
                 round=self.loaders.rounds[key],
                 indices=self.loaders.indices_of(iterator),
             )
-        self.events.setdefault(key, []).append(one)
+        self.events.setdefault(key, []).append(event)
         return value
 
     def draw(self, original: Callable, iterator: Any) -> Any:
@@ -135,7 +136,7 @@ class Recorder(Optimizers):
     # ------------------------------------------------------------------------ forward, backward
 
     def forward_begins(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple | None:
-        if any(one.what == "backward" for one in self.inside):  # again, to save memory
+        if any(call.what == "backward" for call in self.inside):  # again, to save memory
             return None
         self.look_at_layers(module)
         if not torch.is_grad_enabled():
@@ -153,7 +154,7 @@ class Recorder(Optimizers):
         tensors = list(tensors_in((args, kwargs)))
         is_data = bool(tensors) and not any(tensor.requires_grad for tensor in tensors)
         if not self.loaders.owners and is_data:  # and not what another model has computed
-            name = f"inputs of {type(unwrapped(module)).__name__}"
+            name = f"inputs of {type(unwrap_model(module)).__name__}"
             replaced, new_kwargs = self.event(name, (args, dict(kwargs)))
             kwargs.update(new_kwargs)
         self.step.inputs += digest((replaced or args, dict(kwargs)))
@@ -215,11 +216,3 @@ class Recorder(Optimizers):
             ends=self.loaders.ends() if is_own_thread else {},
             redraws=self.loaders.redraws,
         )
-
-
-def unwrapped(module: nn.Module) -> nn.Module:
-    """The model inside DDP, DataParallel and torch.compile."""
-    wrappers = (nn.parallel.DistributedDataParallel, nn.DataParallel)
-    while isinstance(module, wrappers) or hasattr(module, "_orig_mod"):
-        module = module._orig_mod if hasattr(module, "_orig_mod") else module.module
-    return module

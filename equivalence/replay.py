@@ -27,7 +27,7 @@ class Alone(NamedTuple):
     """What a run in one process has found."""
 
     notes: Notes
-    found: list[Vector]  # weights before each step, before others were set
+    weights: list[Vector]  # its own before each step, before others were set
     rates: dict[str, int]  # not {}: it takes other numbers of batches in a step
     unmatched: list[str]  # weights that the ranks don't have, or not in this shape
     has_coarse_optimizer: bool  # it computes in bfloat16 or float16
@@ -42,10 +42,10 @@ class Formats(TorchDispatchMode):
     are_coarse = False
 
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: Any = None):  # noqa: ANN204
-        found = function(*args, **(kwargs or {}))
-        if isinstance(found, torch.Tensor) and found.is_floating_point():
-            self.are_coarse |= torch.finfo(found.dtype).eps > COARSE
-        return found
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.is_floating_point():
+            self.are_coarse |= torch.finfo(result.dtype).eps > COARSE
+        return result
 
 
 class Replayer(Recorder):
@@ -55,7 +55,7 @@ class Replayer(Recorder):
         super().__init__(place, len(given.facts.steps), log, folder, given.left_out)
         self.given, self.terminal = given, terminal
         self.run = f"one process, {given.kind}"
-        self.found: list[Vector] = []
+        self.weights: list[Vector] = []
         self.matched: set[str] = set()
         self.unmatched: set[str] = set()
         self.formats = Formats()  # that the optimizer computes in
@@ -114,11 +114,11 @@ class Replayer(Recorder):
 
     def begin(self, name: str, tensor: torch.Tensor) -> None:
         """Give a tensor the value that it had in the processes."""
-        while len(self.found) < len(self.noted):
-            self.found.append({})
-        if name in self.found[-1]:
+        while len(self.weights) < len(self.noted):
+            self.weights.append({})
+        if name in self.weights[-1]:
             return
-        self.found[-1][name] = self.shelf.keep(tensor)
+        self.weights[-1][name] = self.shelf.keep(tensor)
         value = self.given.value("weights", name, self.number, tensor.shape)
         if value is None:
             self.unmatched.add(name)
@@ -167,8 +167,8 @@ class Replayer(Recorder):
     def notes(self, is_own_thread: bool = True) -> Alone:
         notes = super().notes(is_own_thread)
         notes.events = {}
-        while len(self.found) < len(self.noted):
-            self.found.append({})
+        while len(self.weights) < len(self.noted):
+            self.weights.append({})
         rates = {} if self.given.rates else self.takes_others()
         given, chosen = self.given, []
         if given.kind == "share":
@@ -176,7 +176,7 @@ class Replayer(Recorder):
         unmatched = sorted(self.unmatched - self.matched)
         return Alone(
             notes,
-            self.found,
+            self.weights,
             rates,
             unmatched,
             self.formats.are_coarse,

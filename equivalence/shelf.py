@@ -51,7 +51,7 @@ def read(kept: Kept) -> torch.Tensor:
 
 def opened(vector: Vector) -> Vector:
     """With tensors in place of those that are kept in files."""
-    found = {}
-    for name, one in vector.items():
-        found[name] = read(one) if isinstance(one, Kept) else one
-    return found
+    tensors = {}
+    for name, tensor in vector.items():
+        tensors[name] = read(tensor) if isinstance(tensor, Kept) else tensor
+    return tensors

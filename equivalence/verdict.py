@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+from instruments.command import Line
+
 from equivalence import examples as seen
 from equivalence import limits
 from equivalence.averaging import averaging
@@ -10,7 +12,7 @@ from equivalence.judge import Judge
 from equivalence.layers import AVERAGES
 from equivalence.options import Options, options
 from equivalence.weights import buffers
-from equivalence.words import Line, Link
+from equivalence.words import Link
 
 SAME, DIFFERENT, UNKNOWN = 0, 1, 2  # exit codes
 BATCH = "the loss, or a layer, depends on which examples are in a batch together"
@@ -32,9 +34,9 @@ def only_averaging(facts: Facts) -> Answer:
     lines, wrong, reasons = of_notes(facts)
     if facts.may_have_parts:
         reasons.append("the ranks' weights differ from the start: copies, or parts of one model?")
-    found = options(facts, None, [])
-    lines += found.lines
-    wrong += [line.label for line in found.lines]
+    settings = options(facts, None, [])
+    lines += settings.lines
+    wrong += [line.label for line in settings.lines]
     link = averaging(facts, None)
     lines += link.line
     if link.is_right is False or link.text and link.is_right is None:
@@ -61,13 +63,13 @@ def all_three(judge: Judge, command: list[str]) -> Answer:
         return conclude(wrong, reasons, [], lines)
     batch = judge.one_batch()
     alone = judge.alone()
-    found = options(facts, alone.notes if alone else None, command)
-    lines += found.lines
-    if found.is_right is False:
-        wrong += [line.label for line in found.lines]
-    elif found.is_right is None:
-        reasons += [f"{line.label}: {line.text}" for line in found.lines]
-    links = corrected(judge, averaging(facts, judge.known), batch, judge.weights(), found)
+    settings = options(facts, alone.notes if alone else None, command)
+    lines += settings.lines
+    if settings.is_right is False:
+        wrong += [line.label for line in settings.lines]
+    elif settings.is_right is None:
+        reasons += [f"{line.label}: {line.text}" for line in settings.lines]
+    links = corrected(judge, averaging(facts, judge.known), batch, judge.weights(), settings)
     for link in links:
         lines += link.line
     others: list[Line] = []
@@ -88,7 +90,7 @@ def of_notes(facts: Facts) -> tuple[list[Line], list[str], list[str]]:
 
 
 def corrected(
-    judge: Judge, first: Link, batch: Link, change: Link, found: Options
+    judge: Judge, first: Link, batch: Link, change: Link, settings: Options
 ) -> tuple[Link, Link, Link]:
     """What only another link's answer shows."""
     facts = judge.facts
@@ -105,9 +107,9 @@ def corrected(
         first = Link("averaging", True, text, change.limit)
     if first.is_right is False and change.is_right is False:
         change = Link("weights", None, why="not looked at, as the gradients are wrong")
-    if change.is_right is False and found.is_right is None:
+    if change.is_right is False and settings.is_right is None:
         change = Link("weights", None, why="not looked at, as the rates differ")
-    if change.is_right is False and found.is_schedule and change.limit <= 2 * limits.SCHEDULE:
+    if change.is_right is False and settings.is_schedule and change.limit <= 2 * limits.SCHEDULE:
         text = "they change as in one process, but for the schedule's other rates"
         change = Link("weights", True, f"{text} (apart by {change.limit:.0e})", change.limit)
     return first, batch, change

@@ -3,13 +3,14 @@
 from typing import NamedTuple
 
 import torch
+from instruments.command import Line
 
 from equivalence import limits, vectors
 from equivalence.facts import Facts
 from equivalence.given import together
 from equivalence.one_batch import most
 from equivalence.replay import Alone, moved
-from equivalence.words import Line, Link, apart, some_of
+from equivalence.words import Link, apart, some_of
 
 LABEL = "weights"
 
@@ -38,21 +39,21 @@ def weights(facts: Facts, alone: Alone, moved_run: Alone | None) -> Link:
             return Link(LABEL, None, why="in one process the optimizer gets its own gradients")
         yardstick = between(facts, moved_run, alone)
         limit = max(limit, min(most(facts), limits.YARDSTICKS * yardstick))
-    found = furthest(facts, alone)
-    if not found.changed:
+    worst = furthest(facts, alone)
+    if not worst.changed:
         return Link(LABEL, None, why="no step changes the weights")
     what = "as in one process" if free else "as in one process that gets these gradients"
-    text = f"{what} {apart(found.far, limit)}"
-    skipped = [str(k + 1) for k in facts.steps if k not in found.changed]
+    text = f"{what} {apart(worst.far, limit)}"
+    skipped = [str(k + 1) for k in facts.steps if k not in worst.changed]
     if skipped:
         text += f"; not in step {', '.join(skipped)}, where nothing changes"
-    if found.far <= limit:
-        return Link(LABEL, True, f"right: they change {text}", max(limit, found.hidden))
+    if worst.far <= limit:
+        return Link(LABEL, True, f"right: they change {text}", max(limit, worst.hidden))
     if alone.has_coarse_optimizer:
-        text = f"not found out: they don't change {text}: {found.name}"
+        text = f"not found out: they don't change {text}: {worst.name}"
         return Link(LABEL, None, text, why="the optimizer computes in bfloat16 or float16")
-    text = f"WRONG: they don't change {text}: {found.name}"
-    return Link(LABEL, False, text, found.far)
+    text = f"WRONG: they don't change {text}: {worst.name}"
+    return Link(LABEL, False, text, worst.far)
 
 
 def furthest(facts: Facts, alone: Alone) -> Furthest:
@@ -60,18 +61,18 @@ def furthest(facts: Facts, alone: Alone) -> Furthest:
     worst, changed = Furthest(), set()
     for k in facts.steps:
         before, after = of_ranks(facts, k), of_ranks(facts, k + 1)
-        for name, found in alone.found[k + 1].items():
+        for name, value_alone in alone.weights[k + 1].items():
             if name not in facts.trained or name not in after:
                 continue
-            old, new = together(before.get(name, []), found.shape), after[name]
-            if new[0].shape != found.shape:
-                new = [together(new, found.shape)]
+            old, new = together(before.get(name, []), value_alone.shape), after[name]
+            if new[0].shape != value_alone.shape:
+                new = [together(new, value_alone.shape)]
             elif k >= facts.first_unequal:
                 new = new[:1]  # one process had rank 0's
-            for one in new:
-                if old is None or one is None:
+            for value in new:
+                if old is None or value is None:
                     continue
-                change = change_apart(old, one, old, found)
+                change = change_apart(old, value, old, value_alone)
                 if change.size:
                     changed.add(k)
                 hidden = max(worst.hidden, change.hidden)
@@ -83,11 +84,11 @@ def furthest(facts: Facts, alone: Alone) -> Furthest:
 
 def of_ranks(facts: Facts, step: int) -> dict[str, list[torch.Tensor]]:
     """Each weight, of all ranks; or its parts."""
-    found: dict[str, list[torch.Tensor]] = {}
+    tensors: dict[str, list[torch.Tensor]] = {}
     for rank in facts.peers if facts.has_parts else facts.ranks:
         for name, tensor in rank.steps[step].weights.items():
-            found.setdefault(name, []).append(tensor)
-    return found
+            tensors.setdefault(name, []).append(tensor)
+    return tensors
 
 
 def change_apart(
@@ -106,19 +107,19 @@ def change_apart(
     return Change(beyond / size, size, digit.norm().item() / size)
 
 
-def between(facts: Facts, one: Alone, other: Alone) -> float:
+def between(facts: Facts, moved_run: Alone, alone: Alone) -> float:
     """How far the changes of two runs in one process are apart; `one` was moved."""
     most_apart = 0.0
     for k in facts.steps:
         before = of_ranks(facts, k)
-        for name, found in other.found[k + 1].items():
-            theirs = one.found[k + 1].get(name)
+        for name, value_alone in alone.weights[k + 1].items():
+            theirs = moved_run.weights[k + 1].get(name)
             if theirs is None or name not in facts.trained or name not in before:
                 continue
-            old = together(before[name], found.shape)
+            old = together(before[name], value_alone.shape)
             if old is not None:
                 start = moved(old, facts.digit)
-                most_apart = max(most_apart, change_apart(start, theirs, old, found).far)
+                most_apart = max(most_apart, change_apart(start, theirs, old, value_alone).far)
     return most_apart
 
 
@@ -127,16 +128,16 @@ def buffers(facts: Facts, alone: Alone, limit: float, left_out: tuple) -> list[L
     far: dict[str, float] = {}
     for k in facts.comparable():
         before, after = of_ranks(facts, k), of_ranks(facts, k + 1)
-        for name, found in alone.found[k + 1].items():
+        for name, value_alone in alone.weights[k + 1].items():
             if name in facts.ranks[0].parameters or name not in after or name not in before:
                 continue
             if any(name.endswith(ending) for ending in left_out):
                 continue
             old, news = before[name][0], after[name]
-            if any(new.shape != found.shape for new in [old, *news]):
+            if any(new.shape != value_alone.shape for new in [old, *news]):
                 continue
             for new in news:
-                apart_here = change_apart(old, new, old, found).far
+                apart_here = change_apart(old, new, old, value_alone).far
                 far[name] = max(far.get(name, 0.0), apart_here)
     limit = max(limits.MOST, limit)
     names = [name for name in far if far[name] > limit]

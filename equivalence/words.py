@@ -2,15 +2,12 @@
 
 from typing import NamedTuple
 
+from instruments.command import Line
+
 PARTS = (
     "the ranks have parts of one process's model, and how these make it was not seen (FSDP1? Use "
     "fully_shard)"
 )
-
-
-class Line(NamedTuple):
-    label: str
-    text: str
 
 
 class Link(NamedTuple):
@@ -55,7 +52,3 @@ def some_of(names: list[str]) -> str:
     names = list(dict.fromkeys(names))
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(names[:3]) + more
-
-
-def list_of(parts: list[str]) -> str:
-    return " and ".join(parts)

@@ -5,6 +5,7 @@
     hooks.py      tells an instrument what the program does: loads, computes, makes a step
     tensors.py    tensors in whatever holds them
     ranks.py      starts one process per rank, and collects what each has noted
+    rank.py       what each of them does: it runs the program, and leaves its notes
     meeting.py    where the ranks leave their notes: a folder, or torchrun's store
 
 torch and the standard library are enough for timeline/ under torchrun.  Other processes are

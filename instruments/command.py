@@ -6,6 +6,14 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Iterable
+from typing import NamedTuple
+
+
+class Line(NamedTuple):
+    """One of the lines that an instrument says."""
+
+    label: str
+    text: str
 
 
 def new_parser(tool: str, description: str | None) -> argparse.ArgumentParser:
@@ -37,8 +45,8 @@ def read(parser: argparse.ArgumentParser) -> argparse.Namespace:
     return args
 
 
-def say(lines: Iterable[tuple[str, str]], indent: int) -> None:
-    """Print each line behind its label, as wide as the terminal."""
+def say(lines: Iterable[Line], indent: int) -> None:
+    """Print each text behind its label, as wide as the terminal."""
     width = max(40, shutil.get_terminal_size().columns - 1)
     # Paths stay whole, so that they can be copied.
     options = {"break_long_words": False, "break_on_hyphens": False}

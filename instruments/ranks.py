@@ -1,30 +1,16 @@
 """Starts one process per rank, runs the program in each, and brings together what was noted.
 
-Each rank leaves its notes as soon as it is done: when it has finished, when its program has ended
-or failed, and when it has lost patience.  So nothing that was noted is lost:
-
-    finished    it waits until all ranks have left their notes, as others may need its connections
-    ended       (early) it ends, as the program would
-    failed      it asks the others for what they have, waits a moment for that, and fails
-
 Who reads the notes: the process that has started the ranks; under torchrun rank 0.
 """
 
 import contextlib
-import multiprocessing
 import os
 import shutil
 import signal
 import sys
 import tempfile
-import threading
-import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
 
-from torch import distributed as torch_dist
-
-from instruments.hooks import Hooks
 from instruments.meeting import (
     Folder,
     Meeting,
@@ -33,42 +19,14 @@ from instruments.meeting import (
     read_place,
     serve_store,
     variables_of_one,
-    wait_until,
 )
-from instruments.program import (
-    LIBRARIES,
-    Refused,
-    other_threads,
-    run_program,
-    show_modules,
-    where,
-    without_our_frames,
-)
+from instruments.program import LIBRARIES
+from instruments.rank import Job, Notes, be_rank, collect, leave
 
 NO_STEP = (
     "no optimizer of torch.optim made a step that was seen. Steps inside torch.compile, in another "
     "thread, or in processes of the program's own are not: start its worker function under torchrun"
 )
-MOMENT = 5  # seconds that a rank which has failed waits for the others' notes
-DRAWING = 20  # seconds that it waits at most, under torchrun, until rank 0 has shown them
-
-
-class Job(NamedTuple):
-    """What all ranks do."""
-
-    tool: str  # the instrument's name
-    command: list[str]  # the program and its flags
-    patience: float  # seconds without a step
-    make_hooks: Callable[..., Hooks]  # a class, or a function at the top level of a file
-    arguments: tuple  # make_hooks(place, *arguments)
-
-
-class Notes(NamedTuple):
-    """What one rank has left."""
-
-    rank: int
-    ending: str  # "finished", "ended", "failed", "stuck", or "stopped" after another one failed
-    value: Any  # what Hooks.notes returned
 
 
 class UsageError(Exception):
@@ -108,7 +66,7 @@ def look_at(job: Job, nproc: int | None, show: Callable[[list[Notes]], int]) -> 
                 raise  # after Ctrl-C or SIGTERM nothing new begins
             notes = collect(meeting, count)
             code = show(notes) if notes else 1
-            if len(notes) == count and all(one.ending != "failed" for one in notes):
+            if len(notes) == count and all(note.ending != "failed" for note in notes):
                 return code  # all is said
             raise
         return show(collect(meeting, count))
@@ -155,145 +113,5 @@ def open_store(job: Job, place: Place) -> Meeting:
         raise UsageError(f"the store of rank 0 can't be reached: {problem}") from None
 
 
-def collect(meeting: Meeting, world_size: int) -> list[Notes]:
-    """The notes of the ranks that have left theirs."""
-    here = [rank for rank in range(world_size) if meeting.has(f"rank {rank}")]
-    return [meeting.get(f"rank {rank}") for rank in here]
-
-
-# ------------------------------------------------------------------------------------- in each rank
-
-
 def be_started_rank(job: Job, folder: str) -> None:
-    place = Place(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
-    leave(be_rank(job, place, Folder(folder), None))
-
-
-def be_rank(job: Job, place: Place, meeting: Meeting, show: Callable | None) -> int:
-    """Run the program; leave the notes; show those of all ranks, if this rank is to do so."""
-    hooks = job.make_hooks(place, *job.arguments)
-    rank = Rank(job, place, meeting, show if place.rank == 0 else None, hooks)
-    threading.Thread(target=rank.watch, daemon=True).start()
-    try:
-        with hooks.installed():
-            is_finished = run_program(job.command)
-    except Refused as refusal:
-        rank.is_over.set()
-        rank.end("failed")
-        raise SystemExit(f"{job.tool}: {refusal}") from None
-    except BaseException as error:
-        rank.is_over.set()
-        if isinstance(error, SystemExit) and not error.code:
-            return rank.end("ended")
-        rank.end("failed")
-        if isinstance(error, KeyboardInterrupt):
-            raise SystemExit(130) from None  # as distributed_launcher.py ends after Ctrl-C
-        raise without_our_frames(error) from error.__cause__
-    rank.is_over.set()
-    return rank.end("finished" if is_finished else "ended")
-
-
-class Rank:
-    """One rank, and the thread that watches it."""
-
-    def __init__(
-        self, job: Job, place: Place, meeting: Meeting, show: Callable | None, hooks: Hooks
-    ) -> None:
-        self.job, self.place, self.meeting, self.show, self.hooks = job, place, meeting, show, hooks
-        self.is_over = threading.Event()  # the program has ended
-        self.lock = threading.Lock()
-
-    def leave(self, ending: str, is_own_thread: bool = True) -> None:
-        notes = Notes(self.place.rank, ending, self.hooks.notes(is_own_thread))
-        self.meeting.put(f"rank {self.place.rank}", notes)
-
-    def end(self, ending: str) -> int:
-        """Leave the notes, wait for those of others, and show all if that is this rank's part."""
-        self.leave(ending)
-        if ending == "failed":
-            self.meeting.put("failed", True)
-            wait_until(self.all_are_here, min(MOMENT, self.job.patience), lambda left: None)
-        elif ending == "finished" or self.show:
-            wait_until(self.all_are_here, self.job.patience + MOMENT, self.report)
-        code = self.show_all()
-        if ending == "finished" and self.all_are_here() and torch_dist.is_initialized():
-            with contextlib.suppress(RuntimeError):  # the program was left within its group
-                torch_dist.destroy_process_group()
-        if ending == "failed":
-            self.wait_until_shown()
-        return code
-
-    def wait_until_shown(self) -> None:
-        """torchrun ends all when this rank fails: rank 0, too, which may still be drawing."""
-        if isinstance(self.meeting, Store):
-            wait_until(lambda: self.meeting.has("shown"), DRAWING, lambda left: None)
-
-    def show_all(self) -> int:
-        with self.lock:  # once: the watching thread may have done it
-            show, self.show = self.show, None
-        if not show:
-            return 0
-        code = show(collect(self.meeting, self.place.world_size))
-        self.meeting.put("shown", True)
-        return code
-
-    def missing(self) -> list[int]:
-        ranks = range(self.place.world_size)
-        return [rank for rank in ranks if not self.meeting.has(f"rank {rank}")]
-
-    def all_are_here(self) -> bool:
-        return not self.missing()
-
-    def report(self, left: float) -> None:
-        """Say for whom the ranks wait.  The first of those that wait speaks."""
-        missing = self.missing()
-        if self.place.rank != min(set(range(self.place.world_size)) - set(missing)):
-            return
-        names = ", ".join(f"rank {rank}" for rank in missing)
-        self.say(f"waiting for {names}, {left:.0f} s at most (--patience)")
-
-    def say(self, text: str) -> None:
-        # Not print: a program may have replaced sys.stderr, or print.
-        os.write(2, f"{self.job.tool}: {text}\n".encode(errors="backslashreplace"))
-
-    def watch(self) -> None:
-        """End a program that makes no steps, or whose other ranks failed.  It runs in a thread."""
-        patience = self.job.patience
-        while time.monotonic() - self.hooks.last_step < patience:
-            if self.is_over.wait(min(0.5, patience / 4)):
-                return
-            if self.meeting.has("failed"):
-                break
-        if self.is_over.is_set():
-            return
-        rank, steps = self.place.rank, self.hooks.steps
-        standing = where(self.hooks.thread)
-        show_modules()
-        if self.meeting.has("failed"):
-            self.leave("stopped", is_own_thread=False)
-            wait_until(self.all_are_here, MOMENT, lambda left: None)
-            self.show_all()
-            return  # whoever has started this process ends it, or its own error does
-        self.say(
-            f"rank {rank} made no step for {patience:g} s, after {steps}; it stands in {standing}"
-        )
-        self.leave("stuck", is_own_thread=False)
-        if self.show or not self.all_are_here():
-            wait_until(self.all_are_here, MOMENT, self.report)
-        self.show_all()
-        self.wait_until_shown()
-        sys.stdout.flush()
-        os._exit(1)
-
-
-def leave(code: int) -> None:
-    """End this process.  What the program has started, and did not end, would keep it alive."""
-    for child in multiprocessing.active_children():
-        child.terminate()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if other_threads():
-        os._exit(code)
-    timer = threading.Timer(MOMENT, os._exit, [code])  # in case that something waits for ever
-    timer.daemon = True
-    timer.start()
+    leave(be_rank(job, read_place(), Folder(folder), None))

@@ -33,8 +33,8 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """A copy on the CPU.  All of a DTensor is copied, which is a collective."""
     with torch.no_grad():
-        found = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-        return found.detach().to_dense().cpu().clone()
+        full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+        return full.detach().to_dense().cpu().clone()
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes:
@@ -43,10 +43,10 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
 
 
 def parameters_of(optimizer: Any) -> list[torch.Tensor]:
-    found = []
+    parameters = []
     for group in optimizer.param_groups:
-        found += group["params"]
-    return found
+        parameters += group["params"]
+    return parameters
 
 
 def size_in_bytes(tensor: torch.Tensor) -> int:

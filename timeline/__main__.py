@@ -26,41 +26,41 @@ def parse_args() -> argparse.Namespace:
     add("--patience", type=float, default=300, help=f"seconds to wait for a step {default}")
     add("--draw", nargs="+", metavar="FILE", help="draw these recordings, run nothing")
     args = command.read(parser)
-    args.error = parser.error
-    check(args)
+    if problem := what_is_wrong(args):
+        parser.error(problem)
     args.out = os.path.abspath(args.out)  # a program may change its folder
     return args
 
 
-def check(args: argparse.Namespace) -> None:
-    """End in one line, with exit code 2, if this can't run; nothing has started yet."""
+def what_is_wrong(args: argparse.Namespace) -> str:
+    """Why this can't run; "" if it can."""
     if bool(args.draw) == bool(args.command):
-        args.error(
-            "give a program, such as mnist_ddp.py --dataset synthetic, or --draw and recordings"
-        )
+        return "give a program, such as mnist_ddp.py --dataset synthetic, or --draw and recordings"
     if not 1 <= args.steps_shown <= args.steps:
-        args.error("--steps must be at least 1, and --steps-shown between 1 and --steps")
+        return "--steps must be at least 1, and --steps-shown between 1 and --steps"
     if not args.patience > 0 or (args.nproc is not None and args.nproc < 1):
-        args.error("--nproc must be at least 1, and --patience greater than 0")
+        return "--nproc must be at least 1, and --patience greater than 0"
     folder = os.path.dirname(os.path.abspath(args.out))
     if not os.path.isdir(folder):
-        args.error(f"--out {args.out}: there is no folder {folder}")
+        return f"--out {args.out}: there is no folder {folder}"
     if not os.access(folder, os.W_OK):
-        args.error(f"--out {args.out}: the folder {folder} can't be written")
+        return f"--out {args.out}: the folder {folder} can't be written"
+    return ""
 
 
 def main() -> int:
     args = parse_args()
-    error = vars(args).pop("error")  # not sent to the processes
-    from instruments.ranks import leave  # imports torch: seconds
+    from instruments.rank import leave  # imports torch: seconds
+    from instruments.ranks import UsageError
     from timeline import show
 
     if args.draw:
         return show.draw_files(args.draw, args.out)
     try:
         code = show.record_and_show(args)
-    except show.UsageError as problem:
-        error(str(problem))
+    except UsageError as problem:
+        print(f"timeline: error: {problem}", file=sys.stderr)
+        code = 2
     leave(code)
     return code
 

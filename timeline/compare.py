@@ -33,7 +33,7 @@ def numbered(recording: Recording) -> dict[tuple, Message]:
     That is the number in its group, if torch tells it; else it is the k-th of its kind in a step.
     """
     counts: Counter = Counter()
-    found = {}
+    messages = {}
     for message in recording["messages"]:
         kind, group, number = message["kind"], message["group"], message["number"]
         key: tuple = (kind, group, message["step"] if number is None else f"number {number}")
@@ -41,18 +41,18 @@ def numbered(recording: Recording) -> dict[tuple, Message]:
             pair = (recording["rank"], message["peer"])
             source, target = pair if kind == "send" else reversed(pair)
             key = ("sent", group, message["step"], source, target)
-        found[(*key, counts[key, kind], kind)] = message
+        messages[(*key, counts[key, kind], kind)] = message
         counts[key, kind] += 1
-    return found
+    return messages
 
 
 def align_clocks(recordings: list[Recording]) -> str:
     """Give all ranks one time; between machines all-reduces tell it.  Returns what was done."""
     said = []
     ends = [ends_of(recording) for recording in recordings]
-    for place, other in enumerate(recordings):
-        rank = other["rank"]
-        if other["machine"] == recordings[0]["machine"]:
+    for place, recording in enumerate(recordings):
+        rank = recording["rank"]
+        if recording["machine"] == recordings[0]["machine"]:
             continue
         common = [key for key in ends[0] if key in ends[place]]
         differences = sorted(ends[place][key] - ends[0][key] for key in common)
@@ -67,7 +67,7 @@ def align_clocks(recordings: list[Recording]) -> str:
             f"rank {rank}'s clock was {ms(abs(shift))} ms {than} rank {recordings[0]['rank']}'s, "
             f"give or take {ms(uncertain, 2)} ms"
         )
-        other.update(earlier(other, shift))
+        recording.update(earlier(recording, shift))
     return "; ".join(said)
 
 

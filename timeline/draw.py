@@ -21,10 +21,10 @@ TEXT_STYLES = {"backward": "light", "waiting": "", "other": ""}  # else dark
 def draw(pictures: list[Picture]) -> str:
     """One SVG."""
     drawing = Drawing(max(picture["end"] for picture in pictures))
-    ranks = all_ranks(pictures)
+    memories = [rank["memory"] for rank in all_ranks(pictures)]
     peaks = []  # one for each area of memory: all pictures have the same scale
     for area in (0, 1):
-        peaks.append(max(peak_of(one["memory"], two_areas(one["memory"])[area]) for one in ranks))
+        peaks.append(max(peak_of(memory, two_areas(memory)[area]) for memory in memories))
     for picture in pictures:
         draw_picture(drawing, picture, peaks)
     drawing.axis()
@@ -37,7 +37,7 @@ def draw(pictures: list[Picture]) -> str:
     title = "; ".join(picture["title"] for picture in pictures)
     told = []
     for picture in pictures:
-        told += [f"{subject}: {sentence}" for subject, sentence in picture["findings"]]
+        told += [f"{label}: {text}" for label, text in picture["findings"]]
     return drawing.svg(f"What each process does in a step: {title}", ". ".join(told))
 
 
@@ -56,10 +56,10 @@ def draw_picture(drawing: Drawing, picture: Picture, peaks: list[int]) -> None:
     drawing.text(12, drawing.y, of_ranks(ranks, message_sums)[:110], "soft")
     drawing.y += 8
     tops = {}
-    for one in ranks:
-        tops[one["rank"]] = drawing.y
-        draw_rank(drawing, one)
-        if picture["arrows"] and one is not ranks[-1]:
+    for rank in ranks:
+        tops[rank["rank"]] = drawing.y
+        draw_rank(drawing, rank)
+        if picture["arrows"] and rank is not ranks[-1]:
             drawing.y += 26
     for arrow in picture["arrows"]:
         draw_arrow(drawing, arrow, tops)
@@ -70,13 +70,13 @@ def draw_picture(drawing: Drawing, picture: Picture, peaks: list[int]) -> None:
     drawing.y += 6
 
 
-def draw_rank(drawing: Drawing, one: dict) -> None:
+def draw_rank(drawing: Drawing, rank: dict) -> None:
     """A lane with what the process does, and rows with its messages."""
     top = drawing.y
-    waits = sum(part.length for part in one["parts"] if part.what == "waiting")
-    drawing.row(f"rank {one['rank']}", f"waits {ms(waits)} ms", top + 18)
+    waits = sum(part.length for part in rank["parts"] if part.what == "waiting")
+    drawing.row(f"rank {rank['rank']}", f"waits {ms(waits)} ms", top + 18)
     for part in PARTS:
-        spans = [span for span in one["parts"] if span.what == part]
+        spans = [span for span in rank["parts"] if span.what == part]
         boxes = [(drawing.x(span.begin), drawing.x(span.end)) for span in spans]
         drawing.boxes(CLASSES[part], boxes, top, LANE)
         left, right = max(boxes, key=lambda box: box[1] - box[0], default=(0, 0))
@@ -86,10 +86,10 @@ def draw_rank(drawing: Drawing, one: dict) -> None:
             if part == "waiting":  # no text on the hatching
                 drawing.boxes("page", [(middle - half, middle + half)], top + 5, LANE - 10)
             drawing.text(middle, top + 18, word, f"middle {TEXT_STYLES.get(part, 'dark')}")
-    drawing.boxes("i", drawing.mostly(one["idle"]), top + LANE - 6, 6)  # below the words
-    drawing.boxes("line", itertools.pairwise(map(drawing.x, one["cuts"])), top, LANE)
+    drawing.boxes("i", drawing.mostly(rank["idle"]), top + LANE - 6, 6)  # below the words
+    drawing.boxes("line", itertools.pairwise(map(drawing.x, rank["cuts"])), top, LANE)
     drawing.y = top + LANE + 5
-    seen = [message for message in one["messages"] if was_seen(message)]
+    seen = [message for message in rank["messages"] if was_seen(message)]
     draw_messages(drawing, [message for message in seen if message["peer"] is None])
     drawing.y += 5
 
@@ -159,12 +159,12 @@ def draw_row(drawing: Drawing, row: list[Box]) -> None:
 
 def memory_lanes(ranks: list[dict]) -> list[tuple[str, dict]]:
     """(rank, memory): one for all ranks, without a number, if they hold the same."""
-    memories = [one["memory"] for one in ranks]
+    memories = [rank["memory"] for rank in ranks]
     kept = [peak_of(memory, KEPT[:3]) for memory in memories]
     whole = [peak_of(memory, KINDS) for memory in memories]
     if max(kept) <= 1.05 * min(kept) and max(whole) <= 1.05 * min(whole):
         return [("", memories[0])] if any(whole) else []
-    return [(f" {one['rank']}", one["memory"]) for one in ranks]
+    return [(f" {rank['rank']}", rank["memory"]) for rank in ranks]
 
 
 def draw_memory(drawing: Drawing, rank: str, memory: dict, peaks: list[int]) -> None:
@@ -198,12 +198,12 @@ def draw_legend(drawing: Drawing, pictures: list[Picture]) -> None:
     """A legend of what is drawn, and of nothing else."""
     ranks = all_ranks(pictures)
     parts, kinds, has_messages = set(), set(), False
-    for one in ranks:
-        parts |= {part.what for part in one["parts"]}
-        kinds |= {kind for kind in KINDS if any(one["memory"][kind])}
-        has_messages = has_messages or any(m["peer"] is None for m in one["messages"])
+    for rank in ranks:
+        parts |= {part.what for part in rank["parts"]}
+        kinds |= {kind for kind in KINDS if any(rank["memory"][kind])}
+        has_messages = has_messages or any(m["peer"] is None for m in rank["messages"])
     time = [(CLASSES[part], part.replace("waiting", "waits")) for part in PARTS if part in parts]
-    if any(one["idle"] for one in ranks):
+    if any(rank["idle"] for rank in ranks):
         time.append(("b i", "the GPU has nothing to compute"))
     draw_legend_row(drawing, "time", time)
     if has_messages:

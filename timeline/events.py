@@ -54,7 +54,7 @@ def recording_of(noted: Noted, profiler: Any) -> Recording:
         "passes": passes,
         "messages": messages,
         "memory": memory,
-        "trace": events_to_show(events),
+        "trace": [event for event in events if event["ph"] in "XsfM"],  # spans, arrows, names
         "core_waits": noted.core_waits,
         "has_workers": noted.has_workers,
         "has_group": noted.has_group or torch.distributed.is_initialized(),
@@ -79,11 +79,6 @@ def read_trace(profiler: Any) -> list[dict]:
         event["begin"] = base + round(1000 * event.get("ts", 0))
         event["end"] = event["begin"] + round(1000 * event.get("dur", 0))
     return sorted(trace["traceEvents"], key=lambda event: event["begin"])
-
-
-def events_to_show(events: list[dict]) -> list[dict]:
-    """What Perfetto draws: spans, arrows, and names of threads."""
-    return [event for event in events if event["ph"] in "XsfM"]
 
 
 def host_spans(
@@ -111,12 +106,12 @@ def host_spans(
 
 def synchronizations(events: list[dict], thread: int) -> list[Span]:
     """When the process waits until its GPU has done what it was told."""
-    found = []
+    waits = []
     for event in events:
         is_call = event.get("cat") in ("cuda_runtime", "cuda_driver") and event["tid"] == thread
         if is_call and "Synchronize" in event["name"]:
-            found.append(Span("waiting", event["begin"], event["end"]))
-    return found
+            waits.append(Span("waiting", event["begin"], event["end"]))
+    return waits
 
 
 def passes_of(spans: list[Span], cuts: list[int]) -> list[Counter]:

@@ -53,7 +53,7 @@ def gpu_lane(work: list[dict], host: list[Span]) -> tuple[list[Span], list[Span]
     busy = filled(filled(flat(kernels), unlaunched), flat(messages))
     busy = filled(busy, queued)
     pauses = [*unlaunched, *beneath(busy, host)]
-    idle = [one for one in pauses if one.what in PHASES and one.begin >= begin]
+    idle = [pause for pause in pauses if pause.what in PHASES and pause.begin >= begin]
     return filled(busy, host), sorted(idle, key=lambda pause: pause.begin)
 
 

@@ -58,20 +58,23 @@ def filled(lane: list[Span], under: list[Span]) -> list[Span]:
 
 def joined(lane: list[Span]) -> list[Span]:
     """Neighbours that do the same become one."""
-    found: list[Span] = []
+    wider: list[Span] = []
     for span in lane:
-        if found and found[-1].what == span.what and found[-1].end == span.begin:
-            found[-1] = Span(span.what, found[-1].begin, span.end)
+        if wider and wider[-1].what == span.what and wider[-1].end == span.begin:
+            wider[-1] = Span(span.what, wider[-1].begin, span.end)
         else:
-            found.append(span)
-    return found
+            wider.append(span)
+    return wider
 
 
 def inside(lane: list[Span], begin: int, end: int) -> list[Span]:
     """The lane from a begin to an end."""
     first = bisect_right(lane, begin, key=lambda span: span.end)
     last = bisect_left(lane, end, key=lambda span: span.begin)
-    return [Span(one.what, max(one.begin, begin), min(one.end, end)) for one in lane[first:last]]
+    spans = []
+    for span in lane[first:last]:
+        spans.append(Span(span.what, max(span.begin, begin), min(span.end, end)))
+    return spans
 
 
 def parts_of(lane: list[Span], begin: int, end: int) -> list[Span]:

@@ -15,8 +15,8 @@ BYTES = {"Double": 8, "Long": 8, "Float": 4, "Int": 4, "Half": 2, "BFloat16": 2}
 
 def kind_of(name: str) -> str:
     """The kind of message in c10d::_allgather_base_, gloo:all_gather, ALLREDUCE_COALESCED."""
-    found = KIND.search(name.replace("_", "").lower())
-    return found[0] if found else "message"
+    kind = KIND.search(name.replace("_", "").lower())
+    return kind[0] if kind else "message"
 
 
 def messages_of(noted: Noted, events: list[dict], work: list[dict]) -> list[Message]:
@@ -71,13 +71,13 @@ def calls_without_hooks(events: list[dict]) -> list[Message]:
 
 def nccl_calls(events: list[dict]) -> list[dict]:
     """What torch tells of each call: its group, its number there, its size."""
-    found = []
+    calls = []
     for event in events:
         if event["name"] == "record_param_comms":
             name = event["args"].get("Collective name", "")
             if KIND.search(name.replace("_", "").lower()):
-                found.append(event)
-    return found
+                calls.append(event)
+    return calls
 
 
 def nccl_messages(told: list[dict], work: list[dict]) -> list[Message]:

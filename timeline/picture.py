@@ -30,7 +30,7 @@ def picture_of(recordings: list[Recording], args: argparse.Namespace) -> Picture
         "steps": [number, shown],
         "length": sum(table.lengths[drawn]),
         "begin": begins[ranks[0]["rank"]],
-        "end": max(one["cuts"][-1] for one in ranks),
+        "end": max(rank["cuts"][-1] for rank in ranks),
         "ranks": ranks,
         "arrows": moved_arrows(table, min(begins.values()), range(number, number + shown)),
     }
@@ -73,22 +73,22 @@ def title_of(command: list[str]) -> str:
 def rank_of(recording: Recording, steps: list[Step], origin: int) -> dict:
     """What is drawn of one rank's steps, from this time on."""
     begin, end = steps[0].begin, steps[-1].end
-    one: dict = {"rank": recording["rank"], "cuts": [begin - origin], "waits_for": []}
-    one |= {"parts": [], "idle": [], "messages": [], "trace": []}
+    drawn: dict = {"rank": recording["rank"], "cuts": [begin - origin], "waits_for": []}
+    drawn |= {"parts": [], "idle": [], "messages": [], "trace": []}
     waits: Counter = Counter()
     for step in steps:
-        one["cuts"].append(step.end - origin)
-        one["parts"] += [part.earlier(origin) for part in step.parts]
-        one["idle"] += [pause.earlier(origin) for pause in step.idle]
-        one["messages"] += [earlier_message(message, origin) for message in step.messages]
+        drawn["cuts"].append(step.end - origin)
+        drawn["parts"] += [part.earlier(origin) for part in step.parts]
+        drawn["idle"] += [pause.earlier(origin) for pause in step.idle]
+        drawn["messages"] += [earlier_message(message, origin) for message in step.messages]
         waits += step.waits_for
-    one["waits_for"] = [[rank, duration] for rank, duration in waits.items() if duration]
-    one["memory"] = memory_curve(recording["memory"], begin, end)
-    one["memory"]["times"] = [time + begin - origin for time in one["memory"]["times"]]
+    drawn["waits_for"] = [[rank, duration] for rank, duration in waits.items() if duration]
+    drawn["memory"] = memory_curve(recording["memory"], begin, end)
+    drawn["memory"]["times"] = [time + begin - origin for time in drawn["memory"]["times"]]
     for event in recording["trace"]:
         if event["ph"] == "M" or begin <= event["begin"] < end:
-            one["trace"].append(event | {"begin": event["begin"] - origin})
-    return one
+            drawn["trace"].append(event | {"begin": event["begin"] - origin})
+    return drawn
 
 
 def moved_arrows(table: Table, origin: int, steps: range) -> list[dict]:

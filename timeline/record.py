@@ -96,7 +96,7 @@ class Recorder(Hooks):
     def wait(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
         if self.is_elsewhere():
             return original(*args, **kwargs)
-        if not any(one.what == "optimizer" for one in self.inside):
+        if not any(call.what == "optimizer" for call in self.inside):
             self.maybe_start_profiler()  # of a program whose passes are not seen (torch.func)
         with self.spanning("waiting"):
             return original(*args, **kwargs)
@@ -233,12 +233,12 @@ class Recorder(Hooks):
 
     def note_memory(self, kind: str, values: list) -> None:
         """Note where in memory the tensors are: {address: (kind, bytes)}."""
-        found = {}
+        addresses = {}
         for value in values:
             if isinstance(value, torch.Tensor) and value.layout == torch.strided:
                 storage = local(value).untyped_storage()
-                found[storage.data_ptr()] = (kind, storage.nbytes())
-        self.noted.tensors.append((time.time_ns(), found))
+                addresses[storage.data_ptr()] = (kind, storage.nbytes())
+        self.noted.tensors.append((time.time_ns(), addresses))
 
 
 def core_wait() -> int:

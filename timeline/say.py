@@ -3,18 +3,13 @@
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
 
 from instruments import command
+from instruments.command import Line
 from timeline.compare import was_seen
 from timeline.data import COLLECTIVES, KINDS, PARTS, Picture, Recording, counted, ms, size_of
 from timeline.steps import Step, Table, kinds
 from timeline.why import Reason
-
-
-class Line(NamedTuple):
-    subject: str
-    sentence: str
 
 
 def say(lines: Iterable[Line]) -> None:
@@ -28,19 +23,19 @@ def findings(
     ranks = picture["ranks"]
     lines = [Line("step", length_of_step(picture, table, reason))]
     drawn = set()
-    for one in ranks:
-        lines.append(Line(f"rank {one['rank']}", part_sums(one, len(ranks) > 1)))
-        drawn |= {part.what for part in one["parts"]}
+    for rank in ranks:
+        lines.append(Line(f"rank {rank['rank']}", part_sums(rank, len(ranks) > 1)))
+        drawn |= {part.what for part in rank["parts"]}
     missing = [part for part in ("forward", "backward") if part not in drawn]
     if missing:
         text = f"{' and '.join(missing)} can't be told apart, and are drawn as other"
         lines.append(Line("other", text))
     if len(ranks) > 1:
         lines.append(Line("waiting", who_came_last(table)))
-    if reason.text and not lines[-1].sentence.startswith("not seen"):
+    if reason.text and not lines[-1].text.startswith("not seen"):
         lines.append(Line("why", reason.text))
     text = of_ranks(ranks, message_sums)
-    if len(ranks) > 1 and not any(one["messages"] for one in ranks):
+    if len(ranks) > 1 and not any(rank["messages"] for rank in ranks):
         text += ", so each rank is drawn from the beginning of its own step"
     lines.append(Line("messages", text))
     lines.append(Line("memory", f"at most, {of_ranks(ranks, memory_sums)}"))
@@ -66,14 +61,14 @@ def of_the_run(recordings: list[Recording]) -> Iterator[Line]:
 
 def warnings(recordings: list[Recording], missing: list[str]) -> Iterator[Line]:
     """Where the picture is surely not what the reader wants to see."""
-    if len(missing) == 2 and any(one["has_compiled"] for one in recordings):
+    if len(missing) == 2 and any(recording["has_compiled"] for recording in recordings):
         text = "no forward and no backward was seen: what torch.compile compiles can't be watched"
         yield Line("warning", f"{text}. Record the program without it")
         return
-    if len(recordings) == 1 or any(one["messages"] for one in recordings):
+    if len(recordings) == 1 or any(recording["messages"] for recording in recordings):
         return
     text = "the ranks are in no process group: each is a program of its own (--nproc 1 starts one)"
-    if any(one["has_group"] for one in recordings):
+    if any(recording["has_group"] for recording in recordings):
         text = "no message was seen in the recorded steps: does each rank train for itself?"
         text += " equivalence/ says it"
     yield Line("warning", text)
@@ -101,38 +96,38 @@ def length_of_step(picture: Picture, table: Table, reason: Reason) -> str:
     others = []
     for numbers in kinds(table):
         if number not in numbers:
-            others += [table.lengths[other - table.first] for other in numbers]
+            others += [table.lengths[k - table.first] for k in numbers]
     if others:
         text += f"; {len(others)} of the {count} have other passes or messages (median "
         text += f"{ms(statistics.median(others))} ms)"
     return text
 
 
-def part_sums(one: dict, has_others: bool) -> str:
+def part_sums(rank: dict, has_others: bool) -> str:
     sums: Counter = Counter()
-    for part in one["parts"]:
+    for part in rank["parts"]:
         sums[part.what] += part.length
     text = ", ".join(f"{part} {ms(sums[part])}" for part in PARTS if part in sums) + " ms"
-    idle = sum(pause.length for pause in one["idle"])
+    idle = sum(pause.length for pause in rank["idle"])
     if idle:
         text += f", in {ms(idle)} of which the GPU has nothing to compute"
     waits = []
     while_bytes_move = []
-    for rank, duration in one["waits_for"]:
-        if rank is None:
+    for other, duration in rank["waits_for"]:
+        if other is None:
             while_bytes_move.append(f"{ms(duration)} while bytes move")
         else:
-            waits.append(f"{ms(duration)} for rank {rank}")
+            waits.append(f"{ms(duration)} for rank {other}")
     waits += while_bytes_move
     if waits and has_others:
         text += f" (waiting: {', '.join(waits)})"
     return text
 
 
-def message_sums(one: dict) -> str:
+def message_sums(rank: dict) -> str:
     """Such as: 2 broadcasts 400 B together, 1 all-reduce 116 kB."""
     sizes = defaultdict(list)
-    for message in one["messages"]:
+    for message in rank["messages"]:
         if message["kind"] != "recv":
             sizes[message["kind"]].append(message["bytes"])
     texts = []
@@ -141,27 +136,27 @@ def message_sums(one: dict) -> str:
         name = counted(len(some), COLLECTIVES.get(kind, kind))
         size = "(size not seen)" if None in some else f"{size_of(sum(some))}{together}"
         texts.append(f"{name} {size}")
-    unseen = sum(not was_seen(message) for message in one["messages"])
+    unseen = sum(not was_seen(message) for message in rank["messages"])
     if unseen:
         texts.append(f"when {unseen} of them ran was not seen")
     return ", ".join(texts) or "no messages"
 
 
-def memory_sums(one: dict) -> str:
+def memory_sums(rank: dict) -> str:
     """The largest of each kind."""
-    peaks = {kind: max(one["memory"][kind]) for kind in KINDS}
+    peaks = {kind: max(rank["memory"][kind]) for kind in KINDS}
     texts = [f"{kind} {size_of(peak)}" for kind, peak in peaks.items() if peak]
     return ", ".join(texts) or "not seen"
 
 
 def of_ranks(ranks: list[dict], text_of: Callable[[dict], str]) -> str:
     """The text of each rank, or once what is the same for all."""
-    texts = {one["rank"]: text_of(one) for one in ranks}
+    texts = {rank["rank"]: text_of(rank) for rank in ranks}
     if len(ranks) == 1:
         return text_of(ranks[0])
     if len(set(texts.values())) == 1:
         return f"each rank: {text_of(ranks[0])}"
-    return "; ".join(f"rank {rank}: {text}" for rank, text in texts.items())
+    return "; ".join(f"rank {number}: {text}" for number, text in texts.items())
 
 
 # ----------------------------------------------------------------------------- all recorded steps
@@ -177,8 +172,8 @@ def who_came_last(table: Table) -> str:
         return "not seen, as the profiler tells no times of messages"
     steps: Counter = Counter()
     waited: Counter = Counter()
-    for same in zip(*table.ranks.values(), strict=True):
-        caused = waits_in_step(same)
+    for steps_of_ranks in zip(*table.ranks.values(), strict=True):
+        caused = waits_in_step(steps_of_ranks)
         if caused:
             rank, duration = caused.most_common(1)[0]
             steps[rank] += 1
@@ -192,11 +187,11 @@ def who_came_last(table: Table) -> str:
     return f"the others waited longest {'; '.join(texts)}"
 
 
-def waits_in_step(same: Iterable[Step]) -> Counter:
+def waits_in_step(steps: Iterable[Step]) -> Counter:
     """How long the others waited for each rank, divided by how many waited for it."""
     caused: Counter = Counter()
     waiting: Counter = Counter()
-    for step in same:
+    for step in steps:
         for rank, duration in step.waits_for.items():
             if rank is not None and duration > 0:
                 caused[rank] += duration

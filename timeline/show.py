@@ -6,21 +6,15 @@ import json
 import sys
 from pathlib import Path
 
-from instruments.ranks import (
-    NO_STEP,
-    Job,
-    Notes,
-    UsageError,
-    look_at,
-)
+from instruments.command import Line
+from instruments.rank import Job, Notes
+from instruments.ranks import NO_STEP, look_at
 from timeline.data import Recording, counted, recorded_steps
 from timeline.draw import draw
 from timeline.picture import picture_of
 from timeline.record import Recorder
-from timeline.say import Line, say
+from timeline.say import say
 from timeline.trace import read_picture, trace_of
-
-__all__ = ["UsageError", "draw_files", "record_and_show"]
 
 
 def record_and_show(args: argparse.Namespace) -> int:
@@ -31,9 +25,9 @@ def record_and_show(args: argparse.Namespace) -> int:
 
 def show(args: argparse.Namespace, notes: list[Notes]) -> int:
     """Show what the ranks have left; returns the exit code."""
-    recordings = [one.value for one in notes]
-    usable = [one for one in recordings if one["last"] >= one["first"]]
-    endings = {f"rank {one.rank}": one.ending for one in notes}
+    recordings = [note.value for note in notes]
+    usable = [recording for recording in recordings if recording["last"] >= recording["first"]]
+    endings = {f"rank {note.rank}": note.ending for note in notes}
     broken = [rank for rank, ending in endings.items() if ending in ("failed", "stuck")]
     if not usable:
         if not broken or all(ending == "failed" for ending in endings.values()):

@@ -9,10 +9,10 @@ from timeline.steps import Step, Table
 def waits_for(table: Table, slow: int) -> list[float]:
     """How long the other ranks waited for this one in each step, on average."""
     others = [steps for rank, steps in table.ranks.items() if rank != slow]
-    found = []
-    for same in zip(*others, strict=True):
-        found.append(statistics.mean(step.waits_for[slow] for step in same))
-    return found
+    waits = []
+    for of_others in zip(*others, strict=True):
+        waits.append(statistics.mean(step.waits_for[slow] for step in of_others))
+    return waits
 
 
 def spent_in(*parts: str) -> Callable[[Step], float]:
@@ -26,19 +26,19 @@ def without_core(step: Step) -> float:
 def more_than_others(table: Table, slow: int, of: Callable[[Step], float]) -> list[float]:
     """What this rank has more than the others in each step, on average."""
     others = [steps for rank, steps in table.ranks.items() if rank != slow]
-    found = []
-    for own, *same in zip(table.ranks[slow], *others, strict=True):
-        found.append(of(own) - statistics.mean(of(step) for step in same))
-    return found
+    mores = []
+    for own, *of_others in zip(table.ranks[slow], *others, strict=True):
+        mores.append(of(own) - statistics.mean(of(step) for step in of_others))
+    return mores
 
 
 def more_on_core(table: Table, slow: int, part: str) -> list[float]:
     """The same of a part, less the time in which only this rank had no core."""
-    found = []
+    rest = []
     mores = more_than_others(table, slow, spent_in(part))
     for more, core in zip(mores, more_than_others(table, slow, without_core), strict=True):
-        found.append(more - max(0, core))
-    return found
+        rest.append(more - max(0, core))
+    return rest
 
 
 def typical_length(table: Table) -> float:

@@ -50,14 +50,15 @@ def table_of(recordings: list[Recording]) -> Table:
     clocks = align_clocks(recordings)
     arrows = match_messages(recordings)
     first = recordings[0]["first"]
-    numbers = range(first, min(one["last"] for one in recordings) + 1)
+    numbers = range(first, min(recording["last"] for recording in recordings) + 1)
     ranks = {}
     for recording in recordings:
         ranks[recording["rank"]] = [step_of(recording, number) for number in numbers]
     lengths = []
-    for same in zip(*ranks.values(), strict=True):
-        lengths.append(max(step.length for step in same))
-    bare = [max(same) for same in zip(*(one["bare"] for one in recordings), strict=False)]
+    for of_ranks in zip(*ranks.values(), strict=True):
+        lengths.append(max(step.length for step in of_ranks))
+    bares = zip(*(recording["bare"] for recording in recordings), strict=False)
+    bare = [max(of_ranks) for of_ranks in bares]
     return Table(first, ranks, lengths, bare, arrows, clocks)
 
 
@@ -84,7 +85,7 @@ def step_of(recording: Recording, number: int) -> Step:
 
 def waits_for(parts: list[Span], messages: list[Message]) -> Counter:
     """How long the rank waited for each other rank."""
-    found: Counter = Counter()
+    waited: Counter = Counter()
     by_begin = sorted(messages, key=lambda message: message["begin"])
     for part in parts:
         if part.what != "waiting":
@@ -94,20 +95,20 @@ def waits_for(parts: list[Span], messages: list[Message]) -> Counter:
         for message in by_begin:
             left, right = max(now, message["begin"]), min(part.end, message["until"])
             if left < right:
-                found[message["last"]] += right - left
+                waited[message["last"]] += right - left
                 remaining -= right - left
                 now = right
-        found[None] += remaining
-    return found
+        waited[None] += remaining
+    return waited
 
 
 def kinds(table: Table) -> list[list[int]]:
     """The numbers of steps in which the same is done: equal passes, and equal messages."""
-    found: dict[tuple, list[int]] = {}
-    for place, same in enumerate(zip(*table.ranks.values(), strict=True)):
-        done = tuple(signature_of(step) for step in same)
-        found.setdefault(done, []).append(table.first + place)
-    return list(found.values())
+    numbers: dict[tuple, list[int]] = {}
+    for place, of_ranks in enumerate(zip(*table.ranks.values(), strict=True)):
+        done = tuple(signature_of(step) for step in of_ranks)
+        numbers.setdefault(done, []).append(table.first + place)
+    return list(numbers.values())
 
 
 def signature_of(step: Step) -> tuple:
@@ -121,11 +122,11 @@ def signature_of(step: Step) -> tuple:
 def memory_curve(allocations: list[Allocation], begin: int, end: int) -> dict[str, list[int]]:
     """The "times" of its changes, and the bytes of each of KINDS from then on."""
     changes: dict[float, Counter] = {begin: Counter(), end: Counter()}
-    for one in allocations:
-        if one.born < end and begin < one.freed:
-            changes.setdefault(max(one.born, begin), Counter())[one.kind] += one.bytes
-            if one.freed < end:
-                changes.setdefault(one.freed, Counter())[one.kind] -= one.bytes
+    for block in allocations:
+        if block.born < end and begin < block.freed:
+            changes.setdefault(max(block.born, begin), Counter())[block.kind] += block.bytes
+            if block.freed < end:
+                changes.setdefault(block.freed, Counter())[block.kind] -= block.bytes
     times = sorted(changes)
     curve = {"times": [time - begin for time in times]}
     for kind in KINDS:

@@ -12,25 +12,25 @@ def trace_of(picture: Picture) -> dict:
     """What torch has exported on each rank, joined, with what each rank does; and the picture."""
     events: list[dict] = []
     kept = []
-    for one in picture["ranks"]:
-        events += events_of(one)
-        kept.append({key: value for key, value in one.items() if key != "trace"})
+    for rank in picture["ranks"]:
+        events += events_of(rank)
+        kept.append({key: value for key, value in rank.items() if key != "trace"})
     picture = picture | {"ranks": kept}
     return {"traceEvents": events, "displayTimeUnit": "ms", "timeline": picture}
 
 
-def events_of(one: dict) -> list[dict]:
+def events_of(rank: dict) -> list[dict]:
     """Torch's events, and a thread of ours; numbers of processes and arrows are of this rank."""
-    rank = one["rank"]
-    own = 1000 * (rank + 1)
+    own = 1000 * (rank["rank"] + 1)
+    called = f"rank {rank['rank']}"
     place = {"pid": own, "tid": OWN_THREAD}
-    name = {"ph": "M", "name": "process_name", "pid": own, "args": {"name": f"rank {rank}"}}
+    name = {"ph": "M", "name": "process_name", "pid": own, "args": {"name": called}}
     events = [name, {"ph": "M", "name": "thread_name", **place, "args": {"name": "what it does"}}]
-    for part in one["parts"]:
+    for part in rank["parts"]:
         times = {"ts": part.begin / 1000, "dur": part.length / 1000}
         events.append({"ph": "X", "cat": "timeline", "name": part.what, **place, **times})
     numbers: dict = {}  # of torch's processes, which are CPU and GPUs
-    for event in one["trace"]:
+    for event in rank["trace"]:
         number = numbers.setdefault(event["pid"], own + 1 + len(numbers))
         event = event | {"pid": number}
         begin = event.pop("begin")
@@ -39,9 +39,9 @@ def events_of(one: dict) -> list[dict]:
         if "ts" in event:
             event["ts"] = begin / 1000
         if "id" in event:
-            event["id"] = f"{rank} {event['id']}"
+            event["id"] = f"{rank['rank']} {event['id']}"
         if event["name"] == "process_name":
-            event["args"] = {"name": f"rank {rank}: {event['args']['name']}"}
+            event["args"] = {"name": f"{called}: {event['args']['name']}"}
         events.append(event)
     return events
 
@@ -49,9 +49,9 @@ def events_of(one: dict) -> list[dict]:
 def read_picture(file: str) -> Picture:
     """What `trace_of` has saved; ValueError, KeyError, TypeError or OSError if it is none."""
     picture = json.loads(Path(file).read_text(encoding="utf-8"))["timeline"]
-    for one in picture["ranks"]:
-        one["parts"] = [Span(*part) for part in one["parts"]]
-        one["idle"] = [Span(*pause) for pause in one["idle"]]
+    for rank in picture["ranks"]:
+        rank["parts"] = [Span(*part) for part in rank["parts"]]
+        rank["idle"] = [Span(*pause) for pause in rank["idle"]]
         for kind in KINDS:
-            one["memory"][kind]  # a recording of another version has no such key
+            rank["memory"][kind]  # a recording of another version has no such key
     return picture

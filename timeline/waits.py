@@ -75,7 +75,7 @@ def losses(spans: list[Span], messages: list[Message]) -> list[Span]:
     by_end = sorted(spans, key=lambda span: span.end)
     ends = [span.end for span in by_end]
     issued = sorted(message["issued"] for message in messages)
-    found = []
+    spans_between = []
     for span in spans:
         place = bisect_right(ends, span.begin)
         if span.what != "backward" or not place:
@@ -83,5 +83,5 @@ def losses(spans: list[Span], messages: list[Message]) -> list[Span]:
         before = by_end[place - 1]
         sends = bisect_left(issued, before.end) < bisect_left(issued, span.begin)
         if before.what == "forward" and not sends:
-            found.append(Span("forward", before.end, span.begin))
-    return found
+            spans_between.append(Span("forward", before.end, span.begin))
+    return spans_between

@@ -112,14 +112,14 @@ def slow_now_and_then(table: Table) -> Reason:
     Time without a core is chance.  So is what another rank has now and then, too.
     """
     length = table.usual_length
-    found = {}
+    means = {}
     for rank in table.ranks:
         for part in OWN_PARTS:
             extras = more_on_core(table, rank, part)
-            found[rank, part] = statistics.mean(max(0, extra) for extra in extras)
-    slow, part = max(found, key=found.__getitem__)
-    mean = found.pop((slow, part))
-    rest = max(mean_of for (rank, _), mean_of in found.items() if rank != slow)
+            means[rank, part] = statistics.mean(max(0, extra) for extra in extras)
+    slow, part = max(means, key=means.__getitem__)
+    mean = means.pop((slow, part))
+    rest = max(mean_of for (rank, _), mean_of in means.items() if rank != slow)
     wait = statistics.mean(waits_for(table, slow))
     if mean < LEAST * statistics.mean(table.lengths) or mean < 2 * rest or wait < mean / 2:
         return Reason("", [])
@@ -128,9 +128,10 @@ def slow_now_and_then(table: Table) -> Reason:
     places = [k for k, extra in enumerate(extras) if extra > least_pause]
     others = 0  # pauses of other ranks, in any part
     for rank in table.ranks:
-        parts = [more_on_core(table, rank, one) for one in OWN_PARTS]
+        of_parts = [more_on_core(table, rank, own_part) for own_part in OWN_PARTS]
         if rank != slow:
-            others += sum(max(same) > least_pause for same in zip(*parts, strict=True))
+            of_steps = zip(*of_parts, strict=True)
+            others += sum(max(mores) > least_pause for mores in of_steps)
     if is_chance(places, others, len(table.ranks)):
         return Reason("", [])
     more = statistics.mean(extras[place] for place in places)
@@ -165,9 +166,9 @@ def late_by_turns(table: Table) -> str:
         return ""
     waits = {rank: waits_for(table, rank) for rank in table.ranks}
     longest, last = [], []
-    for same in zip(*waits.values(), strict=True):
-        longest.append(max(same))
-        last.append(same.index(max(same)))
+    for in_step in zip(*waits.values(), strict=True):
+        longest.append(max(in_step))
+        last.append(in_step.index(max(in_step)))
     usual = statistics.median(longest)
     most = max(last.count(place) for place in last)
     if usual < MUCH * table.usual_length or most > 0.75 * len(last):
