@@ -492,12 +492,6 @@ def test_a_program_that_knows_nothing_of_it(tmp_path):
     assert again.code == 0 and (tmp_path / "both.svg").read_text().count(">rank 1<") == 2
 
 
-def test_one_process_with_helpers_of_its_own(tmp_path):
-    (tmp_path / "distributed.py").write_text("import os\nprint('own helper, NPROC', os.environ['NPROC'])")
-    done = program(tmp_path, 100, options=["--steps", 3], text=f"import distributed{PROGRAM}")
-    assert done.code == 0 and "own helper, NPROC 1\n" in done.out and "rank 0    forward" in done.out, done
-
-
 def test_a_program_that_has_left_its_group(tmp_path):
     script = ROOT / "mnist_ddp.py", "--dataset", "synthetic", "--dry-run"
     done = forker().run(ROOT / "timeline", *script, cwd=tmp_path, before=FEW_DIGITS)
