@@ -404,12 +404,6 @@ def test_the_picture_is_whole_and_small():
     assert words.count("rank 0") == 2 and "one step: " in words and "2 steps: " in words
     assert [line.split(":")[0] for line in root[1].text.split(". ")].count("memory") == 2
     assert "memory weights optimizer state gradients" in words  # the legend
-    kept = dict.fromkeys(KINDS, [4])
-    held = [{"rank": rank, "memory": kept | {"activations": [size]}} for rank, size in enumerate((100, 50))]
-    assert len(draw.memory_lanes(held)) == 2, "one of them holds less in one of the areas"
-    for one in pictures[0]["ranks"]:  # as on a GPU
-        one["memory"] |= dict.fromkeys(KINDS, [0] * len(one["memory"]["times"]))
-    assert ">memory<" not in draw.draw(pictures[:1])
 
 
 def colours(svg):

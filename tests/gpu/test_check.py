@@ -5,12 +5,7 @@ import re
 import pytest
 from world import ROOT, forker
 
-PARTS = [
-    "equivalence",
-    "mnist_ddp",
-    "trace",
-    "tests/gpu",
-]  # other scripts are run as mnist_ddp.py is, the picture as the trace
+PARTS = ["equivalence", "mnist_ddp", "trace", "tests/gpu"]  # other scripts are run as mnist_ddp.py is
 
 
 @pytest.mark.slow

@@ -106,10 +106,13 @@ def test_min_ddp(machine, short, exact):
 
 
 @pytest.mark.slow
-def test_plain_torch_under_torchrun(machine, short, exact):
+def test_plain_torch_under_torchrun(machine):
+    """Its processes are new ones, which draw all digits."""
     machine.needs(2)  # nobody asks for DIST_BACKEND
-    script = f"-m torch.distributed.run --standalone --nproc_per_node=2 {ROOT}/mnist_ddp_plain.py"
-    assert losses(short(script, gpus=("8.0",) * 2, **LATE)) == machine.approx(exact("mnist_ddp.py", 2))
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+    run = machine.run(*torchrun, ROOT / "mnist_ddp_plain.py", *SHORT, gpus=("8.0",) * 2, **LATE)
+    exact = machine.run("mnist_ddp.py", *SHORT, gpus=(), NPROC=2, CUDA_VISIBLE_DEVICES="")
+    assert losses(run) == machine.approx(losses(exact))
 
 
 def test_data_parallel_uses_all_gpus(machine, short, exact):
@@ -178,11 +181,11 @@ def test_a_timeline_shows_when_kernels_run(simulated, tmp_path):
     (tmp_path / "train.py").write_text(ALONE.format("net(x).sum().backward()"))
     run = simulated.run("timeline", "--steps=8", "train.py", cwd=tmp_path, SIM_KERNEL_US=3000)
     text = " ".join(run.out.split())
-    found = re.search(r"rank 0 .* forward ([\d.]+), backward ([\d.]+), optimizer ([\d.]+)", text)
+    found = re.search(r"rank 0 .*?forward ([\d.]+), backward ([\d.]+), optimizer ([\d.]+)", text)
     assert run.code == 0 and found, run.out + run.err[-3000:]
     idle = re.search(r"in ([\d.]+) of which the GPU has nothing to do", text)
     kernels = sum(map(float, found.groups())) - float(idle[1] if idle else 0)
-    assert round(kernels / 3) >= 9 and kernels == pytest.approx(3 * round(kernels / 3), abs=0.3), run.out
+    assert round(kernels / 3) >= 6 and kernels == pytest.approx(3 * round(kernels / 3), abs=0.3), run.out
     medians = re.search(r"a step: ([\d.]+) ms; of 4 without the recorder: ([\d.]+)", text)
     with_it, without = map(float, medians.groups())
     assert without == pytest.approx(with_it, rel=0.02) and without % 3 == pytest.approx(0, abs=0.1), run.out
