@@ -280,6 +280,8 @@ def test_memory_in_closed_form():
         padded = 4 * N * -(-WEIGHTS // N)
         assert zero["gradients"] == padded + padded // N  # all, and this rank's averages
         assert zero["message buffers"] == padded  # gloo's copy of them
+        sent = [held(*program_of("mnist_pipeline"), rank=rank)["message buffers"] for rank in range(N)]
+        assert sent == [2 * CUT_1, 2 * (CUT_1 + CUT_2), 2 * CUT_2]  # and not what is allocated after a send
     # Activations: images; of each convolution its output, ReLU's, the pool's places (int64) and output; small ones.
     floats = 1 + (16 + 16) + (2 * 16 + 16) / 4 + (32 + 32) / 4 + (2 * 32 + 32) / 16
     pick = max if record.HAS_MESSAGE_HOOKS else min  # torch 2.4: now and then a rank has a copy more
