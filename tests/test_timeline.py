@@ -148,8 +148,8 @@ def two_of_each():
 
 def test_a_delay_is_the_others_waiting_and_its_rank_is_named(tmp_path):
     found = picture_of(recordings(small, tmp_path), options())
-    waits = dict(found["ranks"][0]["waits_for"])
-    assert waits[1] >= 0.5 * DELAY  # on a busy machine rank 0, too, may go on late
+    waited = dict(found["ranks"][0]["waits_for"])
+    assert waited[1] >= 0.5 * DELAY  # on a busy machine rank 0, too, may go on late
     slept = [end - begin for what, begin, end in found["ranks"][1]["parts"] if what == "forward"]
     assert max(slept) >= DELAY
     assert "for rank 1 in 4 of 4 steps" in said(found)["waiting"]
