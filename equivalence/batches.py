@@ -28,7 +28,7 @@ def parts_of(value: Any) -> dict | None:
         return dict(value)
     if isinstance(value, (list, tuple)):
         kinds = (torch.Tensor, numpy.ndarray, Mapping, list, tuple)
-        nested = any(isinstance(part, kinds) for part in value)
+        nested = any(isinstance(part, kinds) or parts_of(part) is not None for part in value)
         return dict(enumerate(value)) if nested else None
     if isinstance(value, (torch.Tensor, nn.Module, type)):
         return None

@@ -5,11 +5,9 @@ Times are microseconds, as in the traces.
 
 import json
 
-import pytest
-
 from timeline.data import Noted, Span
 from timeline.events import recording_of
-from timeline.lanes import beneath, flat, parts_of
+from timeline.lanes import parts_of
 from timeline.say import message_sums
 from timeline.steps import kinds, table_of
 from timeline.why import why
@@ -210,28 +208,3 @@ def test_messages_are_matched_by_group_and_number():
     assert [message["last"] for message in step.messages][:1] == [1]
     text = "1 all-reduce 8 B, 2 all-gathers 16 B together, when 2 of them ran was not seen"
     assert message_sums({"messages": step.messages}) == text
-
-
-@pytest.mark.parametrize(
-    ("spans", "expected"),
-    [
-        ([("a", 0, 10), ("b", 2, 4), ("c", 3, 4), ("b", 6, 12)], "aabcaabbbbbb"),
-        ([("a", 0, 3), ("b", 5, 8)], "aaa  bbb"),
-        ([("a", 0, 8), ("b", 0, 4), ("c", 4, 6)], "bbbbccaa"),
-    ],
-)
-def test_a_lane_shows_what_began_last(spans, expected):
-    found = flat([Span(*span) for span in spans])
-    assert written(found) == expected
-    under = flat([Span("z", 1, 9)])
-    free = "".join("z" if 1 <= k < 9 and expected[k : k + 1].strip() == "" else " " for k in range(9))
-    assert written(beneath(found, under)).rstrip() == free.rstrip()
-
-
-def written(lane):
-    text = [" "] * (lane[-1].end if lane else 0)
-    for span in lane:
-        for time in range(span.begin, span.end):
-            assert text[time] == " ", "no overlap"
-            text[time] = span.what
-    return "".join(text)

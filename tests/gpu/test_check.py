@@ -5,39 +5,23 @@ import re
 import pytest
 from world import ROOT, forker
 
-PARTS = ["equivalence", "mnist_ddp", "trace", "picture", "tests/gpu"]  # the other scripts are run as mnist_ddp.py is
-
-
-def rows(run):
-    """Of the table at the end: the part and its result."""
-    return re.findall(r"^\| ([^|]+) \| ([^|]+) \| \d+ \|$", run.out, re.MULTILINE)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_each_kind_of_part(machine, tmp_path):
-    command = ("-m", "tools.gpu_check", *PARTS, "--dry-run", "--out", tmp_path / "out")
-    run = machine.run(*command, gpus=("8.0",) * 2, timeout=880)
-    assert run.code == 0, run.out + run.err[-3000:]
-    found = rows(run)
-    assert [name for name in PARTS if not any(part.startswith(name) for part, _ in found)] == [], run.out
-    results = dict(found)
-    assert results["equivalence of min_DDP"].startswith("THE SAME as one process, up to rounding; ")
-    assert results["trace of mnist_ddp"] == "trace0.json.gz, trace1.json.gz"
-    assert all(re.fullmatch(r"[\d,]+ images/s", result) for part, result in found if "card" in part), run.out
-    assert {"step.svg", "table.md", "tests_gpu.log"} <= {file.name for file in (tmp_path / "out").iterdir()}
+PARTS = ["equivalence", "mnist_ddp", "trace", "tests/gpu"]  # other scripts are run as mnist_ddp.py is
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(500)
-def test_what_fails_is_said_and_the_rest_runs(machine, tmp_path):
-    """Here the helper refuses a variable, which mnist_single.py does not read."""
-    arguments = ("-m", "tools.gpu_check", "mnist_single", "mnist_ddp", "--dry-run", "--out", tmp_path / "out")
-    run = machine.run(*arguments, gpus=("8.0",), timeout=480, DIST_TIMEOUT="soon")
-    single, ddp, shared = rows(run)
-    assert run.code == 1 and "images/s" in single[1], run.out
-    for _, result in ddp, shared:
-        assert result.startswith("FAILED: distributed: the timeout (or DIST_TIMEOUT) is soon"), run.out
+def test_each_kind_of_part_and_one_that_fails(machine, tmp_path):
+    """NPROC asks for more processes than there are cards; only the part that sets no NPROC of its own reads it."""
+    command = ("-m", "tools.gpu_check", *PARTS, "--dry-run", "--out", tmp_path / "out")
+    run = machine.run(*command, gpus=("8.0",), timeout=480, NPROC=3)
+    results = dict(re.findall(r"^\| ([^|]+) \| ([^|]+) \| \d+ \|$", run.out, re.MULTILINE))  # of the table at the end
+    assert run.code == 1 and len(results) == 5, run.out + run.err[-3000:]
+    assert results["equivalence of min_DDP"].startswith("THE SAME as one process, up to rounding; ")
+    assert results["mnist_ddp, one process per card"].startswith("FAILED: distributed: 3 processes, but 1 visible GPU")
+    assert re.fullmatch(r"[\d,]+ images/s", results["mnist_ddp, two on one card, gloo"]), run.out
+    assert results["trace of mnist_ddp"] == "trace0.json.gz, trace1.json.gz"
+    assert results["tests/gpu"].startswith("1 passed"), run.out
+    assert {"table.md", "tests_gpu.log"} <= {file.name for file in (tmp_path / "out").iterdir()}
 
 
 def test_without_a_gpu_it_says_so(tmp_path):

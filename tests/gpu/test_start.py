@@ -90,14 +90,12 @@ def uuids(machine, start):
 
 def test_every_form_of_cuda_visible_devices(start, uuids):
     first, second = uuids
-    forms = {"0,1": (first, 2), "1,0": (second, 2), f"GPU-{second}": (second, 1)}
-    forms |= {f"GPU-{second},GPU-{first}": (second, 2), "0,5": (first, 1)}
+    forms = {"1,0": (second, 2), f"GPU-{second}": (second, 1), "0,5": (first, 1)}
     for form, (name, count) in forms.items():
         rank, device, found, total, _ = answer(start("who", CUDA_VISIBLE_DEVICES=form))
         assert (rank, device, found, total) == (0, "cuda:0", name, [count, count]), form
-    for form in "", "-1":
-        _, device, _, total, _ = answer(start("who", CUDA_VISIBLE_DEVICES=form))
-        assert (device, total) == ("cpu", [2, 2])
+    _, device, _, total, _ = answer(start("who", CUDA_VISIBLE_DEVICES=""))
+    assert (device, total) == ("cpu", [2, 2])
 
 
 def test_processes_are_forked_unless_cuda_was_started(start):
@@ -141,8 +139,7 @@ def test_the_doctor_finds_two_gpus(machine):
     assert "cuda:1 computes (Simulated GPU 9.0)" in run.out or machine.cards
 
 
-@pytest.mark.parametrize("n", [1, 2])
-def test_the_cells_of_the_notebook(machine, tmp_path, n):
+def test_the_cells_of_the_notebook(machine, tmp_path):
     """All cells in one program, one after the other, as a kernel runs them; the one that fails on purpose is caught."""
     notebook = json.loads((ROOT / "mnist_notebook.ipynb").read_text(encoding="utf-8"))
     cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
@@ -155,7 +152,7 @@ def test_the_cells_of_the_notebook(machine, tmp_path, n):
         text = cell.replace("dist.launch(fails", "try:\n    dist.launch(fails") if fails else cell
         lines += [text, "except SystemExit as end:\n    print(end)" if fails else ""]
     (tmp_path / "cells.py").write_text("\n".join(lines) + "\nprint('the end')\n")
-    run = machine.run(tmp_path / "cells.py", gpus=("8.0",) * n, path=[ROOT], before=FEW_DIGITS)
+    run = machine.run(tmp_path / "cells.py", path=[ROOT], before=FEW_DIGITS)
     assert run.code == 0 and run.out.endswith("the end\n"), run.err[-3000:]
     assert "on cuda:0, global batch" in run.out and "a mistake on rank 1" in run.out
 

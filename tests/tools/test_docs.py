@@ -102,21 +102,19 @@ def in_docstring(file):
     return textwrap.dedent(indented).split("\npython ")[0]
 
 
-PROGRAMS_TO_BEGIN_WITH = {  # seven ranks have an odd share of the loop's data
-    "docs/api.md": (LOOP, 7),
-    "distributed.py": (in_docstring("distributed.py"), 2),
-    "checkpoint.py": (in_docstring("checkpoint.py"), 2),
-}
-
-
-@pytest.mark.parametrize(("program", "n"), PROGRAMS_TO_BEGIN_WITH.values(), ids=PROGRAMS_TO_BEGIN_WITH)
-def test_a_program_to_begin_with_runs(program, n, tmp_path):
-    (tmp_path / "train.py").write_text(AROUND + program, encoding="utf-8")
-    # As the README says: copied beside the program.
+def train_beside_the_helpers(folder, program, n, **variables):
+    """As the README says: they are copied beside the program."""
+    folder.mkdir(exist_ok=True)
+    (folder / "train.py").write_text(AROUND + program, encoding="utf-8")
     for helper in "distributed.py", "distributed_launcher.py", "checkpoint.py":
-        shutil.copy(ROOT / helper, tmp_path)
-    done = forker().run(tmp_path / "train.py", cwd=tmp_path, NPROC=n)
-    assert done.code == 0 and f"{n} processes" in done.out, done.err
+        shutil.copy(ROOT / helper, folder)
+    return forker().run(folder / "train.py", cwd=folder, NPROC=n, **variables)
+
+
+@pytest.mark.parametrize("program", [LOOP, in_docstring("distributed.py")], ids=["docs/api.md", "distributed.py"])
+def test_a_program_to_begin_with_runs(program, tmp_path):
+    done = train_beside_the_helpers(tmp_path, program, 3)
+    assert done.code == 0 and "3 processes" in done.out, done.err
     losses, accuracies = (
         [float(x) for x in re.findall(rf"{word} ([\d.]+)", done.out)] for word in ("loss", "accuracy")
     )
@@ -127,11 +125,8 @@ def test_the_program_of_checkpoint_goes_on_in_the_middle_of_an_epoch(tmp_path):
     """Every example of the epoch once, the schedule goes on, and losses are equal to the last bit."""
     seen = []
     for folder, stops in (tmp_path / "whole", [0]), (tmp_path / "stopped", [8, 0]):
-        folder.mkdir()
-        (folder / "train.py").write_text(AROUND + WATCHED + in_docstring("checkpoint.py"), encoding="utf-8")
-        for helper in "distributed.py", "distributed_launcher.py", "checkpoint.py":
-            shutil.copy(ROOT / helper, folder)
-        runs = [forker().run(folder / "train.py", cwd=folder, NPROC=2, STOP_AT=stop) for stop in stops]
+        program = WATCHED + in_docstring("checkpoint.py")
+        runs = [train_beside_the_helpers(folder, program, 2, STOP_AT=stop) for stop in stops]
         assert [run.code for run in runs] == [143 if stop else 0 for stop in stops], runs
         seen.append([(folder / f"seen{rank}").read_text().splitlines() for rank in range(2)])
     assert seen[0] == seen[1]

@@ -8,7 +8,6 @@ import os
 import random
 import re
 import sys
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -329,42 +328,6 @@ def test_the_code_of_a_section(heading, tmp_path):
     if CHECKS[heading] is stream and multiprocessing.get_start_method() != "fork":
         pytest.skip("its class stands on a page, where another process can't import it")
     assert run(in_a_folder_of_its_own, 3, heading, tmp_path) == [True] * 3
-
-
-PAIRS = """
-import torch
-import torch.nn.functional as F
-from torch.utils.data import DataLoader, TensorDataset
-import distributed as dist
-
-def main(rank, world_size):
-    dist.init_process_group()
-    torch.manual_seed(0)
-    model = dist.prepare_ddp_model(torch.nn.Linear(5, 4))
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    pairs = TensorDataset(torch.randn(120, 2, 5))
-    for (batch,) in DataLoader(pairs, 12 // world_size, sampler=dist.data_sampler(pairs)):
-        images, texts = model(batch).unbind(1)
-        optimizer.zero_grad()
-CODE        optimizer.step()
-    dist.cleanup()
-
-if __name__ == "__main__":
-    dist.launch(main)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_equivalence_names_a_loss_over_the_whole_batch_without_its_factor(tmp_path):
-    code = textwrap.indent(CODE["A loss over the whole batch (contrastive)"], " " * 8)
-    for number, (change, verdict) in enumerate(
-        [("loss * dist.get_world_size()", "THE SAME"), ("loss", "WRONG: 1/3 of one")]
-    ):
-        program = PAIRS.replace("CODE", code).replace("loss * dist.get_world_size()", change)
-        (tmp_path / "train.py").write_text(program)
-        done = shell("-m", "equivalence", "--nproc", 3, "train.py", cwd=tmp_path, path=[ROOT], timeout=200, COLUMNS=250)
-        assert verdict in done.out and done.code == number, done
 
 
 CELLS = """
