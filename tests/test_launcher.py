@@ -88,7 +88,6 @@ def fails(what):
     if what == "os._exit": os._exit(3)
     if what.startswith("SIG"): os.kill(os.getpid(), signal.Signals[what])
     if what == "sys.exit": sys.exit("a word of mine")
-    if what == "no text": sys.exit("")
     if what == "hangs": time.sleep(1000)
 
 def waits(loader):
@@ -96,7 +95,6 @@ def waits(loader):
         dist.all_reduce(batch)
 
 def worker(rank, n, what, workers):
-    signal.signal(signal.SIGUSR1, lambda *_: open(f"called{rank}", "w").close())  # the program's own
     dist.init_process_group()
     loader = [torch.ones(1)] * 100000
     if workers and rank == 1:
@@ -122,7 +120,6 @@ FAULT_CASES = [  # what rank 1 does; its data loader's workers; the error
     ("SIGSEGV", "", FIRST + "ended by SIGSEGV\n(?s:.*)  rank 1: .*, fails\n"),
     ("os._exit", "", FIRST + r"ended with exit code 3, by os\._exit or an error above\n"),
     ("sys.exit", "", FIRST + "a word of mine\n"),
-    ("no text", "", FIRST + r"it called sys\.exit\(''\)\n"),
     ("returns", "", r", in waits\n(?s:.*)\nIt lost its connection after rank 1 had finished\. All ranks must call"),
     ("times out", "", FIRST + "(?s:.*)TimeoutError: mine\nwhere each rank (?s:.*)  rank 1: .*, fails\n"),
     (
@@ -137,28 +134,20 @@ FAULT_CASES = [  # what rank 1 does; its data loader's workers; the error
 def test_the_error_is_that_of_the_rank_that_failed_first_and_nothing_is_left(program, what, workers, error):
     file = program(FAULTS)
     done = run(file, what, workers, DIST_TIMEOUT=5 if what == "hangs" else None)
-    assert wrote(file, "called") == []
     assert done.code == 1 and re.search(error, done.err), done.err
     assert done.err.count("failed first") == 1
     assert done.err.count("Traceback") <= 1 or what == "hangs", done.err
     assert "its last words" in done.out or what in ("SIGKILL", "SIGSEGV", "os._exit", "hangs"), "its output is lost"
 
 
-STOP_CASES = [
-    ("SIGTERM", 143, "", "fork"),
-    ("SIGHUP", 129, "", ""),
-    ("SIGKILL", -9, "", "forkserver"),
-    pytest.param("SIGKILL", -9, SPAWN, "", marks=pytest.mark.slow),
-]
+STOP_CASES = [("SIGTERM", 143, "fork"), ("SIGHUP", 129, ""), ("SIGKILL", -9, "forkserver")]
 
 
 @needs_proc
-@pytest.mark.parametrize(
-    ("name", "code", "before", "workers"), STOP_CASES, ids=["TERM", "HUP", "KILL", "KILL, spawned"]
-)
-def test_a_signal_to_the_launching_process_ends_all_quietly(program, name, code, before, workers):
+@pytest.mark.parametrize(("name", "code", "workers"), STOP_CASES)
+def test_a_signal_to_the_launching_process_ends_all_quietly(program, name, code, workers):
     file = program(FAULTS)
-    job = start_ready(file, "stays", workers, before=before)
+    job = start_ready(file, "stays", workers)
     os.kill(job.pid, signal.Signals[name])
     done = job.wait()
     assert (done.code, done.err) == (code, ""), done.err
@@ -182,14 +171,6 @@ def test_ctrl_c_in_a_terminal_says_where_each_rank_stands_and_is_130(program):
     assert_nothing_left(file)
 
 
-UNFINISHED = """
-class Dies:
-    def __reduce__(self): os.kill(os.getpid(), signal.SIGKILL)
-def worker(rank, n):
-    if rank == 1: return
-    return [torch.zeros(1_000_000), Dies()]
-dist.launch(worker, nproc=2)
-"""
 LATE = """
 def worker(rank, n):
     dist.init_process_group()
@@ -236,17 +217,22 @@ def worker(rank, n):
     raise torch.distributed.DistBackendError("NCCL operation failed")  # all that torch 2.15's backend says
 dist.launch(worker, nproc=2)
 """
+RESULT = """
+def worker(rank, n):
+    return lambda: None
+dist.launch(worker, nproc=2)
+"""
 OWN = (
     r"rank 1 of 3 failed first: \s+Traceback(?s:.*)raise ConnectionResetError\(104, (?s:.*)\nConnectionResetError: .*x"
     r"\n\(rank 0, rank 2 had finished\)\n$"
 )
 CAUSES = {
-    "half a report": (UNFINISHED, "rank 0 of 2 failed first: ended by SIGKILL"),
     "a death seen after its consequence": (LATE, "rank 1 of 2 failed first: ended by SIGKILL"),
     "a rank that has failed and stays": (WATCHDOG, r"rank 1 of 2 failed first: \s+Traceback(?s:.*)ValueError: mine"),
     "one that NCCL's error on another rank comes before": (NCCL, r"rank 1 of 2 failed first: (?s:.*)ValueError: mine"),
     "one that dies at its end": (AFTERWARDS, "rank 1 of 2 failed first: ended with exit code 3, .* after its work"),
     "an error of its own that looks like a lost connection": (DOWNLOAD, OWN),
+    "a result that can't be sent": (RESULT, r"rank 0 of 2 failed first: worker_fn has returned, but .*: save it in "),
 }
 
 
@@ -255,20 +241,6 @@ def test_the_cause_is_found_in_what_is_left(program, case):
     code, cause = CAUSES[case]
     done = run(program(code))
     assert done.code == 1 and re.search(cause, done.err), done.err
-
-
-def test_a_crowded_error_is_that_of_the_first():
-    """Errors, a death and a lost connection at the same time: who died took the others' connections."""
-    ranks = launcher._Ranks(5, None)
-    ranks.reports = {
-        0: launcher._Report(1.0, launcher.LOST),
-        1: launcher._Report(3.0, launcher.DIED),
-        2: launcher._Report(2.0, launcher.FAILED),
-        3: launcher._Report(2.5),
-        4: launcher._Report(1.5, launcher.FAILED),
-    }
-    assert ranks.failures() == [1, 4, 2, 0]
-    ranks.end()
 
 
 # ----------------------------------------------------------------------------------------------------- P4: time to save
@@ -449,14 +421,6 @@ def test_the_ranks_are_as_those_of_torchrun_and_one_process_is_this_one(monkeypa
     assert total == n * (n + 1) / 2 and threads == (3 if n > 1 else 1)  # a rank's share of the cores
 
 
-def _leaves(rank, n):
-    sys.exit(0 if rank else None)
-
-
-def test_sys_exit_without_an_error_is_an_end_like_another():
-    assert dist.launch(_leaves, nproc=2) is None
-
-
 @pytest.mark.parametrize(
     ("gpus", "env", "nproc", "n"),
     [(0, None, None, 2), (0, "3", None, 3), (0, "3", 2, 2), (3, None, None, 3), (3, "2", None, 2), (3, None, 3, 3)],
@@ -482,13 +446,14 @@ def test_one_process_per_visible_gpu_or_two_without_or_as_many_as_told(monkeypat
 
 LEAVES = """
 import atexit, concurrent.futures, gzip, threading
+import distributed_launcher
 pool = concurrent.futures.ThreadPoolExecutor(1)  # nobody shuts it down
 log = open("log", "a")
 log.write("parent ")
 atexit.register(lambda: open("ended", "a").write("module "))
 
 def late(rank):
-    time.sleep(1)
+    while not os.path.exists("go"): time.sleep(0.01)
     log.write(f"late{rank} ")
 
 def worker(rank, n, what):
@@ -510,74 +475,32 @@ def worker(rank, n, what):
     threading.Thread(target=lambda: print("x" * 10**6, file=stuck), daemon=True).start()
 
 if __name__ == "__main__":
-    what, method = sys.argv[1:]
-    if method == "spawn":
-        import distributed_launcher as launcher
-        launcher.fork_is_safe = lambda: False
-    dist.launch(worker, what, nproc=2)
+    distributed_launcher.REPORT_UNENDED_AFTER = 0.3
+    dist.launch(worker, sys.argv[1], nproc=2)
     log.write("end ")
 """
-LEFT = {  # what is in "log" and in "ended"; a spawned rank imports the program, too
-    ("returns", "fork"): ("end late0 late1 parent rank0 rank1", "module rank0 rank1"),
-    ("returns", "spawn"): ("end late0 late1 parent parent parent rank0 rank1", "module module module rank0 rank1"),
-    ("raise", "fork"): ("parent rank1", "module"),
-}
 
 
-@pytest.mark.parametrize(
-    ("what", "method"),
-    [("returns", "fork"), ("raise", "fork"), pytest.param("returns", "spawn", marks=pytest.mark.slow)],
-)
-def test_what_a_rank_leaves_open_is_written_once_and_its_atexit_functions_run(program, what, method):
+@pytest.mark.parametrize("what", ["returns", "raise"])
+def test_what_a_rank_leaves_open_is_written_once_and_its_atexit_functions_run(program, what):
+    """And one that has finished, but does not end, is named."""
     file = program(LEAVES)
     environment = ENVIRONMENT | {"PYTHONPATH": str(ROOT), "TMPDIR": str(file.parent.with_name("tmp"))}
-    command = [sys.executable, file, what, method]
-    done = subprocess.run(command, cwd=file.parent, env=environment, capture_output=True, text=True, timeout=100)
-    assert done.returncode == (what == "raise"), done.stderr
+    command = [sys.executable, file, what]
+    process = subprocess.Popen(command, cwd=file.parent, env=environment, stderr=subprocess.PIPE, text=True)
+    if what == "returns":
+        assert re.fullmatch(r"launch: rank .* finished 0\.3 s ago, but did not end: .*\n", process.stderr.readline())
+        (file.parent / "go").touch()
+    err = process.communicate(timeout=100)[1]
+    assert process.returncode == (what == "raise") == err.count("ValueError: mine"), err
     found = [" ".join(sorted((file.parent / name).read_text().split())) for name in ("log", "ended")]
-    assert tuple(found) == LEFT[what, method]
+    if what == "returns":
+        assert found == ["end late0 late1 parent rank0 rank1", "module rank0 rank1"]
+    else:
+        assert found == ["parent rank1", "module"]
     with gzip.open(file.parent / "local1", "rt") as local:
         assert local.read() == "all of it"
     assert_nothing_left(file)
-
-
-RESULTS = """
-def worker(rank, n, what):
-    return lambda: None
-if __name__ == "__main__":
-    print(dist.launch(worker, sys.argv[1], nproc=2))
-"""
-
-
-def test_a_result_that_cannot_be_sent_is_named_so(program):
-    done = run(program(RESULTS), "")
-    line = (
-        r"rank 0 of 2 failed first: worker_fn has returned, but its result can't be sent .*: save it in worker_fn .*\n"
-    )
-    assert done.code == 1 and re.match(line, done.err) and "Traceback" not in done.err, done.err
-
-
-ELSEWHERE = """
-import multiprocessing, threading
-def worker(rank, n): print("never")
-def tries():
-    try:
-        dist.launch(worker, nproc=2)
-    except (ValueError, AssertionError) as error:
-        print(error, flush=True)
-if __name__ == "__main__":
-    thread = threading.Thread(target=tries, name="web server")
-    thread.start()
-    thread.join()
-    with multiprocessing.get_context("fork").Pool(1) as pool:
-        pool.apply(tries)
-"""
-
-
-def test_outside_of_the_main_thread_and_in_a_pool_python_refuses_it(program):
-    done = run(program(ELSEWHERE))
-    assert (done.code, done.err) == (0, ""), done
-    assert re.fullmatch("signal only works in main thread.*\ndaemonic processes are not allowed .*\n", done.out), done
 
 
 def test_a_spawned_program_without_if_name_is_told_so(program):
@@ -587,145 +510,97 @@ def test_a_spawned_program_without_if_name_is_told_so(program):
 
 
 SPAWNS = """
+import atexit
 class Model(torch.nn.Linear): pass
+if __name__ != "__main__":  # a spawned rank, that still imports
+    open(f"starting{os.getpid()}", "w").close()
+    while not os.path.exists("go"): time.sleep(0.01)
+
 def worker(rank, n, model):
     dist.init_process_group()
+    atexit.register(lambda: open(f"ended{rank}", "w").close())
+    stays_open = globals()["stays_open"] = open(f"log{rank}", "w")
+    stays_open.write("written")
     with torch.no_grad(): model.weight += rank + 1
-    return __name__, model.weight.item(), dist.all_reduce(torch.tensor(1)).item()
+    drawn = dist.gather(torch.rand(1))
+    return __name__, model.weight.item(), [number.item() for number in drawn]
 
 if __name__ == "__main__":
     torch.set_num_threads(2)
     torch.ones(1000, 1000) @ torch.ones(1000, 1000)  # a pool of threads
     model = Model(1, 1)
     torch.nn.init.zeros_(model.weight)
+    torch.manual_seed(5)
     print(dist.launch(worker, model, nproc=2), model.weight.item())
     try:
         dist.launch(lambda rank, n: None, nproc=2)
     except RuntimeError as error:
         print(error)
 """
+NO_ANSWER = "".join(rf"  rank {rank}: no answer \(starting, or stopped: then kill -CONT \d+\)\n" for rank in (0, 1))
 
 
 def test_with_threads_the_ranks_are_spawned_with_copies_and_a_lambda_is_refused(program):
-    done = run(program(SPAWNS))
-    assert done.code == 0, done.err
-    assert done.out.splitlines()[1] == "('__mp_main__', 1.0, 2) 0.0"
+    """All else is as if they were forked.  While they still start they have no answer, and live on."""
+    file = program(SPAWNS)
+    job = start(file)
+    wait_for(lambda: len(list(file.parent.glob("starting*"))) == 2)
+    os.kill(job.pid, signal.SIGUSR1)
+    wait_for(lambda: "rank 1" in job.err())
+    (file.parent / "go").touch()
+    done = job.wait()
+    assert done.code == 0 and re.fullmatch(f"where each rank stands:\n{NO_ANSWER}", done.err), done
+    drawn = torch.rand(1, generator=torch.Generator().manual_seed(5)).item()
+    assert done.out.splitlines()[1] == f"('__mp_main__', 1.0, [{drawn}, {drawn}]) 0.0"
     refused = r"the function and its arguments can't be sent to a new process .*: define functions at the top"
     assert re.match(refused, done.out.splitlines()[2])
-
-
-COLLECTS = """
-import gc, re
-def private():
-    with open("/proc/self/smaps_rollup") as rollup:
-        return sum(int(kB) for kB in re.findall(r"Private_\\w+:\\s+(\\d+) kB", rollup.read()))
-def worker(rank, n):
-    before = private()
-    gc.collect()
-    return private() - before
-if __name__ == "__main__":
-    loaded = [[number] for number in range(500_000)]  # 36 MB or more
-    print(dist.launch(worker, nproc=2))
-"""
-
-
-@needs_proc
-def test_a_rank_that_collects_garbage_does_not_copy_what_the_launching_process_has_loaded(program):
-    done = run(program(COLLECTS))
-    assert done.code == 0 and int(done.out) < 10_000, done
-
-
-UNENDED = """
-import threading
-def stays():
-    while not os.path.exists("go"): time.sleep(0.01)
-def worker(rank, n):
-    if rank == 1: threading.Thread(target=stays).start()
-if __name__ == "__main__":
-    import distributed_launcher
-    distributed_launcher.REPORT_UNENDED_AFTER = 0.5
-    dist.launch(worker, nproc=2)
-"""
-
-
-def test_a_rank_that_has_finished_and_does_not_end_is_named(program):
-    file = program(UNENDED)
-    job = start(file)
-    said = "launch: rank 1 finished 0.5 s ago, but did not end: a thread, or atexit?\n"
-    wait_for(lambda: job.err() == said)
-    (file.parent / "go").touch()
-    assert job.wait()[:3] == (0, "", said)
+    assert [(file.parent / f"log{rank}").read_text() for rank in (0, 1)] == ["written"] * 2
+    assert wrote(file, "ended") == [0, 1]
+    assert_nothing_left(file)
 
 
 REAPS = """
 def reap(number, frame):
     while os.waitpid(-1, os.WNOHANG)[0]: pass
 if __name__ == "__main__":
-    handler = {"reaps": reap, "ignored": signal.SIG_IGN}[sys.argv[1]]
-    signal.signal(signal.SIGCHLD, handler)
-    print(dist.launch(lambda rank, n: rank + 7, nproc=2), signal.getsignal(signal.SIGCHLD) == handler)
+    for handler in reap, signal.SIG_IGN:
+        signal.signal(signal.SIGCHLD, handler)
+        print(dist.launch(lambda rank, n: rank + 7, nproc=2), signal.getsignal(signal.SIGCHLD) == handler)
 """
 
 
-@pytest.mark.parametrize("what", ["reaps", "ignored"])
-def test_a_program_that_waits_for_all_children_does_not_wait_for_the_ranks(program, what):
-    assert run(program(REAPS), what)[:2] == (0, "7 True\n")
+def test_a_program_that_waits_for_all_children_does_not_wait_for_the_ranks(program):
+    assert run(program(REAPS))[:2] == (0, "7 True\n7 True\n")
 
 
 DRAWS = """
 import random
 import numpy
-if sys.argv[1] == "file": torch.manual_seed(5), random.seed(5), numpy.random.seed(5)
+def seed(number): torch.manual_seed(number), random.seed(number), numpy.random.seed(number)
 def draw(): return torch.rand(1).item(), random.random(), numpy.random.rand()
-def worker(rank, n):
-    dist.init_process_group()
-    if sys.argv[1] == "worker": torch.manual_seed(5), random.seed(5), numpy.random.seed(5)
-    with open(f"drawn{dist.get_rank()}", "w") as file: print(*draw(), *draw(), file=file)
+def worker(rank, n, name, number=None):
+    if number: seed(number)
+    with open(f"{name} of {rank}", "w") as file: print(*draw(), *draw(), file=file)
+seed(1)
 if __name__ == "__main__":
-    if sys.argv[1] == "main": torch.manual_seed(5), random.seed(5), numpy.random.seed(5)
-    dist.launch(worker)
+    dist.launch(worker, "file")
+    seed(2)
+    dist.launch(worker, "main")
+    dist.launch(worker, "worker", 3)
 """
 
 
-@pytest.mark.parametrize("where", ["file", "main", "worker"])
-@pytest.mark.parametrize("how", ["fork", pytest.param("spawn", marks=pytest.mark.slow), "torchrun", "one"])
-def test_random_numbers_are_those_that_the_program_has_seeded_however_it_is_started(program, how, where):
-    """No start seeds anything.  (For torchrun stands a program with its variables; test_variables has the real one.)"""
+@pytest.mark.parametrize("n", [1, 2])
+def test_random_numbers_are_those_that_the_program_has_seeded(program, n):
+    """Spawned: above.  Under launchers: test_variables.py."""
     file = program(DRAWS)
-    if how == "torchrun":
-        assert run(file, where, RANK=0, WORLD_SIZE=1, LOCAL_RANK=0, LOCAL_WORLD_SIZE=1).code == 0
-    else:
-        assert run(file, where, before=SPAWN if how == "spawn" else "", NPROC=1 if how == "one" else 2).code == 0
-    generators = [torch.Generator().manual_seed(5), random.Random(5), numpy.random.RandomState(5)]
-    numbers = [(torch.rand(1, generator=generators[0]).item(), *(g.random() for g in generators[1:])) for _ in range(2)]
-    expected = " ".join(map(str, (*numbers[0], *numbers[1]))) + "\n"
-    found = [path.read_text() for path in sorted(file.parent.glob("drawn*"))]
-    assert found == [expected] * (1 if how in ("one", "torchrun") else 2)
-
-
-STARTS = """
-if __name__ != "__main__":  # a spawned rank, that still imports
-    open(f"starting{os.getpid()}", "w").close()
-    while not os.path.exists("go"): time.sleep(0.01)
-def worker(rank, n): print("went on")
-if __name__ == "__main__":
-    dist.launch(worker, nproc=2)
-"""
-NO_ANSWER = "".join(rf"  rank {rank}: no answer \(starting, or stopped: then kill -CONT \d+\)\n" for rank in (0, 1))
-
-
-@pytest.mark.slow
-def test_ranks_that_still_start_have_no_answer_and_live_on(program):
-    file = program(STARTS)
-    job = start(file, before=SPAWN)
-    wait_for(lambda: len(list(file.parent.glob("starting*"))) == 2)
-    os.kill(job.pid, signal.SIGUSR1)
-    wait_for(lambda: "rank 1" in job.err())
-    (file.parent / "go").touch()
-    done = job.wait()
-    assert re.fullmatch(f"where each rank stands:\n{NO_ANSWER}", done.err)
-    assert (done.code, done.out.count("went on")) == (0, 2)
-    assert_nothing_left(file)
+    assert run(file, NPROC=n).code == 0
+    for seed, name in (1, "file"), (2, "main"), (3, "worker"):
+        draws = [torch.Generator().manual_seed(seed), random.Random(seed), numpy.random.RandomState(seed)]
+        expected = [(torch.rand(1, generator=draws[0]).item(), *(d.random() for d in draws[1:])) for _ in range(2)]
+        for rank in range(n):
+            found = (file.parent / f"{name} of {rank}").read_text().split()
+            assert found == [str(number) for number in (*expected[0], *expected[1])], (name, rank)
 
 
 SHELL_LINES = """
