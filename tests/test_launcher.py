@@ -116,7 +116,7 @@ if __name__ == "__main__":
 FIRST = "rank 1 of 3 failed first: "
 FAULT_CASES = [  # what rank 1 does; its data loader's workers; the error
     ("raise", "fork", FIRST + r"\s+Traceback(?s:.*), in fails\n(?s:.*)\nValueError: mine\n"),
-    ("SIGKILL", "forkserver", FIRST + "ended by SIGKILL "),
+    ("SIGKILL", "fork", FIRST + "ended by SIGKILL "),
     ("SIGSEGV", "", FIRST + "ended by SIGSEGV\n(?s:.*)  rank 1: .*, fails\n"),
     ("os._exit", "", FIRST + r"ended with exit code 3, by os\._exit or an error above\n"),
     ("sys.exit", "", FIRST + "a word of mine\n"),
@@ -140,7 +140,7 @@ def test_the_error_is_that_of_the_rank_that_failed_first_and_nothing_is_left(pro
     assert "its last words" in done.out or what in ("SIGKILL", "SIGSEGV", "os._exit", "hangs"), "its output is lost"
 
 
-STOP_CASES = [("SIGTERM", 143, "fork"), ("SIGHUP", 129, ""), ("SIGKILL", -9, "forkserver")]
+STOP_CASES = [("SIGTERM", 143, ""), ("SIGHUP", 129, ""), ("SIGKILL", -9, "forkserver")]
 
 
 @needs_proc
@@ -456,50 +456,55 @@ def late(rank):
     while not os.path.exists("go"): time.sleep(0.01)
     log.write(f"late{rank} ")
 
-def worker(rank, n, what):
+def begins(rank, what):
+    log.write(f"{what}{rank} ")
+    atexit.register(lambda: open("ended", "a").write(f"{what}{rank} "))
+    local = gzip.open(f"{what}{rank}", "wt")  # its end is written when it is closed
+    local.write("all of it")
+    return local
+
+def returns(rank, n):
     if os.fork() == 0: return  # a child of its own, that comes back
     os.wait()
-    log.write(f"rank{rank} ")
-    atexit.register(lambda: open("ended", "a").write(f"rank{rank} "))
-    local = gzip.open(f"local{rank}", "wt")  # its end is written when it is closed
-    local.write("all of it")
-    if what == "raise":
-        open(f"ready{rank}", "w").close()
-        while rank == 0: time.sleep(0.01)
-        while not os.path.exists("ready0"): time.sleep(0.01)
-        raise ValueError("mine")
+    local = begins(rank, "returns")
     threading.Thread(target=late, args=[rank]).start()
     pool.submit(int).result()
     read, write = os.pipe()
     stuck = globals()["stuck"] = open(write, "w")  # a pipe that nobody reads
     threading.Thread(target=lambda: print("x" * 10**6, file=stuck), daemon=True).start()
 
+def fails(rank, n):
+    local = begins(rank, "fails")
+    open(f"ready{rank}", "w").close()
+    while rank == 0: time.sleep(0.01)
+    while not os.path.exists("ready0"): time.sleep(0.01)
+    raise ValueError("mine")
+
 if __name__ == "__main__":
     distributed_launcher.REPORT_UNENDED_AFTER = 0.3
-    dist.launch(worker, sys.argv[1], nproc=2)
-    log.write("end ")
+    dist.launch(returns, nproc=2)
+    log.write("between ")
+    dist.launch(fails, nproc=2)
 """
 
 
-@pytest.mark.parametrize("what", ["returns", "raise"])
-def test_what_a_rank_leaves_open_is_written_once_and_its_atexit_functions_run(program, what):
-    """And one that has finished, but does not end, is named."""
+def test_what_a_rank_leaves_open_is_written_once_and_its_atexit_functions_run(program):
+    """Of a rank that fails, its files are.  And one that has finished, but does not end, is named."""
     file = program(LEAVES)
     environment = ENVIRONMENT | {"PYTHONPATH": str(ROOT), "TMPDIR": str(file.parent.with_name("tmp"))}
-    command = [sys.executable, file, what]
-    process = subprocess.Popen(command, cwd=file.parent, env=environment, stderr=subprocess.PIPE, text=True)
-    if what == "returns":
-        assert re.fullmatch(r"launch: rank .* finished 0\.3 s ago, but did not end: .*\n", process.stderr.readline())
-        (file.parent / "go").touch()
+    process = subprocess.Popen(
+        [sys.executable, file], cwd=file.parent, env=environment, stderr=subprocess.PIPE, text=True
+    )
+    assert re.fullmatch(r"launch: rank .* finished 0\.3 s ago, but did not end: .*\n", process.stderr.readline())
+    (file.parent / "go").touch()
     err = process.communicate(timeout=100)[1]
-    assert process.returncode == (what == "raise") == err.count("ValueError: mine"), err
-    found = [" ".join(sorted((file.parent / name).read_text().split())) for name in ("log", "ended")]
-    if what == "returns":
-        assert found == ["end late0 late1 parent rank0 rank1", "module rank0 rank1"]
-    else:
-        assert found == ["parent rank1", "module"]
-    with gzip.open(file.parent / "local1", "rt") as local:
-        assert local.read() == "all of it"
+    assert process.returncode == err.count("ValueError: mine") == 1, err
+    found = [sorted((file.parent / name).read_text().split()) for name in ("log", "ended")]
+    both = ["returns0", "returns1"]
+    assert found == [["between", "fails1", "late0", "late1", "parent", *both], ["module", *both]]
+    for name in *both, "fails1":
+        with gzip.open(file.parent / name, "rt") as local:
+            assert local.read() == "all of it"
     assert_nothing_left(file)
 
 
