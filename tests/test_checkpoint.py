@@ -297,14 +297,6 @@ def kill_at(call, folder):
     os._exit(0)
 
 
-def test_a_file_is_replaced_and_not_overwritten(tmp_path):
-    path, before = tmp_path / "a.pt", tmp_path / "before.pt"
-    path.write_text("the one before")
-    before.hardlink_to(path)
-    checkpoint.write(path, {"a": 1})
-    assert torch.load(path) == {"a": 1} and before.read_text() == "the one before"
-
-
 def test_killed_at_any_point_of_a_save(tmp_path):
     codes = []
     while not codes or codes[-1]:

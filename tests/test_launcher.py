@@ -10,8 +10,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from types import SimpleNamespace
-from unittest import mock
 
 import numpy
 import pytest
@@ -171,18 +169,6 @@ def test_ctrl_c_in_a_terminal_says_where_each_rank_stands_and_is_130(program):
     assert_nothing_left(file)
 
 
-LATE = """
-def worker(rank, n):
-    dist.init_process_group()
-    if rank == 0:
-        dist.barrier()
-    torch.distributed.destroy_process_group()  # rank 0 has lost its connection
-    report = os.path.join(os.environ["TMPDIR"], os.listdir(os.environ["TMPDIR"])[0], "report0")
-    while not os.path.exists(report): time.sleep(0.01)
-    time.sleep(0.3)
-    os.kill(os.getpid(), signal.SIGKILL)
-dist.launch(worker, nproc=2)
-"""
 WATCHDOG = """
 def worker(rank, n):
     dist.init_process_group()
@@ -227,7 +213,6 @@ OWN = (
     r"\n\(rank 0, rank 2 had finished\)\n$"
 )
 CAUSES = {
-    "a death seen after its consequence": (LATE, "rank 1 of 2 failed first: ended by SIGKILL"),
     "a rank that has failed and stays": (WATCHDOG, r"rank 1 of 2 failed first: \s+Traceback(?s:.*)ValueError: mine"),
     "one that NCCL's error on another rank comes before": (NCCL, r"rank 1 of 2 failed first: (?s:.*)ValueError: mine"),
     "one that dies at its end": (AFTERWARDS, "rank 1 of 2 failed first: ended with exit code 3, .* after its work"),
@@ -314,21 +299,20 @@ def test_after_a_failure_the_others_have_time_to_save_and_nothing_hides_the_erro
 
 
 @pytest.mark.parametrize(
-    ("stop_signal", "grace", "seconds"),
-    [(signal.SIGTERM, None, 30), (0, None, 3), (signal.SIGTERM, "7", 7), (0, "0", 0)],
+    ("what", "stop_grace", "failure_grace", "dist_grace"),
+    [("", 0.2, 3600, None), ("fails", 3600, 0.2, None), ("", 3600, 3600, 0.2)],
 )
-def test_they_have_30_seconds_or_3_after_a_failure_or_dist_grace(monkeypatch, stop_signal, grace, seconds):
-    """For a rank that never ends, by a clock that runs only while the launching process waits."""
-    waits = []
-    monkeypatch.setattr(launcher, "time", SimpleNamespace(monotonic=lambda: sum(waits)))
-    monkeypatch.setattr(launcher, "_handles_sigterm", lambda pid: True)
-    monkeypatch.setattr(launcher, "run", lambda *args: launcher._Ranks(1, launcher.read_grace()))
-    if grace:
-        monkeypatch.setenv("DIST_GRACE", grace)
-    ranks = dist.launch(_who, nproc=2)
-    ranks.processes, ranks.stop_signal, ranks.wait_for_news = [mock.Mock()], stop_signal, waits.append
-    ranks.end()
-    assert sum(waits) == seconds and ranks.processes[0].terminate.called and ranks.processes[0].kill.called
+def test_they_have_30_seconds_or_3_after_a_failure_or_dist_grace(saves, what, stop_grace, failure_grace, dist_grace):
+    """Here one of the three is short; with another one the run would not end."""
+    assert (launcher.STOP_GRACE, launcher.FAILURE_GRACE) == (30, 3)
+    graces = f"launcher.STOP_GRACE, launcher.FAILURE_GRACE = {stop_grace}, {failure_grace}"
+    before = f"import distributed_launcher as launcher; {graces}"
+    job = start_ready(saves, what, before=before, DIST_GRACE=dist_grace)
+    if what != "fails":
+        os.kill(job.pid, signal.SIGTERM)
+    assert job.wait().code == (1 if what == "fails" else 143)
+    assert 0 in wrote(saves, "asked") and wrote(saves, "saved") == []
+    assert_nothing_left(saves)
 
 
 # ------------------------------------------------------------------------------------------------- P5: the stack table
@@ -425,23 +409,25 @@ def test_the_ranks_are_as_those_of_torchrun_and_one_process_is_this_one(monkeypa
     ("gpus", "env", "nproc", "n"),
     [(0, None, None, 2), (0, "3", None, 3), (0, "3", 2, 2), (3, None, None, 3), (3, "2", None, 2), (3, None, 3, 3)],
 )
-def test_one_process_per_visible_gpu_or_two_without_or_as_many_as_told(monkeypatch, capsys, gpus, env, nproc, n):
+def test_one_process_per_visible_gpu_or_two_without_or_as_many_as_told(monkeypatch, gpus, env, nproc, n):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
-    monkeypatch.setattr(launcher, "run", lambda function, args, nproc: nproc)
     monkeypatch.setenv("NPROC", env or "")
-    assert dist.launch(_who, nproc=nproc) == n
-    if gpus:
-        monkeypatch.setenv("NPROC", "4")
-        with pytest.raises(SystemExit, match="2"):
-            dist.launch(_who)
-        wanted = "4 processes, but 3 visible GPU(s): start 3, hide the GPUs (CUDA_VISIBLE_DEVICES=), or let "
-        assert capsys.readouterr().err == f"distributed: {wanted}the processes share them (DIST_BACKEND=gloo)\n"
-        monkeypatch.setenv("DIST_BACKEND", "gloo")
-        assert dist.launch(_who) == dist.launch(_who, nproc=4) == 4
-        monkeypatch.delenv("DIST_BACKEND")
-        monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)  # without NCCL it is gloo anyway
-        assert dist.launch(_who) == 4
+    assert dist.count_processes(nproc) == n
+
+
+def test_more_processes_than_gpus_share_them_over_gloo_or_are_refused(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    with pytest.raises(SystemExit, match="2"):
+        dist.launch(_who, nproc=4)
+    wanted = "4 processes, but 3 visible GPU(s): start 3, hide the GPUs (CUDA_VISIBLE_DEVICES=), or let "
+    assert capsys.readouterr().err == f"distributed: {wanted}the processes share them (DIST_BACKEND=gloo)\n"
+    monkeypatch.setenv("DIST_BACKEND", "gloo")
+    assert dist.count_processes(4) == 4
+    monkeypatch.delenv("DIST_BACKEND")
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)  # without NCCL it is gloo anyway
+    assert dist.count_processes(4) == 4
 
 
 LEAVES = """
