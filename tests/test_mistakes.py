@@ -95,7 +95,7 @@ def test_other_changes_after_wrapping(change):
     assert run(_trained, 3, change, True)[0] == 0
 
 
-NAMED = [("after_wrapping", 3, "copies"), ("token_mean", 2, "averaging"), ("early_stop", 3, "copies")]  # two texts
+NAMED = [("after_wrapping", 3, "copies"), ("token_mean", 2, "averaging")]
 
 
 @pytest.mark.slow

@@ -363,9 +363,8 @@ def test_two_containers_whose_processes_have_the_same_numbers_do_not_meet():
         contained, cwd=ROOT, env=ENVIRONMENT | variables, capture_output=True, text=True, timeout=100
     )
     here = under(variables, who)[1]["DIST_RUN"]
-    assert there.stdout.startswith("prterun-7 ") and here.startswith("prterun-7 ") and there.stdout.strip() != here, (
-        there
-    )
+    assert there.returncode == 0 and here.startswith("prterun-7 pid:"), there
+    assert there.stdout.startswith("prterun-7 pid:") and there.stdout.strip() != here, there
 
 
 def ip(*args):
