@@ -12,7 +12,7 @@ def accumulate(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor, pa
 
     The batch is too large for the memory: call backward for one micro-batch after the other (inputs.chunk(parts)).
     All ranks have equally many examples, but the last chunk may be smaller than the others.  The model is DDP's, which
-    averages over the ranks in each backward, but not inside `with model.no_sync():`.  Once per call is enough.  With
+    averages over the ranks in each backward, but not inside `with model.no_sync():`.  Let it average once.  With
     one process it is a plain model, without no_sync.
     """
     raise NotImplementedError

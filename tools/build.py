@@ -141,7 +141,7 @@ def mistake(what: str) -> str:
 
 def collective(name: str) -> str:
     command = f"-m demos.collectives {name}"
-    picture = f"![{name}: three ranks before and after; the output below has its numbers](collectives/{name}.svg)"
+    picture = f"![{name}: three ranks, before and after](collectives/{name}.svg)"
     lines = block("python", "\n".join(definition("demos/collectives.py", name)))
     printed = re.sub(r"^distributed: .*\n", "", run(command).out)
     return f"\n{picture}\n{lines}{session(command, printed)}"
