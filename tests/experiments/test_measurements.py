@@ -9,14 +9,8 @@ import pytest
 import torch
 from world import ROOT, forker, on_ranks
 
-from experiments import measured, timelines
-from experiments.checkpointed import Checkpointed
+from experiments.networks import Checkpointed, Wide
 from mnist_ddp import ConvNet
-
-
-def test_an_accuracy_is_read_from_a_line():
-    line = "epoch 1/3  loss 0.1  accuracy 97.40% (1948/2000)  4581 images/s\n"
-    assert measured.read_accuracy(line) == 97.4 and measured.read_accuracy("done in 3.6 s\n") is None
 
 
 def test_checkpointing_computes_the_same_gradients():
@@ -54,11 +48,11 @@ def plan(**numbers):
 def test_what_is_planned_is_what_was_recorded():
     """Four ranks, Adam; experiments/results/adam.md is the recording."""
     assert plan()[1] == re.search(r"```text\n(.*?)```", SCALING, re.DOTALL)[1]
-    kept = plan(parameters=sum(p.numel() for p in timelines.Wide(1, 28).parameters()), ranks=4)[0]["kept"]
+    kept = plan(parameters=sum(p.numel() for p in Wide(1, 28).parameters()), ranks=4)[0]["kept"]
     table = (ROOT / "experiments/results/adam.md").read_text(encoding="utf-8")
     recorded = {}
     for line in re.findall(r"^\| `(.+)", table, re.MULTILINE):
-        name, _, _, _, *sizes = line.replace("`", "").replace(",", "").strip("| ").split("|")
+        name, _, _, *sizes = line.replace("`", "").replace(",", "").strip("| ").split("|")
         recorded[name.strip()] = [1000 * float(size) for size in sizes[:4]]  # weights, state, gradients, buffers
     assert kept["DDP"] == pytest.approx(sum(recorded["mnist_ddp"]), rel=1e-3)
     assert kept["one process"] == pytest.approx(sum(recorded["mnist_by_hand"]), rel=1e-3)
@@ -113,9 +107,9 @@ def test_what_each_form_sends_and_keeps():
     done = forker().run("-m", "experiments.timelines", "adam", timeout=480)
     assert done.code == 0, done.err
     rows = [line.strip("| \n").split("|") for line in done.out.splitlines() if line.startswith("| `")]
-    cells = [[float(cell.replace(",", "")) for cell in (row[2], *row[4:])] for row in rows]
+    cells = [[float(cell.replace(",", "")) for cell in (row[2], *row[3:])] for row in rows]
     assert all(row[-1] == pytest.approx(sum(row[1:-1]), abs=4) for row in cells)  # rounded
-    n = 4e-3 * sum(p.numel() for p in timelines.Wide(1, 28).parameters())  # kB
+    n = 4e-3 * sum(p.numel() for p in Wide(1, 28).parameters())  # kB
     expected = [
         (n, n, 2 * n, n),  # DDP: kB sent, weights, optimizer state, gradients
         (n, n, 2 * n, n),
