@@ -86,9 +86,11 @@ PICTURES = {  # below each other
     ],
     "slow_core": [Run("mnist_ddp", note="two processes on one core", cores=1)],
 }
-ADAM = [  # the numbers are the same in each step
-    Run(module, nproc=4, recorded=2, **WIDE)
-    for module in ("mnist_ddp", "variants.mnist_by_hand", "variants.mnist_zero", "variants.mnist_fsdp")
+ADAM = [  # in one step, as each sends and keeps the same
+    Run("mnist_ddp", nproc=1, recorded=1, **WIDE),
+    Run("mnist_ddp", nproc=4, recorded=1, **WIDE),
+    Run("variants.mnist_zero", nproc=4, recorded=1, **WIDE),
+    Run("variants.mnist_fsdp", nproc=4, recorded=1, **WIDE),
 ]
 
 
@@ -143,7 +145,7 @@ def row(run: Run) -> list[str]:
     sent = sum(message["bytes"] for message in rank["messages"])
     held = max(zip(*(rank["memory"][kind] for kind in KINDS), strict=True), key=sum)
     kilobytes = [f"{size / 1000:,.0f}" for size in (sent, *held, sum(held))]
-    return [f"`{run.module.removeprefix('variants.')}`", str(len(rank["messages"])), *kilobytes]
+    return [f"`{run.module.removeprefix('variants.')}`", str(run.nproc), str(len(rank["messages"])), *kilobytes]
 
 
 def main() -> None:
@@ -157,9 +159,9 @@ def main() -> None:
     folder = ROOT / "docs/timelines" if args.save else Path("timelines").resolve()
     for name in args.names or names:
         if name == "adam":
-            rows = [["program", "messages", "kB", *KINDS, "sum"], *map(row, ADAM)]
+            rows = [["program", "processes", "messages", "kB", *KINDS, "sum"], *map(row, ADAM)]
             command = "python -m experiments.timelines --save adam"
-            measured.report("adam", command, "Four processes, Adam. Memory in kB.", rows, args.save)
+            measured.report("adam", command, "With Adam; memory in kB.", rows, args.save)
             continue
         if os.geteuid() and any(run.rate for run in PICTURES[name]):
             parser.error(f"the slowed network needs root: sudo {sys.executable} -m experiments.timelines {name}")
