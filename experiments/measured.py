@@ -20,17 +20,12 @@ def machine() -> str:
     return f"{os.cpu_count()} cores of {model[1].strip() if model else platform.processor()}"
 
 
-def table(rows: list[list[str]]) -> str:
-    """In Markdown, with equal widths for a terminal; the first row is the head."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["| " + " | ".join(map(str.ljust, row, widths)) + " |" for row in rows]
-    return "\n".join([lines[0], "|" + len(widths) * "---|", *lines[1:]]) + "\n"
-
-
 def report(name: str, command: str, runs: str, rows: list[list[str]], save: bool) -> None:
     """Print it; write it to its file if `save`."""
     place = f"{machine()}, {platform.system()} {platform.machine()}, torch {torch.__version__}"
-    text = f"`{command}`: {place}, {datetime.date.today()}. {runs}\n\n{table(rows)}"
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    lines.insert(1, "|" + len(rows[0]) * "---|")
+    text = "\n".join([f"`{command}`: {place}, {datetime.date.today()}. {runs}", "", *lines, ""])
     print(f"\n{text}", flush=True)
     if save:
         (ROOT / f"experiments/results/{name}.md").write_text(text, encoding="utf-8")

@@ -156,7 +156,7 @@ def main() -> None:
     args = parser.parse_args()
     if not set(args.names) <= set(names):
         parser.error(f"choose from {' '.join(names)}")
-    folder = ROOT / "docs/timelines" if args.save else Path("timelines").resolve()
+    folder = ROOT / "docs/timelines" if args.save else Path("timelines")
     for name in args.names or names:
         if name == "adam":
             rows = [["program", "processes", "messages", "kB", *KINDS, "sum"], *map(row, ADAM)]
