@@ -1,1 +1,1 @@
-"""The laboratory: whatever measures.  Started from the repository's root: python -m experiments.benchmark"""
+"""What makes the pictures and the tables of docs/.  From the repository's root: python -m experiments.timelines"""

@@ -32,7 +32,7 @@ def draw(pictures: list[Picture]) -> str:
     drawing.y += 6
     for picture in pictures:
         drawing.y += 15
-        command = textwrap.shorten(picture["command"], 70, placeholder=" ...")
+        command = textwrap.shorten(picture["command"], 80, placeholder=" ...")
         drawing.text(12, drawing.y, f"{command}: {picture['setting']}", "soft small")
     title = "; ".join(picture["title"] for picture in pictures)
     told = []
@@ -63,8 +63,6 @@ def draw_picture(drawing: Drawing, picture: Picture, peaks: list[int]) -> None:
             drawing.y += 26
     for arrow in picture["arrows"]:
         draw_arrow(drawing, arrow, tops)
-    for lane in picture.get("lanes", []):
-        lane(drawing)  # experiments/timelines.py has measured it
     for rank, memory in memory_lanes(ranks):
         draw_memory(drawing, rank, memory, peaks)
     drawing.y += 6
@@ -212,9 +210,6 @@ def draw_legend(drawing: Drawing, pictures: list[Picture]) -> None:
     if kinds:
         memory = [(CLASSES[kind], kind) for kind in KINDS if kind in kinds]
         draw_legend_row(drawing, "memory", memory)
-    if any(picture.get("lanes") for picture in pictures):
-        links = [("m", "bytes leave the process"), ("limit", "what the link carries at most")]
-        draw_legend_row(drawing, "links", links)
     if any(picture["arrows"] for picture in pictures):
         drawing.y += 20
         drawing.path("arrow", f"M{LEFT},{drawing.y - 4}h20")
@@ -227,12 +222,9 @@ def draw_legend_row(drawing: Drawing, name: str, entries: list[tuple[str, str]])
     drawing.text(12, drawing.y, name, "soft")
     x = LEFT
     for style, word in entries:
-        top, height = (6, 1) if style in ("queue", "limit") else (11, 13)
-        if style == "limit":  # a line, not a box
-            drawing.path("limit", f"M{x},{drawing.y - 4}h18")
-        else:
-            for layer in style.split():
-                drawing.boxes(layer, [(x, x + 18)], drawing.y - top, height)
+        top, height = (6, 1) if style == "queue" else (11, 13)
+        for layer in style.split():
+            drawing.boxes(layer, [(x, x + 18)], drawing.y - top, height)
         if style == "w":  # the hatching has no edge of its own
             drawing.boxes("line", [(x, x + 18)], drawing.y - top, height)
         drawing.text(x + 23, drawing.y, word)
