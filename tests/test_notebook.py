@@ -52,7 +52,7 @@ def test_it_runs_in_a_kernel():
     shares = re.findall(r"epoch \d: rank 0 has (\[.*\]), rank 1 has (\[.*\])\n", said)
     assert len({*shares[:3]}) == 3 and len({*shares[3:]}) == 1 and "UserWarning: call sampler.set_epoch(epoch)" in said
     (error,) = (output["evalue"] for output in outputs if output["output_type"] == "error")
-    assert error.startswith("rank 1 of 2 failed first:") and error.endswith("ValueError: a mistake on rank 1\n")
+    assert error.startswith("rank 1 of 2 failed first:") and error.endswith("ValueError: a mistake on rank 1")
     assert [*re.findall(r"epoch (\d/\d)  loss", said)] == ["1/3", "2/3", "3/3", "1/1"]
     assert said.count("/150)") == 4
 
