@@ -69,7 +69,7 @@ PICTURES = {  # below each other
     "tensor_parallel": [SINGLE, TENSOR_PARALLEL],
     "mesh": [TENSOR_PARALLEL, Run("variants.mnist_mesh", nproc=4)],
     "pipeline": [
-        Run("mnist_ddp", nproc=1, note="one process, wide network, Adam", **WIDE),
+        WIDE_DDP._replace(rate=0),
         Run(f"{PIPELINE} 199", note="wide network, 1 micro-batch", **WIDE),  # as many as divide the batch
         Run(f"{PIPELINE} 200", note="wide network, 4 micro-batches", **WIDE),
     ],
