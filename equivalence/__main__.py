@@ -31,7 +31,10 @@ def parse_args() -> argparse.Namespace:
     add("--alone", default="", help='flags for the run in one process: --alone="--nproc 1"')
     add("--patience", type=float, default=120, help="seconds without a step (default: %(default)s)")
     args = command.read(parser)
-    args.alone = shlex.split(args.alone)
+    try:
+        args.alone = shlex.split(args.alone)
+    except ValueError as problem:
+        parser.error(f"--alone: {problem}")
     if not args.command:
         parser.error("give a program, such as mnist_ddp.py --dataset synthetic")
     if args.steps < 2 or not args.patience > 0 or (args.nproc is not None and args.nproc < 2):

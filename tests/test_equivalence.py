@@ -744,6 +744,7 @@ def test_bad_flags_are_one_line(tmp_path):
         "--nproc 1 train.py",
         "train.py --nproc 3",
         "--only x train.py",
+        "--alone ' train.py",
     ):
         done = forker().run(ROOT / "equivalence", *given.split(), cwd=tmp_path)
         assert done.code == 2 and len(done.err.splitlines()) == 1, done
