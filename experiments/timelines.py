@@ -131,7 +131,7 @@ def make_recorder(place: Place, owner: int, run: Run) -> Hooks:
 def drawn(runs: list[Run]) -> str:
     """The SVG, the last picture's line `why`, and from which state of the scripts it is, for tools/build.py."""
     text = draw([record(run) for run in runs])
-    reasons = [line.sentence for line in record(runs[-1])["findings"] if line.subject == "why"]
+    reasons = [line.text for line in record(runs[-1])["findings"] if line.label == "why"]
     text += f"<!-- why: {''.join(reasons)} -->\n"
     files = [f"{run.module.replace('.', '/')}.py" for run in runs]
     files += ["experiments/networks.py" for run in runs if run.network]

@@ -172,11 +172,12 @@ SCRIPTS = [
 ]
 
 
-def slow_if_compiled(case):
-    return pytest.param(*case, marks=pytest.mark.slow) if case[1] == "mnist_compile" else case
+COMPARED = []
+for case in [*SCRIPTS, *VARIANTS]:
+    COMPARED.append(pytest.param(*case, marks=pytest.mark.slow if case[1] == "mnist_compile" else ()))
 
 
-@pytest.mark.parametrize(("n", "name", "flags", "has_batchnorm"), map(slow_if_compiled, [*SCRIPTS, *VARIANTS]))
+@pytest.mark.parametrize(("n", "name", "flags", "has_batchnorm"), COMPARED)
 def test_it_computes_what_ddp_computes(n, name, flags, has_batchnorm):
     """Against mnist_ddp.py, in as many processes as share out the batch; mnist_ddp.py itself in one process."""
     skip_if_refused(name)

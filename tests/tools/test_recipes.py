@@ -355,10 +355,11 @@ def test_what_is_typed_in_a_notebook_to_debug_in_kubernetes_and_under_slurm(tmp_
         return [word for word in words if word in done.out] or done
 
     program, joins = (ROOT / "min_DDP.py").read_text(encoding="utf-8"), "init_process_group()\n"
-    torchrun = "torchrun --nproc_per_node=2 train.py"
+    debug = next(x for x in SECTIONS if x.startswith("breakpoint"))
+    with_one, torchrun = re.search("Debug with one: `(.*?)`", debug)[1], re.search("`(torchrun .*?)`", debug)[1]
     for call, keys, line, expected in (
         ("breakpoint()", "c", "python train.py 2>&1", ["BdbQuit"]),
-        ("breakpoint()", "p world_size\nc", typed("breakpoint")[0], ["(Pdb) 1", "epoch 4"]),
+        ("breakpoint()", "p world_size\nc", with_one, ["(Pdb) 1", "epoch 4"]),
         ("torch.distributed.breakpoint()", "up\np world_size\nc", torchrun, ["(Pdb) 2", "epoch 4"]),
     ):
         (tmp_path / "train.py").write_text(program.replace(joins, f"{joins}    {call}\n"))
