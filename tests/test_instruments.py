@@ -79,8 +79,7 @@ def test_what_was_recorded_is_drawn(mode, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["moves", "fails"])
-def test_under_torchrun_without_the_helpers_from_another_folder(mode, tmp_path):
+def test_under_torchrun_without_the_helpers_from_another_folder(tmp_path):
     """The clone has no distributed.py and no distributed_launcher.py.  Here rank 0 draws, and torchrun ends it."""
     for folder in "timeline", "instruments":
         shutil.copytree(ROOT / folder, tmp_path / "clone" / folder)
@@ -88,9 +87,9 @@ def test_under_torchrun_without_the_helpers_from_another_folder(mode, tmp_path):
     write_program(home)
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=3")
     options = (*STEPS, "--patience", 15)  # three processes that import torch on a busy machine
-    done = shell(*torchrun, tmp_path / "clone" / "timeline", *options, "train.py", mode, cwd=home)
-    code, text = SAYS[mode]
-    assert done.code == code and text.format(15) in " ".join((done.out + done.err).split()), done
+    done = shell(*torchrun, tmp_path / "clone" / "timeline", *options, "train.py", "fails", cwd=home)
+    code, text = SAYS["fails"]
+    assert done.code == code and text in done.err, done
     assert drawn_ranks(home) == [0, 1, 2] and imported_own(done, 3), done
 
 

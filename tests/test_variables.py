@@ -329,12 +329,9 @@ def test_what_the_starts_have_in_common_and_in_what_they_differ(name, tmp_path):
         assert f"{threads} threads" in out or Path("/sys/fs/cgroup/cpu.max").exists(), out  # a container's share
 
 
-STOPS = [("torchrun", "SIGTERM"), ("torchrun", "SIGKILL"), ("Open MPI", "SIGKILL"), ("MPICH", "SIGKILL")]
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux ends them")
-@pytest.mark.parametrize(("name", "stop"), STOPS)  # srun's tasks are SLURM's
+@pytest.mark.parametrize(("name", "stop"), [("torchrun", "SIGTERM"), ("MPICH", "SIGKILL")])
 def test_no_rank_outlives_its_launcher(name, stop, tmp_path):
     command, environment = STARTS[name]()
     alone(tmp_path, "distributed.py", "distributed_launcher.py")
