@@ -539,6 +539,7 @@ CASES = {
     ),
 }
 QUICK = {"right", "sum_then_clip", "forgotten_layer_and_clip", "norm", "noise", "objects", "decay", "own_order", "only"}
+QUICK |= {"closure"}
 
 
 def program(changes):

@@ -27,9 +27,9 @@ class Trace:
         self.span("cudaLaunchKernel", launched, launched + 1, "cuda_runtime", THREAD, args)
         self.span(name, begin, end, "kernel", 0, args)
 
-    def call(self, begin, end, kind, number, group="0"):
+    def call(self, begin, end, kind, number, group="0", **more):
         """As record_param_comms tells of a call of NCCL's."""
-        args = {"Collective name": kind, "Process Group Name": group, "Seq": number}
+        args = {"Collective name": kind, "Process Group Name": group, "Seq": number, **more}
         self.span("record_param_comms", begin, end, "cpu_op", THREAD, args | {"In msg nelems": 2, "dtype": "Float"})
 
     def span(self, name, begin, end, category, thread, args):
@@ -185,6 +185,16 @@ def test_steps_are_alike_if_the_process_does_the_same_however_many_runs_of_kerne
     assert kinds(table_of([recorded(trace, spans, cuts)])) == [[0, 1, 2, 3]]
     spans.append(("forward", 400, 500))  # an evaluation
     assert kinds(table_of([recorded(trace, spans, cuts)])) == [[0], [1, 2, 3]]
+
+
+def test_a_send_and_a_receive_name_the_other_rank():
+    trace = Trace()
+    trace.call(1, 4, "send", 1, **{"Dst Rank": 2})
+    trace.kernel(2, 5, 9, "ncclDevKernel_SendRecv")
+    trace.call(10, 14, "recv", 2, **{"Src Rank": 3})
+    trace.kernel(12, 15, 19, "ncclDevKernel_SendRecv")
+    found = recorded(trace, [], [0, 60], 0, 4)
+    assert [(message["kind"], message["peer"]) for message in found["messages"]] == [("send", 2), ("recv", 3)]
 
 
 def test_messages_are_matched_by_group_and_number():
