@@ -27,7 +27,7 @@ def parts_of(value: Any) -> dict | None:
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, (list, tuple)):
-        kinds = (torch.Tensor, numpy.ndarray, Mapping, list, tuple)
+        kinds = (torch.Tensor, numpy.ndarray, list, tuple)
         nested = any(isinstance(part, kinds) or parts_of(part) is not None for part in value)
         return dict(enumerate(value)) if nested else None
     if isinstance(value, (torch.Tensor, nn.Module, type)):

@@ -23,7 +23,8 @@ from typing import NamedTuple
 from experiments import measured, slow_link
 from instruments.hooks import Hooks
 from instruments.meeting import Place
-from instruments.ranks import Job, look_at
+from instruments.rank import Job
+from instruments.ranks import look_at
 from timeline.data import KINDS
 from timeline.draw import draw
 from timeline.picture import picture_of

@@ -218,12 +218,25 @@ def test_parts_that_differ_between_ranks_are_refused(tmp_path):
 
 
 @on_ranks(1, 3)
+def test_a_set_is_equal_in_any_order_and_an_error_of_one_rank_is_one_of_all(tmp_path):
+    rank = dist.get_rank()
+    order = (0, 8) if rank == 1 else (8, 0)  # as in two processes that hash strings differently
+    assert repr(set(order)) == ("{0, 8}" if rank == 1 else "{8, 0}")
+    refusal = error_of(checkpoint.Keeper(tmp_path, other=part({"names": set(order)})).save, 1)
+    assert not refusal or "builtins.set in it is no tensor" in refusal  # by torch 2.4, which can't read one
+    error = error_of(checkpoint.Keeper, "a\0b")  # rank 0 makes the folder: the others don't wait for it
+    assert error.startswith("ValueError: " if rank == 0 else "CheckpointError: ValueError: ") and "null" in error
+
+
+@on_ranks(1, 3)
 def test_parts_that_are_equal_on_all_ranks_are_saved(tmp_path):
     rank = dist.get_rank()
     net = nn.Sequential(linear(float("nan")), nn.BatchNorm1d(2))
     nn.init.constant_(net[1].running_mean, rank)  # each rank's own
     state = {"empty": torch.zeros(0, 2), "scalar": torch.tensor(True), "nan": [float("nan"), torch.tensor(math.nan)]}
     state |= {"half": torch.ones(2, dtype=torch.bfloat16), "strides": torch.arange(6).view(2, 3)}
+    state |= {"sparse": torch.eye(2).to_sparse(), "conjugate": torch.ones(2, dtype=torch.complex64).conj()}
+    net.register_buffer("adjacency", torch.eye(3).to_sparse())
     if rank == 1:
         state = dict(reversed(state.items())) | {"strides": torch.arange(6).view(2, 3).T.contiguous().T}
     parts = {"net": net, "average": torch.optim.swa_utils.AveragedModel(net), "other": part(state)}
@@ -259,6 +272,11 @@ def test_names_are_those_without_torch_compile(tmp_path):
         model = net(0.0, is_compiled)
         saved = checkpoint.Keeper(folder, net=model).restore()["parts"]["net"]
         assert [*saved] == [*net(0.0, False).state_dict()] and next(model.parameters()).tolist() == [[2.0] * 2] * 2
+    old = {"step": 2, "config": {}, "parts": {"net": net(3.0, True).state_dict()}, "random": []}
+    checkpoint.write(tmp_path / "True True" / "step-2.pt", old)  # as this file wrote it before
+    for model in net(0.0, True), net(0.0, False):
+        checkpoint.Keeper(tmp_path / "True True", net=model).restore()
+        assert next(model.parameters()).tolist() == [[3.0] * 2] * 2
     error = error_of(checkpoint.Keeper(folder, net=nn.Sequential(linear())).restore)
     assert "doesn't fit this net (RuntimeError: " in error and "Unexpected key(s)" in error
 

@@ -373,3 +373,17 @@ def test_two_processes_download_once_and_can_be_forked_afterwards_as_before(tmp_
     end = forker().run(tmp_path / "twice.py", settings, tmp_path / "data", path=[ROOT])
     assert end[:2] == (0, "60000 10000\n" * 2), end
     assert sorted(server.gets) == sorted(f"/{name}.gz" for name in FILES)
+
+
+def test_real_mnist():
+    folder = Path(os.environ.get("MNIST_DIR", ROOT / "data"))
+    if not (folder / "MNIST" / "raw").exists():
+        pytest.skip("no real MNIST here: set MNIST_DIR to a folder that holds MNIST/raw")
+    data.prepare("mnist", str(folder))
+    train, test = data.load("mnist", str(folder))  # compares the sums
+    assert (len(train), len(test), train.labels[:5].tolist()) == (60_000, 10_000, [5, 0, 4, 1, 9])
+    shares = train.images.flatten().bincount().double() / train.images.numel()  # of each of the 256 shades
+    shades = torch.arange(256) / 255
+    mean = (shares * shades).sum().item()
+    std = (shares * (shades - mean) ** 2).sum().item() ** 0.5
+    assert (round(mean, 4), round(std, 4)) == (train.mean[0], train.std[0])

@@ -538,8 +538,8 @@ CASES = {
         options=("--only", "averaging"),
     ),
 }
-QUICK = {"right", "sum_then_clip", "forgotten_layer_and_clip", "norm", "noise", "objects", "decay", "own_order", "only"}
-QUICK |= {"closure"}
+QUICK = ["right", "sum_then_clip", "forgotten_layer_and_clip", "norm", "noise", "objects", "decay", "own_order", "only"]
+QUICK += ["closure"]
 
 
 def program(changes):
