@@ -266,6 +266,13 @@ CASES = {
         before="net[1].eval()",
     ),
     "contrastive": case(SAME, **contrast("part = torch.cat(all_gather(part))")),
+    "contrastive_without_gradient": case(  # nor a factor
+        DIFFERENT + "averaging",
+        {"averaging": "WRONG: 1/3 of one process's gradients: .* looks at all ranks' outputs.*"},
+        **contrast(
+            "all = [0] * n; dist.all_gather_object(all, part.detach()); all[rank] = part; part = torch.cat(all)"
+        ),
+    ),
     "contrastive_of_each": case(
         BATCH,
         {"averaging": "right: .*", "one batch": "different from all 24 in one batch .*"},

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -11,7 +10,6 @@ import pytest
 import torch
 from world import ROOT, forker, free_port, wait_for
 
-from instruments.hooks import Hooks
 from instruments.meeting import Folder, Place, Store
 from instruments.tensors import tensors_in
 
@@ -119,24 +117,6 @@ def test_several_leave_one_key_at_once(tmp_path):
         list(pool.map(lambda number: folder.put("failed", torch.full((100_000,), number)), range(40)))
     value = folder.get("failed")
     assert value.eq(value[0]).all() and [path.name for path in tmp_path.iterdir()] == ["failed"]
-
-
-class Counter(Hooks):
-    calls = 0
-
-    def forward_begins(self, module, args, kwargs):
-        self.calls += 1
-
-
-def test_what_another_thread_does_is_not_told():
-    counter, net = Counter(), torch.nn.Linear(1, 1)
-    with counter.installed():
-        thread = threading.Thread(target=net, args=[torch.ones(1)])
-        thread.start()
-        thread.join()
-        assert counter.calls == 0
-        net(torch.ones(1))
-    assert counter.calls == 1
 
 
 def test_tensors_are_found_in_an_object_that_holds_itself():

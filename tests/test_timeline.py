@@ -393,8 +393,7 @@ def test_the_trace_is_torchs_own_of_each_rank_on_one_clock():
         own = [event for event in spans if event.get("cat") == "timeline"]
         assert [event["name"] for event in own] == [part.what for part in parts]
         assert sum(event["dur"] for event in own) == pytest.approx(sum(part.length for part in parts) / 1000)
-        step = next(event for event in spans if event["name"] == "Optimizer.step#Adam.step")
-        phase = next(event for event in own if event["name"] == "optimizer")
+        step, phase = (next(e for e in spans if e["name"] == n) for n in ("Optimizer.step#Adam.step", "optimizer"))
         assert step["ts"] <= phase["ts"] + 1 and phase["ts"] + phase["dur"] <= step["ts"] + step["dur"] + 1
 
 

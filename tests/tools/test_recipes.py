@@ -145,12 +145,6 @@ def contrastive(heading, folder):
         after(heading, *change, images=embedded[:, 0], texts=embedded[:, 1], F=F)
         for param, expected in zip(model.parameters(), whole.parameters(), strict=True):
             found[number].append(torch.allclose(param.grad * (3 if number else 1), expected.grad))
-    model = dist.prepare_ddp_model(copy.deepcopy(net))  # with a gather that passes gradients back: no factor
-    embedded = model(pairs[4 * dist.get_rank() :][:4])
-    texts = torch.cat(torch_dist.nn.functional.all_gather(embedded[:, 1].contiguous()))
-    F.cross_entropy(embedded[:, 0] @ texts.T, torch.arange(4) + 4 * dist.get_rank()).backward()
-    for param, expected in zip(model.parameters(), whole.parameters(), strict=True):
-        found[0].append(torch.allclose(param.grad, expected.grad))
     return all(found[0] + found[1])
 
 
@@ -226,12 +220,6 @@ def muon(heading, folder):
     assert torch.allclose(update.full_tensor(), expected, atol=1e-4) and len(update.to_local()) == 3
     rows = orthogonal(model.weight.grad.to_local())
     assert (torch.cat(dist.gather(rows)) - expected).norm() > 0.3 * expected.norm()
-    if hasattr(torch.optim, "Muon"):
-        start = whole.weight.detach().clone()
-        for weight in model.weight, whole.weight:
-            torch.optim.Muon([weight], lr=0.1, weight_decay=0).step()
-        distance = (model.weight.full_tensor() - whole.weight).norm()
-        assert distance < 0.05 * (whole.weight - start).norm()  # it computes in bfloat16
     return True
 
 
