@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-from typing import NamedTuple
 
 import pytest
 from world import ROOT, forker, free_port, processes_in, wait_for
@@ -92,16 +91,9 @@ def program(**parts):
     return TEMPLATE.format(**PARTS | parts)
 
 
-class Case(NamedTuple):
-    verdict: str  # a pattern, as in `lines`
-    lines: dict  # by label
-    nproc: int
-    options: tuple
-    text: str
-
-
 def case(verdict, lines=None, nproc=3, options=(), **parts):
-    return Case(verdict, lines or {}, nproc, options, program(**parts))
+    """verdict, lines: patterns of what is said, by label; the program has these parts."""
+    return {"verdict": verdict, **(lines or {})}, nproc, options, program(**parts)
 
 
 def contrast(gather=""):
@@ -502,15 +494,13 @@ CODES = {"THE SAME": 0, "AVERAGING RIGHT": 0, "DIFFERENT": 1, "NOT FOUND OUT": 2
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in CASES])
 def test_programs(name, tmp_path):
-    case = CASES[name]
-    (tmp_path / "train.py").write_text(case.text)
-    flags = ("--size", 24 // case.nproc) if name == "schedule" else ()
-    code, lines, err = answer("train.py", *flags, nproc=case.nproc, cwd=tmp_path, options=case.options)
-    verdict = lines.get("verdict", "")
-    assert re.fullmatch(case.verdict, verdict), (lines, err)
-    assert code == next(CODES[words] for words in CODES if verdict.startswith(words))
-    for label, text in case.lines.items():
-        assert re.fullmatch(text, lines.get(label, "")), (label, lines)
+    patterns, nproc, options, text = CASES[name]
+    (tmp_path / "train.py").write_text(text)
+    flags = ("--size", 24 // nproc) if name == "schedule" else ()
+    code, lines, err = answer("train.py", *flags, nproc=nproc, cwd=tmp_path, options=options)
+    for label, pattern in patterns.items():
+        assert re.fullmatch(pattern, lines.get(label, "")), (label, lines, err)
+    assert code == next(CODES[words] for words in CODES if lines["verdict"].startswith(words))
 
 
 SAYS = {  # of the wrong ways: the verdict, and a line that names the cause
@@ -583,11 +573,9 @@ launcher.run(train, nproc=3)
 """
 ENDLESS = """
 class Endless:
-    asked = 0
     generator = torch.Generator().manual_seed(rank)
     def __iter__(self):
         while True:
-            Endless.asked += 1
             yield int(torch.randint(160, (), generator=self.generator)) * n + rank
 net.append(nn.Dropout(0.1)); random.seed(rank)"""
 DRAWN = """if step == 2:

@@ -48,7 +48,6 @@ def after(heading, *change, **names):
 
 
 def mapped(heading, folder):
-    os.chdir(folder)
     os.environ["LOCAL_WORLD_SIZE"] = str(dist.get_world_size())
     if dist.is_primary():
         torch.save(torch.arange(30), "images.pt")
@@ -88,7 +87,6 @@ def static_graph(heading, folder):
 def whole_weights(heading, folder):
     from torch.distributed import fsdp, init_device_mesh
 
-    os.chdir(folder)
     torch.manual_seed(0)
     model = nn.Linear(4, 7)
     expected = model.weight.detach().clone()
@@ -110,7 +108,6 @@ def equal_ranks(heading, folder):
 def one_log(heading, folder):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    os.chdir(folder)
     writer = after(heading, SummaryWriter=SummaryWriter, loss=torch.tensor(float(dist.get_rank())), step=7)["writer"]
     if dist.is_primary():
         writer.close()
@@ -301,6 +298,7 @@ CHECKS = {
 
 def in_a_folder_of_its_own(heading, folder):
     here = os.getcwd()
+    os.chdir(folder)
     try:
         return CHECKS[heading](heading, folder)
     finally:
