@@ -20,8 +20,11 @@ DROPOUT = "THE SAME, but for dropout, which draws other numbers in each process;
 OWN = "each rank's optimizer gets the gradients of its own share"
 
 
-def answer(*command, nproc=2, cwd=None, options=(), code=None, **more):
-    """Its exit code, and its lines by label; a longer line is one."""
+def answer(*command, nproc=2, cwd=None, options=(), code=None, text="", **more):
+    """Its exit code, and its lines by label; a longer line is one.  text: of a program, which has these flags."""
+    if text:
+        (cwd / "train.py").write_text(text)
+        command = ("train.py", *command)
     if nproc:
         options = ("--nproc", nproc, *options)
     done = forker().run(ROOT / "equivalence", *options, *command, cwd=cwd, COLUMNS=10000, **more)
@@ -495,9 +498,8 @@ CODES = {"THE SAME": 0, "AVERAGING RIGHT": 0, "DIFFERENT": 1, "NOT FOUND OUT": 2
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in CASES])
 def test_programs(name, tmp_path):
     patterns, nproc, options, text = CASES[name]
-    (tmp_path / "train.py").write_text(text)
     flags = ("--size", 24 // nproc) if name == "schedule" else ()
-    code, lines, err = answer("train.py", *flags, nproc=nproc, cwd=tmp_path, options=options)
+    code, lines, err = answer(*flags, text=text, nproc=nproc, cwd=tmp_path, options=options)
     for label, pattern in patterns.items():
         assert re.fullmatch(pattern, lines.get(label, "")), (label, lines, err)
     assert code == next(CODES[words] for words in CODES if lines["verdict"].startswith(words))
@@ -550,8 +552,7 @@ def test_ten_times_the_limit_is_found_and_a_third_of_it_is_not(large, tmp_path):
         got=f"average(net.parameters(), 1 + {sizes['spread']} * (n > 1)); old = [p.clone() for p in net.parameters()]",
         stepped=f"for p, q in zip(net.parameters(), old): p.data += {sizes['step']} * (n > 1) * (p.data - q)",
     )
-    (tmp_path / "train.py").write_text(text)
-    _, lines, _ = answer("train.py", nproc=3, cwd=tmp_path, code=0 if large is None else 1)
+    _, lines, _ = answer(text=text, nproc=3, cwd=tmp_path, code=0 if large is None else 1)
     assert lines["verdict"] == (SAME if large is None else DIFFERENT + LIMITS[large][1])
 
 
@@ -560,8 +561,7 @@ def test_ten_times_the_limit_is_found_and_a_third_of_it_is_not(large, tmp_path):
 def test_the_limit_of_bfloat16(times, code, tmp_path):
     loss = "F.cross_entropy(torch.autocast('cpu', torch.bfloat16)(model)(x), y)"
     backward = f"(loss * (1 + {times * limits.MOST_COARSE} * (n == 1))).backward()"
-    (tmp_path / "train.py").write_text(program(loss=loss, backward=backward))
-    answer("train.py", nproc=3, cwd=tmp_path, code=code)
+    answer(text=program(loss=loss, backward=backward), nproc=3, cwd=tmp_path, code=code)
 
 
 # ------------------------------------------------------------------------------------------ nothing is touched
@@ -588,8 +588,7 @@ def test_the_program_computes_and_draws_what_it_does_on_its_own(tmp_path):
     """Bit by bit: the weights, and the states of the generators, its sampler's own, too."""
     loader = "DataLoader(data, SIZE, sampler=Endless(), num_workers=1)"
     text = program(begin=ENDLESS, loader=loader, before="random.random()", stepped=DRAWN)
-    (tmp_path / "train.py").write_text(text)
-    answer("train.py", nproc=3, cwd=tmp_path, code=2)  # it makes too few steps, so it comes to its end
+    answer(text=text, nproc=3, cwd=tmp_path, code=2)  # it makes too few steps, so it comes to its end
     noted = {path.name: path.read_bytes() for path in tmp_path.glob("*.pt")}
     (tmp_path / "own.py").write_text(ON_ITS_OWN)
     assert forker().run(tmp_path / "own.py", cwd=tmp_path, path=[ROOT]).code == 0
@@ -621,14 +620,14 @@ def test_nothing_is_left(tmp_path):
 
 
 def test_a_terminal_shows_which_step_of_which_run_and_not_what_the_program_prints(tmp_path):
-    (tmp_path / "train.py").write_text(program(ready="print('said', file=sys.stderr)"))
+    text = program(ready="print('said', file=sys.stderr)")
     screen, terminal = os.openpty()
     os.set_blocking(screen, False)
     before = f"import os; os.dup2(os.open({os.ttyname(terminal)!r}, os.O_RDWR), 2)"
-    answer("train.py", nproc=3, cwd=tmp_path, before=before, code=0)
-    text = os.read(screen, 10000).decode()
-    assert "said" not in text
-    shown = re.findall(r"\requivalence: (\w+) process(?:es)?, (?:whole, )?step (\d) of 4", text)
+    answer(text=text, nproc=3, cwd=tmp_path, before=before, code=0)
+    seen = os.read(screen, 10000).decode()
+    assert "said" not in seen
+    shown = re.findall(r"\requivalence: (\w+) process(?:es)?, (?:whole, )?step (\d) of 4", seen)
     assert shown == [(who, str(step)) for who in ("3", "one") for step in range(1, 5)]
     os.close(screen)
     os.close(terminal)
@@ -653,20 +652,18 @@ def test_bad_flags_are_one_line(tmp_path):
 
 
 def test_a_mistake_of_its_own_is_not_different(tmp_path):
-    (tmp_path / "train.py").write_text(program())
     before = f"import tempfile; tempfile.tempdir = {str(tmp_path / 'nothing')!r}"
-    _, _, err = answer("train.py", cwd=tmp_path, before=before, code=2)
+    _, _, err = answer(text=program(), cwd=tmp_path, before=before, code=2)
     assert err.endswith("equivalence: this is a mistake of equivalence's own\n"), err
 
 
 @pytest.mark.parametrize("place", ["disk", "memory"])
 def test_notes_that_do_not_fit_are_refused(tmp_path, place):
-    (tmp_path / "train.py").write_text(program())
     launcher = {}
     if place == "memory":  # a launcher's ranks may have no disk in common
         launcher = {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     options = ["--steps", 10**12] + ([] if launcher else ["--nproc", 2])
-    _, _, err = answer("train.py", nproc=None, cwd=tmp_path, options=options, code=2, **launcher)
+    _, _, err = answer(text=program(), nproc=None, cwd=tmp_path, options=options, code=2, **launcher)
     said = "equivalence: the notes of all ranks take up to .* GB, and .* GB are free in .*: give --steps 2, or .*\n"
     assert re.fullmatch(said, err) and place in err, err
 
