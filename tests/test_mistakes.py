@@ -9,7 +9,7 @@ import torch
 from world import ROOT, forker, run
 
 import distributed as dist
-from demos.mistakes import MISTAKES
+from demos.mistakes import MISTAKES, zero_model
 
 NUMBERS = list(range(6))
 PRINTED = {  # by name and number of ranks: what the right lines print, and the wrong ones
@@ -47,6 +47,25 @@ def test_wrong_and_right(name, n):
     right, wrong = PRINTED[name, n]
     assert re.search(right, text := run(_printed, n, name, 1)[0]), text
     assert re.search(wrong, text := run(_printed, n, name, 0)[0]), text
+
+
+def _change_after_wrapping(how):
+    """Whether the ranks' gradients are still equal."""
+    model = zero_model()
+    ddp_model = dist.prepare_ddp_model(model)
+    if how == "double":
+        model.double()
+    else:
+        model.load_state_dict(zero_model().state_dict(), assign=True)
+    inputs = torch.tensor([[1.0, dist.get_rank()]], dtype=model.bias.dtype)
+    (ddp_model(inputs) - 1).square().mean().backward()
+    gradients = dist.gather(model.weight.grad)
+    return torch.equal(*gradients)
+
+
+@pytest.mark.parametrize("how", ["double", "assign"])
+def test_other_changes_after_wrapping(how):
+    assert run(_change_after_wrapping, 2, how) == [False, False]
 
 
 @pytest.mark.slow

@@ -245,6 +245,12 @@ def muon(heading, folder):
     assert torch.allclose(update.full_tensor(), expected, atol=1e-4) and len(update.to_local()) == 3
     rows = orthogonal(model.weight.grad.to_local())
     assert (torch.cat(dist.gather(rows)) - expected).norm() > 0.3 * expected.norm()
+    if hasattr(torch.optim, "Muon"):
+        start = whole.weight.detach().clone()
+        for weight in model.weight, whole.weight:
+            torch.optim.Muon([weight], lr=0.1, weight_decay=0).step()
+        distance = (model.weight.full_tensor() - whole.weight).norm()
+        assert distance < 0.05 * (whole.weight - start).norm()  # it computes in bfloat16
     return True
 
 
