@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
 from torchvision import datasets
-from world import ROOT, forker
+from world import ROOT, forker, run_in_a_group_of_one
 
 import data
 
@@ -45,27 +45,26 @@ def test_digits_fill_their_range_and_have_the_mean_that_batches_subtracts(digits
     assert len({image.numpy().tobytes() for image in images}) == 14_000  # no test image is in the training set
 
 
-HASH = """
-import hashlib, torch, data
-torch.manual_seed(5)
-torch.set_num_threads(2)
-before = torch.get_rng_state()
-some, _ = data.load("synthetic", "", limit=7000, colour=True)
-assert torch.equal(torch.get_rng_state(), before)
-assert some.images.shape == (7000, 3, 32, 32) and len(some.mean) == len(some.std) == 3
-assert not some.images[:, :, :2].any() and not some.images[..., -2:].any()
-digits = some.images[:, :, 2:-2, 2:-2].transpose(0, 1).contiguous()
-print(*(hashlib.sha256(x.numpy().tobytes()).hexdigest() for x in (*digits, some.labels)))
-"""
+def hashes(*tensors):
+    return [hashlib.sha256(tensor.numpy().tobytes()).hexdigest() for tensor in tensors]
 
 
-def test_digits_are_the_same_in_every_process_and_in_colour(digits, tmp_path):
+def in_colour():
+    """The hashes of digits, channel by channel, and of their labels."""
+    torch.manual_seed(5)
+    torch.set_num_threads(2)
+    before = torch.get_rng_state()
+    some, _ = data.load("synthetic", "", limit=7000, colour=True)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert some.images.shape == (7000, 3, 32, 32) and len(some.mean) == len(some.std) == 3
+    assert not some.images[:, :, :2].any() and not some.images[..., -2:].any()
+    return hashes(*some.images[:, :, 2:-2, 2:-2].transpose(0, 1).contiguous(), some.labels)
+
+
+def test_digits_are_the_same_in_every_process_and_in_colour(digits):
     """With other threads and another global seed; and they draw nothing from the global generator."""
-    (tmp_path / "digits.py").write_text(HASH)
-    end = forker().run(tmp_path / "digits.py", path=[ROOT])
     images, labels = digits[0].images[:7000], digits[0].labels[:7000]
-    hashes = [hashlib.sha256(x.numpy().tobytes()).hexdigest() for x in (images, images, images, labels)]
-    assert end.out.split() == hashes, end.err
+    assert run_in_a_group_of_one(in_colour) == hashes(images, images, images, labels)
 
 
 def numbered(count, channels=1):
@@ -95,10 +94,10 @@ def test_order_is_the_samplers_and_the_last_batch_is_short_or_left_out():
     share = DistributedSampler(dataset, num_replicas=3, rank=1, shuffle=False)  # 10 is padded to 12 by the first two
     for sampler, expected in ([3, 0, 9, 9, 1], [[3, 0], [9, 9], [1]]), ([], []), (share, [[1, 4], [7, 0]]):
         loader = data.loader(dataset, 2, sampler)
-        found = [[round((x * 0.25 + 0.5).item() * 255) for x in images[:, 0, 0, 0]]
-                 for images, _ in data.batches(loader, CPU)]  # fmt: skip
-        assert found == expected and len(loader) == len(expected)
-        assert [(labels - 100).tolist() for _, labels in data.batches(loader, CPU)] == expected
+        found = list(data.batches(loader, CPU))
+        assert [(labels - 100).tolist() for _, labels in found] == expected and len(loader) == len(expected)
+        for images, labels in found:
+            assert ((images[:, 0, 0, 0] * 0.25 + 0.5) * 255).round().tolist() == (labels - 100).tolist()
     assert data._with_progress_bar(loader) is loader, "no bar on rank 1, also without a group, as with Horovod"
     short = data.batches(data.loader(dataset, 4, range(10), drop_last=True), CPU)
     assert [len(labels) for _, labels in short] == [4, 4]
