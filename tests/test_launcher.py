@@ -356,7 +356,7 @@ def test_two_runs_on_one_machine_do_not_meet(program):
 
 def _who(rank, n, *args):
     """Under torch's own functions, as under torchrun."""
-    variables = [os.environ.get(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")]
+    variables = [os.environ.get(name) for name in dist.VARIABLES]
     total = torch.tensor([rank + 1.0])
     if n > 1:
         torch.distributed.init_process_group("gloo")
@@ -377,7 +377,7 @@ def test_the_ranks_are_as_those_of_torchrun_and_one_process_is_this_one(
     (tmp_path / "cpu.max").write_text(f"{quota}\n")
     pid, rank, size, args, total, threads, variables = dist.launch(_who, "a", 7, nproc=n)
     assert (rank, size, args) == (0, n, ("a", 7)) and (pid == os.getpid()) == (n == 1)
-    assert variables == (["0", "0", str(n), str(n)] if n > 1 else [None] * 4)
+    assert variables == (["0", "2", "0", "2"] if n > 1 else [None] * 4)
     assert total == n * (n + 1) / 2 and threads == its_threads  # a rank's share of the cores
 
 
