@@ -262,8 +262,7 @@ except SystemExit as end:  # as the interpreter does it
 except BaseException:
     traceback.print_exc()
     code = 1
-if sys.stdout:  # or the test has closed it
-    sys.stdout.flush()
+sys.stdout.flush()
 os._exit(code)  # tidying up all of torch's modules would take over a second
 """
 
