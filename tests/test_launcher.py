@@ -98,7 +98,8 @@ def worker(rank, n, what, workers):
         waits(batches)
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whatever nohup or a background job has ignored
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     dist.launch(worker, *sys.argv[1:], nproc=3)
 """
 FIRST = "rank 1 of 3 failed first: "
@@ -127,7 +128,9 @@ def test_the_error_is_that_of_the_rank_that_failed_first_and_nothing_is_left(pro
 
 
 @needs_proc
-@pytest.mark.parametrize(("name", "code", "workers"), [("SIGTERM", 143, ""), ("SIGKILL", -9, "forkserver")])
+@pytest.mark.parametrize(
+    ("name", "code", "workers"), [("SIGTERM", 143, ""), ("SIGHUP", 129, ""), ("SIGKILL", -9, "forkserver")]
+)
 def test_a_signal_to_the_launching_process_ends_all_quietly(program, name, code, workers):
     file = program(FAULTS)
     job = start_ready(file, "stays", workers)
