@@ -139,10 +139,12 @@ class Facts:
 def complete(ranks: tuple[Step, ...]) -> None:
     """Where optimizers share out the parameters, the others get what the owner's has made."""
     for owner in ranks:
-        for name in owner.got:
-            for rank in ranks:
+        for rank in ranks:
+            for name in owner.got:
                 if name not in rank.options and name in rank.weights:
                     rank.got.setdefault(name, owner.got[name])
+                    if name in owner.unclipped:
+                        rank.unclipped.setdefault(name, owner.unclipped[name])
 
 
 def batches_of(rank: Notes) -> tuple:

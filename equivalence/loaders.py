@@ -16,6 +16,7 @@ from torch.utils.data import Subset, dataloader
 from torch.utils.data._utils import collate
 
 from equivalence.limits import LARGEST_EPOCH
+from equivalence.notes import Notes
 from equivalence.randomness import random_state, set_random_state
 
 IN_TURN = (torch_data.SequentialSampler, torch_data.DistributedSampler)  # they draw nothing
@@ -26,13 +27,11 @@ TORCHS_COLLATE = (collate.default_collate, collate.default_convert)
 class Loaders:
     """Each has a name: "loader 0" is the first that was asked for a batch."""
 
-    def __init__(self) -> None:
+    def __init__(self, noted: Notes) -> None:
+        self.noted = noted
         self.owners: list[weakref.ref] = []  # a loader's sampler, or its iterator
         self.rounds: dict[str, int] = {}
-        self.epochs: dict[str, list] = {}
-        self.datasets: dict[str, Any] = {}  # of these epochs
-        self.batch_sizes: dict[str, int] = {}
-        self.redraws: set[str] = set()
+        self.datasets: dict[str, Any] = {}
         self.names: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # of iterators
         self.waiting: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # indices drawn
         self.examples: list | None = None  # of the last batch, if its collate_fn is not torch's
@@ -56,13 +55,13 @@ class Loaders:
         name = f"loader {number}"
         self.rounds[name] = self.rounds.get(name, 0) + 1
         self.names[iterator] = name
-        self.batch_sizes.setdefault(name, getattr(sampler, "batch_size", None) or 0)
-        if name not in self.epochs:
-            self.epochs[name] = epoch_of(iterator)
+        if name not in self.datasets:
             self.datasets[name] = iterator._dataset
+            self.noted.batch_sizes[name] = getattr(sampler, "batch_size", None) or 0
+            self.noted.epochs[name] = epoch_of(iterator)
         inner = getattr(sampler, "sampler", None)
         if getattr(inner, "replacement", False):
-            self.redraws.add(name)
+            self.noted.redraws.add(name)
         return name
 
     def ends(self) -> dict[str, str]:
@@ -70,7 +69,7 @@ class Loaders:
         digests = {}
         for name, dataset in self.datasets.items():
             whole, _ = in_whole(dataset, [])
-            digests[name] = digest_of_ends(whole) if self.epochs[name] else ""
+            digests[name] = digest_of_ends(whole) if self.noted.epochs[name] else ""
         return digests
 
     def draws(self, iterator: Any, indices: Any) -> None:

@@ -1,57 +1,53 @@
 """Options of the optimizers, such as rates: equal on all ranks, and those of one process?"""
 
-from typing import Any, NamedTuple
-
-from instruments.command import Line
+from typing import Any
 
 from equivalence import limits
 from equivalence.facts import Facts
 from equivalence.notes import Notes
+from equivalence.words import Link
 
 
-class Options(NamedTuple):
-    lines: list[Line]
-    is_right: bool | None = True
-    is_schedule: bool = False  # rates differ a little, as an epoch has another number of steps
-
-
-def options(facts: Facts, alone: Notes | None, command: list[str]) -> Options:
-    among = among_ranks(facts)
-    return among if among.lines or alone is None else beside_one(facts, alone, command)
-
-
-def among_ranks(facts: Facts) -> Options:
+def options(facts: Facts, alone: Notes | None, command: list[str]) -> Link:
+    """Right, with a text: rates differ a little, as an epoch has another number of steps."""
     for k in facts.steps:
         first = facts.ranks[0].steps[k].options
         for rank in facts.ranks[1:]:
-            for name, key, value, other_value in unlike(first, rank.steps[k].options):
-                text = f"{key} is {value} on rank 0, {other_value} on rank {rank.rank}, of {name}"
-                return Options([Line(label(key), f"{text}, in step {k + 1}")], is_right=False)
-    return Options([])
+            for name, key, value, theirs in unlike(first, rank.steps[k].options):
+                text = f"{key} is {value} on rank 0, {theirs} on rank {rank.rank}, of {name}"
+                return Link(label(key), False, f"{text}, in step {k + 1}")
+    for k in facts.steps if alone else []:
+        for difference in unlike(of_all(facts, k), alone.steps[k].options):
+            return beside_one(facts, alone, command, k, *difference)
+    return Link("options", True)
 
 
-def beside_one(facts: Facts, alone: Notes, command: list[str]) -> Options:
+def beside_one(
+    facts: Facts,
+    alone: Notes,
+    command: list[str],
+    step: int,
+    name: str,
+    key: str,
+    value: Any,
+    alone_value: Any,
+) -> Link:
+    """What the option's value in one process says."""
+    what = "" if key == "lr" else f"{key} of {name} is "
+    text = f"{what}{show(value)} with {len(facts.ranks)} processes, {show(alone_value)} with one"
+    are_numbers = isinstance(value, int | float) and isinstance(alone_value, int | float)
+    if are_numbers and key == "lr" and alone_value:
+        text += f" ({value / alone_value:.4g} times)"
+    text += f", in step {step + 1}"
     size, total = sizes(facts, alone)
-    for k in facts.steps:
-        many = of_all(facts, k)
-        for name, key, value, alone_value in unlike(many, alone.steps[k].options):
-            what = "" if key == "lr" else f"{key} of {name} is "
-            text = f"{what}{show(value)} with {len(facts.ranks)} processes"
-            text += f", {show(alone_value)} with one"
-            are_numbers = isinstance(value, int | float) and isinstance(alone_value, int | float)
-            if are_numbers and key == "lr" and alone_value:
-                text += f" ({value / alone_value:.4g} times)"
-            text += f", in step {k + 1}"
-            if size == total or not is_scheduled(facts, alone, name, key):
-                return Options([Line(label(key), text)], is_right=False)
-            text += f"; alone it takes {size} examples in a step, with all {total}"
-            if are_numbers and abs(value - alone_value) <= limits.SCHEDULE * abs(alone_value):
-                text += ": so a schedule differs that counts an epoch's steps"
-                return Options([Line(label(key), text)], is_schedule=True)
-            flag = batch_flag(command, size) or "--batch-size"
-            text += f', and its schedule may count steps: give --alone="{flag} {total}"'
-            return Options([Line(label(key), text)], is_right=None)
-    return Options([])
+    if size == total or not is_scheduled(facts, alone, name, key):
+        return Link(label(key), False, text)
+    text += f"; alone it takes {size} examples in a step, with all {total}"
+    if are_numbers and abs(value - alone_value) <= limits.SCHEDULE * abs(alone_value):
+        return Link(label(key), True, f"{text}: so a schedule differs that counts an epoch's steps")
+    flag = batch_flag(command, size) or "--batch-size"
+    text += f', and its schedule may count steps: give --alone="{flag} {total}"'
+    return Link(label(key), None, text, why=text)
 
 
 def is_scheduled(facts: Facts, alone: Notes, name: str, key: str) -> bool:
@@ -93,9 +89,9 @@ def unlike(table: dict, other_table: dict) -> list[tuple[str, str, Any, Any]]:
     return differences
 
 
-def sizes(facts: Facts, alone: Notes | None) -> tuple[int, int]:
+def sizes(facts: Facts, alone: Notes) -> tuple[int, int]:
     """Examples in a step: as one process takes them by itself, and all processes together."""
-    if alone is None or not facts.keys or len(alone.counts) < 2:
+    if not facts.keys or len(alone.counts) < 2:
         return 0, 0
     key = facts.keys[0]
     size = alone.batch_sizes.get(key, 0)

@@ -47,9 +47,6 @@ class Recorder(Optimizers):
             torch.use_deterministic_algorithms(True, warn_only=True)
         self.left_out = left_out
         self.log = f"{log}{place.rank}"
-        self.events: dict[str, list[Event]] = {}
-        self.is_coarse = False
-        self.kinds: set[str] = set()
 
     def patches(self) -> list[tuple[Any, str, Callable]]:
         patches = super().patches()
@@ -100,7 +97,7 @@ class Recorder(Optimizers):
                 round=self.loaders.rounds[key],
                 indices=self.loaders.indices_of(iterator),
             )
-        self.events.setdefault(key, []).append(event)
+        self.noted.events.setdefault(key, []).append(event)
         return value
 
     def draw(self, original: Callable, iterator: Any) -> Any:
@@ -163,7 +160,7 @@ class Recorder(Optimizers):
     def look_at_layers(self, model: nn.Module) -> None:
         for layer in model.modules():
             if kind := layers.kind_of(layer):
-                self.kinds.add(kind)
+                self.noted.kinds.add(kind)
                 layer.training = kind not in self.left_out
 
     def model_begins(self, model: nn.Module) -> None:
@@ -183,12 +180,12 @@ class Recorder(Optimizers):
                 self.note_format(tensor.dtype)
 
     def note_format(self, dtype: torch.dtype) -> None:
-        self.is_coarse |= torch.finfo(dtype).eps > COARSE
+        self.noted.is_coarse |= torch.finfo(dtype).eps > COARSE
 
     def dropout(self, name: str, original: Callable, *args: Any, **kwargs: Any) -> Any:
         """What is called by nn.Dropout, and by programs themselves."""
         if not torch.compiler.is_compiling() and layers.drops(name, args, kwargs):
-            self.kinds.add("dropout")
+            self.noted.kinds.add("dropout")
             if "dropout" in self.left_out:
                 args, kwargs = layers.without_dropout(name, args, kwargs)
         return original(*args, **kwargs)
@@ -200,19 +197,9 @@ class Recorder(Optimizers):
         for model in self.models.values():
             parameters = {id(parameter) for parameter in model.parameters()}
             names |= {name: None for name, t in self.named_tensors(model) if id(t) in parameters}
-        for step in self.noted:
+        for step in self.noted.steps:
             names |= dict.fromkeys(step.options)
-        return Notes(
-            rank=self.place.rank,
-            world_size=self.place.world_size,
-            steps=self.noted,
-            events=self.events,
-            counts=self.counts,
-            parameters=list(names),
-            kinds=self.kinds,
-            is_coarse=self.is_coarse,
-            batch_sizes=self.loaders.batch_sizes,
-            epochs=self.loaders.epochs,
-            ends=self.loaders.ends() if is_own_thread else {},
-            redraws=self.loaders.redraws,
-        )
+        self.noted.parameters = list(names)
+        if is_own_thread:
+            self.noted.ends = self.loaders.ends()
+        return self.noted

@@ -160,7 +160,7 @@ CASES = {
     ),
     "first_pass": Case(
         DIFFERENT + "copies, averaging",
-        {"averaging": "WRONG: the first of a step's backward passes is averaged, and the last is not .*"},
+        {"averaging": "WRONG: the ranks' gradients differ, and only their mean is right: .*no_sync is set too late.*"},
         (
             averages("model.require_backward_grad_sync = False"),
             inside("LOSS", "model.require_backward_grad_sync = True"),
@@ -456,7 +456,7 @@ CASES = {
         (begin("torch.manual_seed(rank); data = torch.utils.data.random_split(data, [400, 80])[0]"),),
     ),
     "stream": Case(
-        "NOT FOUND OUT: examples may be on more than one rank",
+        "NOT FOUND OUT: examples: some may be on more than one rank",
         {"examples": ".* are on more than one rank .if the data have no equal examples."},
         (
             begin(
@@ -480,7 +480,8 @@ CASES = {
     ),
     # ---- what is not found out, and what was measured all the same
     "NaN": Case(
-        "NOT FOUND OUT: gradients are infinite or NaN", changes=(inside("LOSS", "loss = loss * float('nan')"),)
+        "NOT FOUND OUT: gradients: infinite or NaN in step 1 on rank 0",
+        changes=(inside("LOSS", "loss = loss * float('nan')"),),
     ),
     "few": Case(
         "NOT FOUND OUT: the program made 3 steps, and 4 are needed: .* fewer --steps",
@@ -571,7 +572,11 @@ SAYS = {  # of the wrong ways: the verdict, and a line that names the cause
     "tokens": ("averaging", "averaging", "WRONG: the shares count .*: the mean of means is not the mean .*"),
     "no_sync": ("copies, averaging", "averaging", f"WRONG: {OWN}: nobody averages them"),
     "dropout_seed": (None, "note", "all ranks draw the same random numbers, .*: seed them differently"),
-    "clip": ("averaging", "averaging", r"WRONG: clip_grad_norm_ got other gradients on each rank \(of .*"),
+    "clip": (
+        "averaging",
+        "averaging",
+        "WRONG: clip_grad_norm_ got other gradients on each rank: average them before .*",
+    ),
     "forgotten_layer": ("copies, averaging", "averaging", f"WRONG: {OWN} of 2.weight, 2.bias .*: nobody .*"),
 }
 
