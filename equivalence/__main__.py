@@ -87,7 +87,7 @@ def compare(args: argparse.Namespace) -> int:
     instrument.translate_variables()
     is_here = instrument.read_place() is None  # so all ranks will be on this machine
     shelf = str(folder) if is_here else None
-    arguments = (args.steps, f"{folder}/log", shelf, (), bool(args.only))
+    arguments = (args.steps, f"{folder}/log", shelf)
     job = Job("equivalence", args.command, args.patience, Recorder, arguments)
     try:
         return instrument.look_at(job, args.nproc, show)

@@ -42,16 +42,12 @@ class Loaders:
             return self.names[iterator]
         sampler = iterator._index_sampler
         is_list = isinstance(sampler, (list, tuple, range))  # which no weak reference refers to
-        own = weakref.ref(iterator if is_list else sampler)
+        own = iterator if is_list else sampler
         known = [owner() for owner in self.owners]
-        if own() in known:
-            number = [owner is own() for owner in known].index(True)
-        elif None in known:
-            number = known.index(None)
-            self.owners[number] = own
-        else:
-            number = len(known)
-            self.owners.append(own)
+        same = [number for number, owner in enumerate(known) if owner is own]
+        gone = [number for number, owner in enumerate(known) if owner is None]
+        number = [*same, *gone, len(known)][0]
+        self.owners[number : number + 1] = [weakref.ref(own)]
         name = f"loader {number}"
         self.rounds[name] = self.rounds.get(name, 0) + 1
         self.names[iterator] = name

@@ -1,12 +1,9 @@
 """What a process notes of gradients and optimizers."""
 
-import contextlib
 import inspect
-import re
 import shutil
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,17 +22,15 @@ from equivalence.own import OwnGradients
 from equivalence.randomness import RandomState, random_state
 from equivalence.shelf import Shelf
 
-MEMORY = "/proc/meminfo"
 PLAIN = (int, float, bool, str, type(None), tuple)
 
 
 class Optimizers(Hooks):
     """Notes `length` steps, and how the next one begins."""
 
-    def __init__(self, place: Place, length: int, shelf: Shelf, only_averaging: bool) -> None:
+    def __init__(self, place: Place, length: int, shelf: Shelf) -> None:
         super().__init__()
-        self.shelf, self.only_averaging = shelf, only_averaging
-        self.place, self.length = place, length
+        self.place, self.length, self.shelf = place, length, shelf
         self.run, self.terminal = f"{place.world_size} processes", 2
         self.noted = Notes(place.rank, place.world_size, steps=[Step()])
         self.seen: Counter = Counter()  # batches, by where they come from
@@ -65,8 +60,7 @@ class Optimizers(Hooks):
     def begin(self, name: str, tensor: torch.Tensor) -> None:
         """Note a weight or buffer before the step; once, though several may ask."""
         if name not in self.step.weights:
-            is_only = self.only_averaging  # then it is enough to know whether copies are equal
-            self.step.weights[name] = digest_of(tensor) if is_only else self.shelf.keep(tensor)
+            self.step.weights[name] = self.shelf.keep(tensor)
 
     def note_draws(self) -> None:
         """Since data came in last, in this step."""
@@ -145,7 +139,7 @@ class Optimizers(Hooks):
                 self.note_gradient(name, parameter, is_its)
             self.note_others()
         if len(self.noted.counts) == 1 and self.place.rank == 0:
-            self.refuse_if_no_room()
+            refuse_if_no_room(self.step, self.length, self.place.world_size, self.shelf)
 
     def note_others(self) -> None:
         """Own gradients of parameters that another rank's optimizer may have."""
@@ -153,11 +147,6 @@ class Optimizers(Hooks):
             for name, tensor in self.named_tensors(model):
                 if tensor.requires_grad and name not in self.step.options:
                     self.own.note(name, tensor, self.scale, self.step)
-
-    def refuse_if_no_room(self) -> None:
-        reason = why_no_room(self.step, self.length, self.place.world_size, self.shelf.path)
-        if reason:
-            raise Refused(reason)
 
     def note_gradient(self, name: str, parameter: torch.Tensor, is_its: bool) -> None:
         """is_its: the optimizer's; else it has copies of its own, and other gradients."""
@@ -227,26 +216,19 @@ class Optimizers(Hooks):
         return [(names[id(tensor)], tensor) for _, tensor in own if not is_lazy(tensor)]
 
 
-def digest_of(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.tensor(list(digest(whole(tensor)).encode()), dtype=torch.uint8)
-
-
-def why_no_room(step: Step, length: int, processes: int, folder: str | None) -> str:
-    """Why what is free is not enough; "" if it is, or if that isn't known."""
+def refuse_if_no_room(step: Step, length: int, processes: int, shelf: Shelf) -> None:
+    """A full disk would harm others, too."""
+    if shelf.path is None:
+        return
     tensors = [*step.weights.values(), *step.own.values(), *step.got.values()]
     noted = sum(tensor.nbytes for tensor in tensors)
     needed = (processes + 2) * length * noted  # the runs in one process are noted, too
-    free, where = None, "memory"
-    if folder is not None:
-        free, where = shutil.disk_usage(folder).free, f"the disk of {folder} (TMPDIR)"
-    else:
-        with contextlib.suppress(OSError, TypeError):  # not on macOS
-            free = 1024 * int(re.search(r"MemAvailable: *(\d+)", Path(MEMORY).read_text())[1])
-    if free is None or needed <= free:
-        return ""
-    text = f"the notes of all ranks take up to {needed / 1e9:.1f} GB"
-    text += f", and {free / 1e9:.1f} GB are free in {where}"
-    return f"{text}: give --steps 2, or --only averaging"
+    free = shutil.disk_usage(shelf.path).free
+    if needed > free:
+        raise Refused(
+            f"the notes of all ranks take up to {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are "
+            f"free on the disk of {shelf.path} (TMPDIR): give --steps 2"
+        )
 
 
 def plain_options(group: dict) -> dict[str, Any]:

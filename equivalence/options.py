@@ -1,11 +1,20 @@
 """Options of the optimizers, such as rates: equal on all ranks, and those of one process?"""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from equivalence import limits
 from equivalence.facts import Facts
 from equivalence.notes import Notes
 from equivalence.words import Link
+
+
+class Difference(NamedTuple):
+    """Between two tables of options."""
+
+    name: str  # of a parameter
+    key: str
+    value: Any
+    other: Any
 
 
 def options(facts: Facts, alone: Notes | None, command: list[str]) -> Link:
@@ -18,21 +27,15 @@ def options(facts: Facts, alone: Notes | None, command: list[str]) -> Link:
                 return Link(label(key), False, f"{text}, in step {k + 1}")
     for k in facts.steps if alone else []:
         for difference in unlike(of_all(facts, k), alone.steps[k].options):
-            return beside_one(facts, alone, command, k, *difference)
+            return beside_one(facts, alone, command, k, difference)
     return Link("options", True)
 
 
 def beside_one(
-    facts: Facts,
-    alone: Notes,
-    command: list[str],
-    step: int,
-    name: str,
-    key: str,
-    value: Any,
-    alone_value: Any,
+    facts: Facts, alone: Notes, command: list[str], step: int, difference: Difference
 ) -> Link:
-    """What the option's value in one process says."""
+    """What another value in one process says."""
+    name, key, value, alone_value = difference
     what = "" if key == "lr" else f"{key} of {name} is "
     text = f"{what}{show(value)} with {len(facts.ranks)} processes, {show(alone_value)} with one"
     are_numbers = isinstance(value, int | float) and isinstance(alone_value, int | float)
@@ -77,15 +80,14 @@ def label(key: str) -> str:
     return "learning rate" if key == "lr" else "options"
 
 
-def unlike(table: dict, other_table: dict) -> list[tuple[str, str, Any, Any]]:
-    """(parameter, option, value, other value) where two tables of options differ."""
+def unlike(table: dict, other_table: dict) -> list[Difference]:
     differences = []
     for name in table:
         for key, value in table[name].items():
             theirs = other_table.get(name, {}).get(key, value)
             is_start = key != "lr" and "lr" in key.split("_")  # initial_lr, max_lr: not in use
             if theirs != value and not is_start:
-                differences.append((name, key, value, theirs))
+                differences.append(Difference(name, key, value, theirs))
     return differences
 
 

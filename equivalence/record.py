@@ -38,10 +38,9 @@ class Recorder(Optimizers):
         log: str,
         folder: str | None,
         left_out: tuple = (),
-        only_averaging: bool = False,
     ) -> None:
         """folder: for large tensors.  left_out: kinds of layers that are switched off."""
-        super().__init__(place, length, Shelf(folder), only_averaging)
+        super().__init__(place, length, Shelf(folder))
         torch.set_num_threads(1)  # in both runs: sums have one order
         if torch.cuda.is_available():
             torch.use_deterministic_algorithms(True, warn_only=True)
