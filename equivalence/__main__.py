@@ -110,7 +110,6 @@ def compare(args: argparse.Namespace) -> int:
 
 def answer(args: argparse.Namespace, notes: list, folder: Path, started: float) -> int:
     from instruments.ranks import NO_STEP, exit_at_sigterm
-    from instruments.tensors import tensors_in
 
     from equivalence import verdict
     from equivalence.alone import Runs
@@ -140,25 +139,19 @@ def answer(args: argparse.Namespace, notes: list, folder: Path, started: float) 
         return unknown("there is only one process: give --nproc 2")
     runs = Runs(args, folder, len(ranks))
     if args.only:
-        result = verdict.only_averaging(Facts(ranks, args.steps))
+        code, lines = verdict.only_averaging(Facts(ranks, args.steps))
     else:
         judge = Judge(ranks, args.steps, runs)
-        result = verdict.all_three(judge, args.command)
-        if judge.look is None and result.code == verdict.UNKNOWN:
+        code, lines = verdict.all_three(judge, args.command)
+        if judge.look is None and code == verdict.UNKNOWN:
             sys.stderr.write(runs.problem)
-    noted = {}
-    for rank in ranks:
-        for tensor in tensors_in([rank.steps, rank.events]):
-            noted[id(tensor)] = tensor.nbytes
-    size = sum(noted.values()) / 1e3
     seconds = f"{time.perf_counter() - started:.0f} s"
     and_one = "" if args.only else " and one"
     program = f"{shlex.join(args.command)}: {len(ranks)} processes{and_one}, {args.steps} steps"
-    lines = list(result.lines)
-    lines.insert(1, Line("program", f"{program} ({seconds}; notes of {size:,.0f} kB)"))
+    lines.insert(1, Line("program", f"{program} ({seconds})"))
     lines.append(Line("note", f"{args.steps} steps; {LEFT_OUT}"))
     say(lines)
-    return result.code
+    return code
 
 
 def unknown(text: str) -> int:

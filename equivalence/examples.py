@@ -5,7 +5,7 @@ from typing import Any
 
 from instruments.tensors import tensors_in
 
-from equivalence.batches import digest, digests_of_examples
+from equivalence.batches import digests_of_examples
 from equivalence.facts import Facts
 from equivalence.limits import ALIKE, OFTEN
 from equivalence.notes import Event
@@ -106,13 +106,10 @@ def named(events: list[Event]) -> list[tuple[tuple[int, str], Any]]:
     """Each example's name (the round and a digest), and its number in the data set or None."""
     pairs = []
     for event in events:
-        if event.examples:
-            digests = [digest(example) for example in event.examples]
-        else:
-            digests = digests_of_examples(event.value)
-            if not has_rows(event, len(digests)):
-                continue
+        digests = digests_of_examples(event.value, event.examples)
         count = len(digests)
+        if not event.examples and not has_rows(event, count):
+            continue
         numbers = event.indices if len(event.indices) == count else [None] * count
         names = [(event.round, text) for text in digests]
         pairs += zip(names, numbers, strict=True)

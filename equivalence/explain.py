@@ -34,7 +34,7 @@ def explain(facts: Facts, gradients: Gradients, is_known: bool, far: str) -> Lin
     if not are_equal(gradients.got):
         return wrong(unequal(facts, gradients))
     fit = vectors.fit(gradients.got[0], gradients.own)
-    if not is_known and (text := perhaps_right(facts, gradients, fit, far)):
+    if not is_known and (text := perhaps_right(gradients, fit, far)):
         return Link(LABEL, None, text, why=f"{text}; {DEPENDS}")
     return wrong(in_words(fit, gradients))
 
@@ -47,12 +47,11 @@ def are_equal(parts: list[Vector]) -> bool:
     return all(vectors.distance(part, parts[0]) < limits.UPDATED for part in parts)
 
 
-def perhaps_right(facts: Facts, gradients: Gradients, fit: Fit, far: str) -> str:
+def perhaps_right(gradients: Gradients, fit: Fit, far: str) -> str:
     """What they got, if that is right for some losses: a sum over all ranks' examples, say."""
     times = vectors.fit(gradients.got[0], [gradients.goal])
     if times.left < limits.OWN and not gradients.place:
-        text = multiple(times.weights[0], len(facts.ranks))
-        return f"the optimizers get {text} of the ranks' gradients"
+        return f"the optimizers get {times.weights[0]:.4g} times the mean of the ranks' gradients"
     if fit.is_clear and fit.left < limits.OWN and min(fit.weights) > limits.COEFFICIENT:
         return f"the optimizers get {made_of(fit.weights)}{gradients.place}"
     if fit.left > limits.MOST_COARSE:
@@ -60,14 +59,6 @@ def perhaps_right(facts: Facts, gradients: Gradients, fit: Fit, far: str) -> str
             f"the optimizers don't get the mean of the ranks' gradients {far}: changed on purpose?"
         )
     return ""
-
-
-def multiple(times: float, count: int) -> str:
-    if abs(times - count) < limits.COEFFICIENT * count:
-        return "the sum, and not the mean,"
-    if abs(times * count - 1) < limits.COEFFICIENT:
-        return f"1/{count} of the mean"
-    return f"{times:.4g} times the mean"
 
 
 def unequal(facts: Facts, gradients: Gradients) -> str:

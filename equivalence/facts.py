@@ -162,14 +162,8 @@ def size_of(event: Event) -> int:
 
 
 def unequal(vector: Vector, other: Vector) -> list[str]:
-    """The names of tensors that differ.  Equal ones are kept once."""
-    names = []
-    for name in vector:
-        if name in other and not are_equal(vector[name], other[name]):
-            names.append(name)
-        elif name in other:
-            other[name] = vector[name]
-    return names
+    """The names of tensors that differ."""
+    return [name for name in vector if name in other and not are_equal(vector[name], other[name])]
 
 
 def are_equal(tensor: torch.Tensor, other: torch.Tensor) -> bool:

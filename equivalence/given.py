@@ -23,13 +23,8 @@ class Batch(NamedTuple):
 
     def has_examples_of(self, value: Any, examples: list | None) -> bool:
         """Whether the program's batch has the same ones, in any order: then it is as good."""
-        if self.examples:
-            return bool(examples) and names(self.examples) == names(examples)
-        return sorted(digests_of_examples(self.value)) == sorted(digests_of_examples(value))
-
-
-def names(examples: list) -> list[str]:
-    return sorted(digest(example) for example in examples)
+        theirs = digests_of_examples(value, examples if self.examples else None)
+        return sorted(digests_of_examples(self.value, self.examples)) == sorted(theirs)
 
 
 @dataclasses.dataclass

@@ -179,9 +179,7 @@ def factors(look: Look) -> str:
         names.setdefault(round(fit.weights[0], 3), []).append(name)
     if set(names) == {1.0}:
         return ""
-    if len(names) == 1:
-        return f"{next(iter(names)):.3g} times one process's"
-    texts = [f"{times:.3g} times that of {some_of(some)}" for times, some in names.items()]
+    texts = [f"{times:.3g} times one process's of {some_of(names[times])}" for times in names]
     return " and ".join(texts)
 
 

@@ -25,16 +25,11 @@ NOT_ASKED = "whether one process computes the same (one batch, weights) was not 
 
 
 class Verdict(NamedTuple):
-    code: int
+    code: int  # of the program's exit
     text: str
 
 
-class Answer(NamedTuple):
-    code: int
-    lines: list[Line]  # the first one is the verdict
-
-
-def only_averaging(facts: Facts) -> Answer:
+def only_averaging(facts: Facts) -> tuple[int, list[Line]]:
     """What the processes' notes alone say."""
     facts.may_have_parts = facts.first_unequal == 0 and not facts.has_parts  # or they are copies
     first = averaging(facts, None)
@@ -45,15 +40,11 @@ def only_averaging(facts: Facts) -> Answer:
     links = [seen.examples(facts), seen.copies(facts), options(facts, None, []), first]
     text = "AVERAGING RIGHT: the ranks have one model, and average their gradients; a difference"
     right = Verdict(SAME, f"{text} above {first.limit:.0e} would have been seen")
-    lines = [Line("note", NOT_ASKED)]
-    return answer(
-        problem(links, "ranks that train one model with the mean of their gradients") or right,
-        links,
-        lines,
-    )
+    verdict = problem(links, "ranks that train one model with the mean of their gradients") or right
+    return answer(verdict, links, [Line("note", NOT_ASKED)])
 
 
-def all_three(judge: Judge, command: list[str]) -> Answer:
+def all_three(judge: Judge, command: list[str]) -> tuple[int, list[Line]]:
     facts = judge.facts
     links = [seen.examples(facts), seen.copies(facts)]
     if bad := facts.infinite():
@@ -130,11 +121,11 @@ def conclude(links: list[Link], but: str = "") -> Verdict:
     return Verdict(SAME, f"THE SAME as one process, up to rounding{but}; {seen_above}")
 
 
-def answer(verdict: Verdict, links: list[Link], more: list[Line]) -> Answer:
+def answer(verdict: Verdict, links: list[Link], more: list[Line]) -> tuple[int, list[Line]]:
     lines = [Line("verdict", verdict.text)]
     for link in links:
         lines += link.line
-    return Answer(verdict.code, lines + more)
+    return verdict.code, lines + more
 
 
 def random_numbers(facts: Facts) -> list[Line]:
