@@ -88,11 +88,8 @@ def other_rates(many: Notes, alone: Notes) -> dict[str, int]:
     """How many batches one process takes in a step, if the processes take others; else {}."""
     if len(alone.counts) < 2:
         return {}
-    rates, theirs = {}, {}
-    for key in many.events:
-        rates[key] = alone.counts[1].get(key, 0) - alone.counts[0].get(key, 0)
-        theirs[key] = many.counts[1].get(key, 0) - many.counts[0].get(key, 0)
-    return rates if any(rates[key] and rates[key] != theirs[key] for key in rates) else {}
+    rates = {key: alone.rate(key) for key in many.events}
+    return rates if any(rates[key] not in (0, many.rate(key)) for key in rates) else {}
 
 
 def read(path: Path) -> str:

@@ -94,7 +94,7 @@ def are_multiples(got: list[Vector], own: list[Vector]) -> bool:
         return False
     for part, own_part in zip(got, own, strict=True):
         fit = vectors.fit(part, [own_part])
-        if fit.left > limits.CLIPPED or abs(fit.weights[0]) < limits.COEFFICIENT:
+        if fit.left > limits.UPDATED or abs(fit.weights[0]) < limits.COEFFICIENT:
             return False
     return True
 

@@ -41,18 +41,15 @@ class Facts:
 
         0 if some steps load none.
         """
-        counts = self.ranks[0].counts[: len(self.steps) + 1]
-        rates = []
-        for before, after in zip(counts, counts[1:], strict=False):
-            rates.append(after.get(key, 0) - before.get(key, 0))
+        rates = [self.ranks[0].rate(key, k) for k in self.steps]
         return max(rates) if min(rates) else 0
 
     def events(self, rank: Notes, key: str, step: int) -> list[Event]:
         """Those of a step; if some were loaded in advance, those that came in its place."""
-        rate, counts = self.rate(key), self.ranks[0].counts
+        rate, first = self.rate(key), self.ranks[0]
         last = (step + 1) * rate
-        if counts[len(self.steps)].get(key, 0) - counts[0].get(key, 0) != len(self.steps) * rate:
-            last = counts[step].get(key, 0)  # skipped steps come first
+        if any(first.rate(key, k) != rate for k in self.steps):
+            last = first.counts[step].get(key, 0)  # skipped steps come first
         return rank.events.get(key, [])[max(0, last - rate) : last]
 
     def examples(self, rank: Notes, step: int) -> int:

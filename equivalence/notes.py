@@ -1,13 +1,11 @@
 """What one process has noted of each step."""
 
-import dataclasses
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from equivalence.randomness import RandomState
 from equivalence.shelf import opened
 from equivalence.vectors import Vector
-
-new = dataclasses.field
 
 
 class Event(NamedTuple):
@@ -20,18 +18,18 @@ class Event(NamedTuple):
     indices: tuple = ()  # of its examples in the data set, if the loader has one
 
 
-@dataclasses.dataclass
+@dataclass
 class Step:
-    weights: Vector = new(default_factory=dict)  # before it; buffers, too
-    own: Vector = new(default_factory=dict)  # gradients, before any message
-    got: Vector = new(default_factory=dict)  # gradients, as the optimizer got them
-    unclipped: Vector = new(default_factory=dict)  # those before clip_grad_norm_ changed them
+    weights: Vector = field(default_factory=dict)  # before it; buffers, too
+    own: Vector = field(default_factory=dict)  # gradients, before any message
+    got: Vector = field(default_factory=dict)  # gradients, as the optimizer got them
+    unclipped: Vector = field(default_factory=dict)  # those before clip_grad_norm_ changed them
     is_changed: bool = False  # something else has changed gradients after clip_grad_norm_
-    options: dict[str, dict[str, Any]] = new(default_factory=dict)  # by parameter
+    options: dict[str, dict[str, Any]] = field(default_factory=dict)  # by parameter
     inputs: str = ""  # a digest of what the models were called with
-    draws: set[str] = new(default_factory=set)  # generators used after the batch
+    draws: set[str] = field(default_factory=set)  # generators used after the batch
     is_repeated: bool = False  # an optimizer has asked for gradients more than once
-    begun: set[int] = new(default_factory=set)  # the models that were called in it
+    begun: set[int] = field(default_factory=set)  # the models that were called in it
 
     def open(self) -> None:
         """Read what is kept in files."""
@@ -39,24 +37,28 @@ class Step:
         self.got, self.unclipped = opened(self.got), opened(self.unclipped)
 
 
-@dataclasses.dataclass
+@dataclass
 class Notes:
     """Of one process."""
 
     rank: int
     world_size: int
-    steps: list[Step] = new(default_factory=list)  # the current one is the last
+    steps: list[Step] = field(default_factory=list)  # the current one is the last
     # By where they come from: a loader, a model's inputs.
-    events: dict[str, list[Event]] = new(default_factory=dict)
-    counts: list[dict[str, int]] = new(default_factory=list)  # of events, when optimizers stepped
-    parameters: list[str] = new(default_factory=list)  # else a step's weights are buffers
-    kinds: set[str] = new(default_factory=set)  # "BatchNorm", "dropout", of layers that train
+    events: dict[str, list[Event]] = field(default_factory=dict)
+    counts: list[dict[str, int]] = field(default_factory=list)  # of events, when optimizers stepped
+    parameters: list[str] = field(default_factory=list)  # else a step's weights are buffers
+    kinds: set[str] = field(default_factory=set)  # "BatchNorm", "dropout", of layers that train
     is_coarse: bool = False  # a module computes in bfloat16 or float16
     # Of each loader, by its name:
-    batch_sizes: dict[str, int] = new(default_factory=dict)  # 0: not known
-    epochs: dict[str, list] = new(default_factory=dict)  # all indices, if a sampler is torch's own
-    ends: dict[str, str] = new(default_factory=dict)  # a digest of the data set's; "": not known
-    redraws: set[str] = new(default_factory=set)  # its sampler may take an example again
+    batch_sizes: dict[str, int] = field(default_factory=dict)  # 0: not known
+    epochs: dict[str, list] = field(default_factory=dict)  # all indices, of torch's own samplers
+    ends: dict[str, str] = field(default_factory=dict)  # a digest of the data set's; "": not known
+    redraws: set[str] = field(default_factory=set)  # its sampler may take an example again
+
+    def rate(self, key: str, step: int = 0) -> int:
+        """How many events came between this step of the optimizer and the next."""
+        return self.counts[step + 1].get(key, 0) - self.counts[step].get(key, 0)
 
     def open(self) -> None:
         for step in self.steps:

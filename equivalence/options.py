@@ -98,10 +98,9 @@ def sizes(facts: Facts, alone: Notes) -> tuple[int, int]:
     key = facts.keys[0]
     size = alone.batch_sizes.get(key, 0)
     many = sum(rank.batch_sizes.get(key, 0) for rank in facts.distinct)
-    rate = alone.counts[1].get(key, 0) - alone.counts[0].get(key, 0)
     if not size or not many:
         return 0, 0
-    return size * rate, many * facts.rate(key)
+    return size * alone.rate(key), many * facts.rate(key)
 
 
 def show(value: Any) -> str:

@@ -32,12 +32,7 @@ class Recorder(Optimizers):
     """Notes `length` steps, and how the next one begins."""
 
     def __init__(
-        self,
-        place: Place,
-        length: int,
-        log: str,
-        folder: str | None,
-        left_out: tuple = (),
+        self, place: Place, length: int, log: str, folder: str | None, left_out: tuple = ()
     ) -> None:
         """folder: for large tensors.  left_out: kinds of layers that are switched off."""
         super().__init__(place, length, Shelf(folder))

@@ -10,7 +10,7 @@ from equivalence import limits, vectors
 from equivalence.facts import Facts
 from equivalence.given import together
 from equivalence.one_batch import most
-from equivalence.replay import Alone, moved
+from equivalence.replay import Alone
 from equivalence.words import Link, apart, some_of
 
 LABEL = "weights"
@@ -35,21 +35,17 @@ class Triple(NamedTuple):
     alone: torch.Tensor
 
 
-def weights(facts: Facts, alone: Alone, moved_run: Alone | None) -> Link:
+def weights(facts: Facts, alone: Alone) -> Link:
     """alone: one process that got the processes' gradients, where these were equal."""
-    free = [k for k in facts.steps if not facts.is_forced(k)]
-    limit = limits.UPDATED
-    if free:  # it got gradients of its own, which are rounded otherwise
-        if moved_run is None:
-            return Link(LABEL, None, why="in one process the optimizer gets its own gradients")
-        yardstick = between(facts, moved_run, alone)
-        limit = max(limit, min(most(facts), limits.YARDSTICKS * yardstick))
+    is_free = not all(facts.is_forced(k) for k in facts.steps)
+    # Then it got gradients of its own, which are rounded otherwise.
+    limit = most(facts) if is_free else limits.UPDATED
     changes = changes_of(facts, alone)
     changed = {change.step for change in changes if change.size}
     if not changed:
         return Link(LABEL, None, why="no step changes the weights")
     worst = max(changes, key=lambda change: change.far)
-    what = "as in one process" if free else "as in one process that gets these gradients"
+    what = "as in one process" if is_free else "as in one process that gets these gradients"
     text = f"{what} {apart(worst.far, limit)}"
     skipped = [str(k + 1) for k in facts.steps if k not in changed]
     if skipped:
@@ -69,7 +65,7 @@ def changes_of(facts: Facts, alone: Alone) -> list[Change]:
     for k in facts.steps:
         for name, old, news, value_alone in triples(facts, alone, k):
             for new in news if name in facts.trained else []:
-                change = change_apart(old, new, old, value_alone)
+                change = change_apart(old, new, value_alone)
                 changes.append(change._replace(name=name, step=k))
     return changes
 
@@ -97,32 +93,18 @@ def of_ranks(facts: Facts, step: int) -> dict[str, list[torch.Tensor]]:
     return tensors
 
 
-def change_apart(
-    old: torch.Tensor, new: torch.Tensor, old_alone: torch.Tensor, new_alone: torch.Tensor
-) -> Change:
+def change_apart(old: torch.Tensor, new: torch.Tensor, new_alone: torch.Tensor) -> Change:
     if not old.is_floating_point() and not old.is_complex():
         return Change()
     digit = limits.DIGITS * torch.finfo(new.dtype).eps * vectors.numbers(new).abs()
     many = vectors.numbers(new) - vectors.numbers(old)
-    one = vectors.numbers(new_alone) - vectors.numbers(old_alone)
+    one = vectors.numbers(new_alone) - vectors.numbers(old)
     size = max(many.norm().item(), one.norm().item())
     far = (many - one).abs()
     if not size or not bool(far.any()):
         return Change(size=size)
     beyond = (far - digit).clamp(min=0).norm().item()
     return Change(beyond / size, size, digit.norm().item() / size)
-
-
-def between(facts: Facts, moved_run: Alone, alone: Alone) -> float:
-    """How far the changes of two runs in one process are apart; `one` was moved."""
-    most_apart = 0.0
-    for k in facts.steps:
-        theirs = moved_run.notes.steps[k + 1].weights
-        for name, old, _, value_alone in triples(facts, alone, k):
-            if name in theirs and name in facts.trained:
-                change = change_apart(moved(old, facts.digit), theirs[name], old, value_alone)
-                most_apart = max(most_apart, change.far)
-    return most_apart
 
 
 def buffers(facts: Facts, alone: Alone, limit: float, left_out: tuple) -> list[Line]:
@@ -132,7 +114,7 @@ def buffers(facts: Facts, alone: Alone, limit: float, left_out: tuple) -> list[L
         for name, old, news, value_alone in triples(facts, alone, k):
             if name in facts.ranks[0].parameters or name.endswith(left_out):
                 continue
-            far = max(change_apart(old, new, old, value_alone).far for new in news)
+            far = max(change_apart(old, new, value_alone).far for new in news)
             if far > limit:
                 worst = max(worst, far)
                 names.append(name)
