@@ -109,12 +109,12 @@ def in_words(fit: Fit, gradients: Gradients) -> str:
         return f"they are not made of the ranks' gradients{place} (nearest: {made_of(weights)})"
     ratios = [weight / (right or 1e-9) for weight, right in zip(weights, proper, strict=True)]
     times = sum(ratios) / count
-    is_uneven = max(ratios) - min(ratios) > 2 * limits.COEFFICIENT * max(map(abs, ratios))
+    small = limits.COEFFICIENT * max(abs(ratio) for ratio in ratios)
     rest = f", and something else ({fit.left:.0e})" if fit.left > limits.MOST else ""
-    lost = [f"rank {k}'s" for k, ratio in enumerate(ratios) if abs(ratio) < limits.COEFFICIENT]
+    lost = [f"rank {k}'s" for k, ratio in enumerate(ratios) if abs(ratio) < small]
     if lost:
         return f"{' and '.join(lost)} examples don't count in the gradients{place}{rest}"
-    if is_uneven:
+    if max(ratios) - min(ratios) > 2 * small:
         text = f"the shares count {percent(weights)}{place}, in one process {percent(proper)}"
         return f"{text}: {UNEVEN}{rest}"
     of_one = f"one process's gradients{place}"

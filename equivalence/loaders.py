@@ -68,11 +68,13 @@ class Loaders:
             digests[name] = digest_of_ends(whole) if self.noted.epochs[name] else ""
         return digests
 
-    def draws(self, iterator: Any, indices: Any) -> None:
-        """The iterator has drawn the indices of a batch, perhaps in advance."""
+    def draw(self, original: Callable, iterator: Any) -> Any:
+        """The indices of a batch, perhaps in advance."""
+        indices = original(iterator)
         if iterator._dataset_kind == dataloader._DatasetKind.Map and isinstance(indices, list):
             _, drawn = in_whole(iterator._dataset, indices)
             self.waiting.setdefault(iterator, []).append(drawn)
+        return indices
 
     def indices_of(self, iterator: Any) -> tuple:
         """Of the batch that was just loaded."""

@@ -48,7 +48,7 @@ class Recorder(Optimizers):
             (nn.utils, "clip_grad_norm_", self.clip),
             (clip_grad, "clip_grad_norm_", self.clip),
             (torch.optim.Optimizer, "add_param_group", self.parameters_are_known),
-            (dataloader._BaseDataLoaderIter, "_next_index", self.draw),
+            (dataloader._BaseDataLoaderIter, "_next_index", self.loaders.draw),
             (fetch._MapDatasetFetcher, "fetch", self.loaders.fetch),
             (fetch._IterableDatasetFetcher, "fetch", self.loaders.fetch),
             (dataloader._SingleProcessDataLoaderIter, "_next_data", self.loaders.unpack),
@@ -93,11 +93,6 @@ class Recorder(Optimizers):
             )
         self.noted.events.setdefault(key, []).append(event)
         return value
-
-    def draw(self, original: Callable, iterator: Any) -> Any:
-        indices = original(iterator)
-        self.loaders.draws(iterator, indices)
-        return indices
 
     def load(self, iterator: Any, original: Callable) -> Any:
         if not torch.is_grad_enabled():

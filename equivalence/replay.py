@@ -51,8 +51,7 @@ class Replayer(Recorder):
         super().__init__(place, len(given.facts.steps), log, folder, given.left_out)
         self.given, self.terminal = given, terminal
         self.run = f"one process, {given.kind}"
-        self.matched: set[str] = set()
-        self.unmatched: set[str] = set()
+        self.matched: dict[str, bool] = {}  # whether the ranks had such a weight, in some step
         self.formats = Formats()  # that the optimizer computes in
         self.own_in = 0  # the last step in which a batch was left as it is
         self.joined_in = 0  # and in which one was replaced
@@ -113,10 +112,9 @@ class Replayer(Recorder):
             return
         super().begin(name, tensor)
         value = self.given.value("weights", name, self.number, tensor.shape)
+        self.matched[name] = self.matched.get(name, False) or value is not None
         if value is None:
-            self.unmatched.add(name)
             return
-        self.matched.add(name)
         if self.given.kind == "moved":
             value = moved(value, self.given.facts.digit)
         with torch.no_grad():
@@ -144,7 +142,7 @@ class Replayer(Recorder):
     def notes(self, is_own_thread: bool = True) -> Alone:
         notes = super().notes(is_own_thread)
         notes.events = {}
-        unmatched = sorted(self.unmatched - self.matched)
+        unmatched = sorted(name for name, is_matched in self.matched.items() if not is_matched)
         is_joined = self.joined_in > 0
         return Alone(notes, unmatched, self.formats.are_coarse, is_joined, self.is_mixed)
 

@@ -75,6 +75,8 @@ for epoch in range(3):
 torch.save(net.state_dict(), f"weights{rank}.pt")
 """
 BY_HAND = ("model = nn.parallel.DistributedDataParallel(net)", "model = net")
+CLIP = "nn.utils.clip_grad_norm_(net.parameters(), 1e-3)"
+CLAMP = "[p.grad.clamp_(-1e-4, 1e-4) for p in net.parameters()]"  # so that the norm is no longer what was clipped
 CONTRAST = ("F.cross_entropy(model(x), y)", "contrast(x)")
 DRAWN = "loader = [(torch.randn(SIZE, 8), torch.randint(4, (SIZE,))) for _ in range(20)]"
 
@@ -133,7 +135,17 @@ CASES = {
     "sum_then_clip": Case(
         DIFFERENT + "averaging",
         {"averaging": "WRONG: 3 times one process's gradients: summed, not averaged"},
-        (BY_HAND, averages("average(net.parameters(), n); nn.utils.clip_grad_norm_(net.parameters(), 1e-3)")),
+        (BY_HAND, averages(f"average(net.parameters(), n); {CLIP}; {CLAMP}")),
+    ),
+    "average_then_clip": Case(
+        SAME,
+        {"averaging": "right: the optimizers get the mean of the ranks' gradients, changed as in one process .*"},
+        (BY_HAND, averages(f"average(net.parameters()); {CLIP}; {CLAMP}")),
+    ),
+    "clip_then_sum": Case(
+        DIFFERENT + "averaging",
+        {"averaging": "WRONG: .* times one process's gradients"},
+        (BY_HAND, averages(f"average(net.parameters()); {CLIP}; [p.grad.mul_(n) for p in net.parameters()]")),
     ),
     "forgotten_layer_and_clip": Case(
         DIFFERENT + "copies, averaging",
@@ -141,7 +153,7 @@ CASES = {
             "averaging": f"WRONG: {OWN} of 2.weight, 2.bias .the other 2 of 4 tensors are right.: nobody averages them",
             "copies": "the ranks' weights differ after step 1: .*",
         },
-        (BY_HAND, averages("average(net[0].parameters()); nn.utils.clip_grad_norm_(net.parameters(), 1e-3)")),
+        (BY_HAND, averages(f"average(net[0].parameters()); {CLIP}")),
     ),
     "lost": Case(
         DIFFERENT + "averaging",
