@@ -53,8 +53,11 @@ class Facts:
         return rank.events.get(key, [])[max(0, last - rate) : last]
 
     def examples(self, rank: Notes, step: int) -> int:
-        """How many it has, of the first loader."""
-        return sum(size_of(event) for event in self.events(rank, self.keys[0], step))
+        """How many it has, of the first loader: rows, if no better is known."""
+        count = 0
+        for event in self.events(rank, self.keys[0], step):
+            count += len(event.examples or event.indices) or count_examples(event.value)
+        return count
 
     def total(self) -> int:
         """All ranks' examples in a step."""
@@ -151,11 +154,6 @@ def batches_of(rank: Notes) -> tuple:
         last = rank.counts[-1].get(key, 0) if rank.counts else 0
         digests.append((key, *[digest(event.value) for event in events[:last]]))
     return tuple(digests)
-
-
-def size_of(event: Event) -> int:
-    """Its number of examples: rows, if no better is known."""
-    return len(event.examples or event.indices) or count_examples(event.value)
 
 
 def unequal(vector: Vector, other: Vector) -> list[str]:

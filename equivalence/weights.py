@@ -26,15 +26,6 @@ class Change(NamedTuple):
     step: int = 0
 
 
-class Triple(NamedTuple):
-    """A weight or buffer: before a step, and after it on each rank and in one process."""
-
-    name: str
-    old: torch.Tensor
-    news: list[torch.Tensor]
-    alone: torch.Tensor
-
-
 def weights(facts: Facts, alone: Alone) -> Link:
     """alone: one process that got the processes' gradients, where these were equal."""
     is_free = not all(facts.is_forced(k) for k in facts.steps)
@@ -63,14 +54,17 @@ def changes_of(facts: Facts, alone: Alone) -> list[Change]:
     """Of all weights in all steps."""
     changes = []
     for k in facts.steps:
-        for name, old, news, value_alone in triples(facts, alone, k):
+        for name, old, news, value_alone in values(facts, alone, k):
             for new in news if name in facts.trained else []:
                 change = change_apart(old, new, value_alone)
                 changes.append(change._replace(name=name, step=k))
     return changes
 
 
-def triples(facts: Facts, alone: Alone, step: int) -> Iterator[Triple]:
+def values(
+    facts: Facts, alone: Alone, step: int
+) -> Iterator[tuple[str, torch.Tensor, list[torch.Tensor], torch.Tensor]]:
+    """Of each weight or buffer: before a step, and after it on each rank and in one process."""
     before, after = of_ranks(facts, step), of_ranks(facts, step + 1)
     for name, value_alone in alone.notes.steps[step + 1].weights.items():
         if name not in before or name not in after:
@@ -81,7 +75,7 @@ def triples(facts: Facts, alone: Alone, step: int) -> Iterator[Triple]:
         elif step >= facts.first_unequal:
             news = news[:1]  # one process had rank 0's
         if old is not None and news[0] is not None:
-            yield Triple(name, old, news, value_alone)
+            yield name, old, news, value_alone
 
 
 def of_ranks(facts: Facts, step: int) -> dict[str, list[torch.Tensor]]:
@@ -111,7 +105,7 @@ def buffers(facts: Facts, alone: Alone, limit: float, left_out: tuple) -> list[L
     """Those that a layer changes otherwise: with the examples of its own process, it may be."""
     limit, worst, names = max(limits.MOST, limit), 0.0, []
     for k in facts.comparable():
-        for name, old, news, value_alone in triples(facts, alone, k):
+        for name, old, news, value_alone in values(facts, alone, k):
             if name in facts.ranks[0].parameters or name.endswith(left_out):
                 continue
             far = max(change_apart(old, new, value_alone).far for new in news)
