@@ -14,7 +14,6 @@ from equivalence.given import Given
 from equivalence.notes import Notes
 from equivalence.record import Recorder
 from equivalence.replay import Alone, Replayer
-from equivalence.shelf import opened
 from equivalence.words import refusal_in
 
 
@@ -43,9 +42,10 @@ class Runs:
     def alone(self, given: Given) -> Alone | None:
         """None: the program failed, or did not come through the steps."""
         result = self.once(dataclasses.replace(given, rates=self.rates))
-        if result is not None and result.rates and not self.rates:
-            self.rates = result.rates
-            result = self.once(dataclasses.replace(given, rates=self.rates))
+        if result is not None and not self.rates:
+            self.rates = other_rates(given.facts.ranks[0], result.notes)
+            if self.rates:
+                result = self.once(dataclasses.replace(given, rates=self.rates))
         if result is None or len(result.notes.counts) <= self.args.steps:
             return None
         return result
@@ -68,7 +68,7 @@ class Runs:
             return None
         alone = notes[0].value
         alone.notes.open()
-        return alone._replace(weights=[opened(weights) for weights in alone.weights])
+        return alone
 
     def run(self, be_process: object, job: Job, count: int) -> tuple[list, str]:
         """The notes that came, and the error."""
@@ -82,6 +82,14 @@ class Runs:
                     raise  # after Ctrl-C or SIGTERM
                 error = str(end.code)
             return collect(Folder(place), count), error
+
+
+def other_rates(many: Notes, alone: Notes) -> dict[str, int]:
+    """How many batches one process takes in a step, if the processes take others; else {}."""
+    if len(alone.counts) < 2:
+        return {}
+    rates = {key: alone.rate(key) for key in many.events}
+    return rates if any(rates[key] not in (0, many.rate(key)) for key in rates) else {}
 
 
 def read(path: Path) -> str:

@@ -111,27 +111,25 @@ def join(batches: list, only: int | None = None, order: torch.Generator | None =
     only: that one's examples, as long as the longest of all.  order: the examples in another one.
     A tensor that does not have a row for each example is taken once.
     """
-    chosen = range(len(batches)) if only is None else [only]
     counts = [count_examples(batch) for batch in batches]
-    rows = torch.arange(sum(counts[number] for number in chosen))
+    rows = torch.arange(sum(counts)).split(counts)
+    rows = torch.cat(rows) if only is None else rows[only]
     if order is not None:
-        rows = torch.randperm(len(rows), generator=order)
+        rows = rows[torch.randperm(len(rows), generator=order)]
 
     def joined(leaves: list, key: Any) -> Any:
-        parts = [leaves[number] for number in chosen]
-        if isinstance(leaves[0], (list, tuple)):
-            every = list(itertools.chain(*parts))
-            if order is not None and len(every) == len(rows):
-                every = [every[row] for row in rows]
-            return type(leaves[0])(every)
+        is_list = isinstance(leaves[0], (list, tuple))
         is_tensor = isinstance(leaves[0], torch.Tensor) and leaves[0].dim() > 0
-        if not is_tensor or [len(tensor) for tensor in leaves] != counts:
-            return parts[0]
+        has_rows = (is_list or is_tensor) and [len(leaf) for leaf in leaves] == counts
+        if is_list and (has_rows or only is None):
+            every = list(itertools.chain(*leaves))
+            return type(leaves[0])([every[row] for row in rows] if has_rows else every)
+        if not has_rows:
+            return leaves[only or 0]
         shapes = [tensor.shape[1:] for tensor in leaves]
         longest = [max(sizes) for sizes in zip(*shapes, strict=True)]
         is_target = key == "labels" or any((tensor == IGNORED).any() for tensor in leaves)
-        made = torch.cat([_padded(tensor, longest, IGNORED * is_target) for tensor in parts])
-        return made if order is None else made[rows]
+        return torch.cat([_padded(tensor, longest, IGNORED * is_target) for tensor in leaves])[rows]
 
     return mapped(joined, batches)
 
@@ -185,8 +183,10 @@ def digest(batch: Any) -> str:
     return hashed.hexdigest()
 
 
-def digests_of_examples(batch: Any) -> list[str]:
-    """A name for each example, equal for equal ones."""
+def digests_of_examples(batch: Any, examples: list | None = None) -> list[str]:
+    """A name for each example, equal for equal ones.  examples: what the batch was made of."""
+    if examples:
+        return [digest(example) for example in examples]
     count = count_examples(batch)
     tensors = [tensor for tensor in tensors_in(batch) if tensor.dim() and len(tensor) == count]
     return [digest([tensor[row] for tensor in tensors]) for row in range(count)]

@@ -1,36 +1,37 @@
-"""Are examples on two ranks?  And the other lines that the processes' own notes make."""
+"""Are examples on two ranks?  And are the copies of the model equal?"""
 
 from collections import Counter
 from typing import Any
 
-from instruments.command import Line
 from instruments.tensors import tensors_in
 
-from equivalence.batches import digest, digests_of_examples
+from equivalence.batches import digests_of_examples
 from equivalence.facts import Facts
 from equivalence.limits import ALIKE, OFTEN
 from equivalence.notes import Event
-from equivalence.words import some_of
+from equivalence.words import Link, some_of
 
+LABEL = "examples"
 SAMPLER = "give each its share (a DistributedSampler)"
 
 
-def copies(facts: Facts) -> list[Line]:
+def copies(facts: Facts) -> Link:
     if facts.has_parts or facts.may_have_parts or not facts.unequal:
-        return []
+        return Link("copies", True)
     when = "from the start" if facts.first_unequal == 0 else f"after step {facts.first_unequal}"
-    return [Line("copies", f"the ranks' weights differ {when}: {some_of(facts.unequal)}")]
+    text = f"the ranks' weights differ {when}: {some_of(facts.unequal)}"
+    return Link("copies", False, text)
 
 
-def examples(facts: Facts) -> tuple[list[Line], bool | None]:
-    """Whether each example is on one rank; None: that can't be told."""
+def examples(facts: Facts) -> Link:
+    """Is each example on one rank?"""
     if not facts.keys:
-        return [Line("examples", "no batch was seen that each step takes")], True
+        return Link(LABEL, True, "no batch was seen that each step takes")
     count = len(facts.ranks)
     if facts.has_parts and len(facts.distinct) == 1:
         number = facts.examples(facts.ranks[0], 0)
         text = f"{number} in a step, the same on all {count} ranks, which share one model"
-        return [Line("examples", text)], True
+        return Link(LABEL, True, text)
     spread = {}
     for k in facts.steps:
         some = [facts.examples(rank, k) for rank in facts.ranks]
@@ -41,19 +42,21 @@ def examples(facts: Facts) -> tuple[list[Line], bool | None]:
         if len(facts.distinct) > 1:
             who, times = "some", "again"
         text += f": {who} ranks have the same, and do the same work {times}: {SAMPLER}"
-        return [Line("examples", text)], False
+        return Link(LABEL, False, text)
     if len(facts.distinct) < count:
-        return [Line("examples", f"{text}: of the same batch each rank takes its part")], True
+        return Link(LABEL, True, f"{text}: of the same batch each rank takes its part")
     steps = f"{len(facts.steps)} steps"
     twice, total, is_proven = on_two_ranks(facts)
     epoch, shared = in_an_epoch(facts)
     if shared:
-        return [Line("examples", f"{text}. In an epoch {shared}: {SAMPLER}")], False
+        return Link(LABEL, False, f"{text}. In an epoch {shared}: {SAMPLER}")
     if not twice:
-        return [Line("examples", f"{text}, none on two ranks in {steps}{epoch}")], True
+        return Link(LABEL, True, f"{text}, none on two ranks in {steps}{epoch}")
     text += f"; {twice} of {total} in {steps} are on more than one rank"
-    text += f": {SAMPLER}" if is_proven else " (if the data have no equal examples)"
-    return [Line("examples", text)], False if is_proven else None
+    if is_proven:
+        return Link(LABEL, False, f"{text}: {SAMPLER}")
+    text += " (if the data have no equal examples)"
+    return Link(LABEL, None, text, why="some may be on more than one rank")
 
 
 def on_two_ranks(facts: Facts) -> tuple[int, int, bool]:
@@ -103,13 +106,10 @@ def named(events: list[Event]) -> list[tuple[tuple[int, str], Any]]:
     """Each example's name (the round and a digest), and its number in the data set or None."""
     pairs = []
     for event in events:
-        if event.examples:
-            digests = [digest(example) for example in event.examples]
-        else:
-            digests = digests_of_examples(event.value)
-            if not has_rows(event, len(digests)):
-                continue
+        digests = digests_of_examples(event.value, event.examples)
         count = len(digests)
+        if not event.examples and not has_rows(event, count):
+            continue
         numbers = event.indices if len(event.indices) == count else [None] * count
         names = [(event.round, text) for text in digests]
         pairs += zip(names, numbers, strict=True)

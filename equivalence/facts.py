@@ -41,23 +41,23 @@ class Facts:
 
         0 if some steps load none.
         """
-        counts = self.ranks[0].counts[: len(self.steps) + 1]
-        rates = []
-        for before, after in zip(counts, counts[1:], strict=False):
-            rates.append(after.get(key, 0) - before.get(key, 0))
+        rates = [self.ranks[0].rate(key, k) for k in self.steps]
         return max(rates) if min(rates) else 0
 
     def events(self, rank: Notes, key: str, step: int) -> list[Event]:
         """Those of a step; if some were loaded in advance, those that came in its place."""
-        rate, counts = self.rate(key), self.ranks[0].counts
+        rate, first = self.rate(key), self.ranks[0]
         last = (step + 1) * rate
-        if counts[len(self.steps)].get(key, 0) - counts[0].get(key, 0) != len(self.steps) * rate:
-            last = counts[step].get(key, 0)  # skipped steps come first
+        if any(first.rate(key, k) != rate for k in self.steps):
+            last = first.counts[step].get(key, 0)  # skipped steps come first
         return rank.events.get(key, [])[max(0, last - rate) : last]
 
     def examples(self, rank: Notes, step: int) -> int:
-        """How many it has, of the first loader."""
-        return sum(size_of(event) for event in self.events(rank, self.keys[0], step))
+        """How many it has, of the first loader: rows, if no better is known."""
+        count = 0
+        for event in self.events(rank, self.keys[0], step):
+            count += len(event.examples or event.indices) or count_examples(event.value)
+        return count
 
     def total(self) -> int:
         """All ranks' examples in a step."""
@@ -139,10 +139,12 @@ class Facts:
 def complete(ranks: tuple[Step, ...]) -> None:
     """Where optimizers share out the parameters, the others get what the owner's has made."""
     for owner in ranks:
-        for name in owner.got:
-            for rank in ranks:
+        for rank in ranks:
+            for name in owner.got:
                 if name not in rank.options and name in rank.weights:
                     rank.got.setdefault(name, owner.got[name])
+                    if name in owner.unclipped:
+                        rank.unclipped.setdefault(name, owner.unclipped[name])
 
 
 def batches_of(rank: Notes) -> tuple:
@@ -154,20 +156,9 @@ def batches_of(rank: Notes) -> tuple:
     return tuple(digests)
 
 
-def size_of(event: Event) -> int:
-    """Its number of examples: rows, if no better is known."""
-    return len(event.examples or event.indices) or count_examples(event.value)
-
-
 def unequal(vector: Vector, other: Vector) -> list[str]:
-    """The names of tensors that differ.  Equal ones are kept once."""
-    names = []
-    for name in vector:
-        if name in other and not are_equal(vector[name], other[name]):
-            names.append(name)
-        elif name in other:
-            other[name] = vector[name]
-    return names
+    """The names of tensors that differ."""
+    return [name for name in vector if name in other and not are_equal(vector[name], other[name])]
 
 
 def are_equal(tensor: torch.Tensor, other: torch.Tensor) -> bool:

@@ -23,13 +23,8 @@ class Batch(NamedTuple):
 
     def has_examples_of(self, value: Any, examples: list | None) -> bool:
         """Whether the program's batch has the same ones, in any order: then it is as good."""
-        if self.examples:
-            return bool(examples) and names(self.examples) == names(examples)
-        return sorted(digests_of_examples(self.value)) == sorted(digests_of_examples(value))
-
-
-def names(examples: list) -> list[str]:
-    return sorted(digest(example) for example in examples)
+        theirs = digests_of_examples(value, examples if self.examples else None)
+        return sorted(digests_of_examples(self.value, self.examples)) == sorted(theirs)
 
 
 @dataclasses.dataclass
@@ -48,6 +43,7 @@ class Given:
     def chosen(self, step: int) -> int:
         """Which has the smallest batches, that become longest; if all are alike, another each."""
         facts, sizes = self.facts, []
+        step = min(step, len(facts.steps) - 1)
         for place, rank in enumerate(facts.distinct):
             values = []
             for key in facts.keys:
@@ -75,7 +71,7 @@ class Given:
             return None
         only = None
         if self.kind == "share":
-            only = self.chosen(min(number // max(1, before), len(self.facts.steps) - 1))
+            only = self.chosen(number // max(1, before))
             if only >= len(events):
                 return None
         return self.union(events, only, number)
@@ -98,7 +94,7 @@ class Given:
         """What the ranks had ("weights" or "got"); put together, if they have parts of it."""
         ranks = self.facts.peers
         if self.kind == "share":
-            ranks = [self.facts.distinct[self.chosen(min(step, len(self.facts.steps) - 1))]]
+            ranks = [self.facts.distinct[self.chosen(step)]]
         return together([getattr(rank.steps[step], what).get(name) for rank in ranks], shape)
 
 

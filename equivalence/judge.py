@@ -2,15 +2,13 @@
 
 from equivalence import limits
 from equivalence.alone import Runs
-from equivalence.averaging import Known
 from equivalence.facts import Facts
 from equivalence.given import Given
 from equivalence.notes import Notes
 from equivalence.one_batch import (
     Look,
-    are_ragged,
     factors,
-    measure,
+    measured,
     most,
     why_not_its_own,
     why_not_joined,
@@ -29,9 +27,7 @@ class Judge:
         self.runs, self.count = runs, steps
         self.facts = Facts(ranks, steps)
         self.look: Look | None = None  # at all examples in one batch
-        self.known: Known | None = None  # if link 2 was answered
-        # The look in which link 2 is right, and the kinds of layers that it was made without.
-        self.right: tuple[Look, tuple] | None = None
+        self.right: Look | None = None  # the look in which link 2 is right
         self.own_data: Alone | None = None  # a run with the program's own batches
         if self.facts.first_unequal == 0 and not self.facts.has_parts:
             self.look_for_parts()
@@ -44,12 +40,11 @@ class Judge:
         if alone is None:
             return
         first = self.facts.ranks[0].steps[0].weights
-        names = [name for name in alone.weights[0] if name in alone.notes.parameters]
-        shapes = {name: alone.weights[0][name].shape for name in names}
-        is_other = any(name not in first or first[name].shape != shapes[name] for name in names)
-        if is_other:
-            self.facts.has_parts = not alone.unmatched
-            self.facts.may_have_parts = bool(alone.unmatched)
+        for name, tensor in alone.notes.steps[0].weights.items():
+            is_other = name not in first or first[name].shape != tensor.shape
+            if is_other and name in alone.notes.parameters:
+                self.facts.has_parts = not alone.unmatched
+                self.facts.may_have_parts = bool(alone.unmatched)
 
     def make(self, kind: str, facts: Facts | None = None, **more: object) -> Alone | None:
         return self.runs.alone(Given(facts or self.facts, kind, **more))
@@ -64,11 +59,8 @@ class Judge:
         if reason := why_not_joined(self.facts):
             return self.unknown(reason)
         look = self.look_at(self.facts)
-        if look.whole is None:
-            return self.unknown(self.runs.failure)
-        if look.whole.unmatched:
-            names = ", ".join(look.whole.unmatched[:3])
-            return self.unknown(f"one process has weights that no rank has: {names}")
+        if reason := self.why_no_run(look.whole):
+            return self.unknown(reason)
         self.look = look
         if not self.runs.rates and look.whole.notes.counts != self.facts.ranks[0].counts:
             return self.unknown("one process takes its batches in other steps (a GradScaler's?)")
@@ -80,40 +72,26 @@ class Judge:
 
     def look_at(self, facts: Facts, left_out: tuple = ()) -> Look:
         """Rounding is measured only where it matters."""
-        whole = self.make("whole", facts, left_out=left_out)
-        if whole is None or whole.unmatched:
-            return Look(facts, whole, None, [])
-        look = Look(facts, whole, None, measure(facts, whole, None))
+        look = Look(facts, left_out, self.make("whole", facts, left_out=left_out))
+        if look.whole is None or look.whole.unmatched:
+            return look
+        look = measured(look)
         may_be_rounding = look.steps and not look.is_right and look.worst.far <= most(facts)
-        if may_be_rounding:
-            look = self.with_rounding(look, left_out)
-        return look
+        return self.with_rounding(look) if may_be_rounding else look
 
-    def with_rounding(self, look: Look, left_out: tuple = ()) -> Look:
-        if look.moved:
-            return look
-        moved = self.make("moved", look.facts, left_out=left_out)
-        if moved is None:
-            return look
-        steps = measure(look.facts, look.whole, moved)
-        return Look(look.facts, look.whole, moved, steps)
+    def with_rounding(self, look: Look) -> Look:
+        moved = look.moved or self.make("moved", look.facts, left_out=look.left_out)
+        return measured(look._replace(moved=moved)) if moved else look
 
-    def note_known(self, look: Look, left_out: tuple = ()) -> None:
-        self.right = look, left_out
-        weights = [step.weights for step in look.steps if step.weights]
-        if weights:
-            weights += [weights[-1]] * (self.count - len(weights))
-            self.known = Known(weights, look.facts, look.whole.notes, look.limit)
-
-    def is_one_batch(self, look: Look, but: str = "") -> Link:
-        self.note_known(look)
+    def is_one_batch(self, look: Look) -> Link:
+        self.right = look
         worst = look.worst
         if self.is_direct:
             text = f"right: one process's {apart(worst.far, worst.limit)}"
         else:
             batch = f"all {self.facts.total()} examples in one batch"
             text = f"right: that is the gradient of {batch} {apart(worst.far, worst.limit)}"
-        return Link(self.label, True, text, look.limit, but)
+        return Link(self.label, True, text, look.limit)
 
     def differs(self, look: Look) -> Link:
         """Why?  A cause is named only if the difference goes when that alone is switched off."""
@@ -124,26 +102,25 @@ class Judge:
         kinds = sorted(self.facts.kinds())
         if kinds:
             all_kinds = " and ".join(kinds)
-            cause, without = self.without(kinds)
-            if without is None:
+            look = self.without(kinds)
+            if look is None:
                 return self.unknown(f"the program failed without {all_kinds}", text)
-            far, limit = without.worst.far, without.worst.limit
-            if cause:
-                self.note_known(without, cause)
-                names = " and ".join(cause)
-                text += f"; without {names} {apart(far, limit)}"
-                return Link(self.label, True, text, without.limit, but=names)
-            text += f"; without {all_kinds} too {apart(far, limit)}"
-            look = without
-        return self.accused(look, tuple(kinds), text)
+            far = apart(look.worst.far, look.worst.limit)
+            if look.is_right:
+                self.right = look
+                cause = " and ".join(look.left_out)
+                text += f"; without {cause} {far}"
+                return Link(self.label, True, text, look.limit, but=cause)
+            text += f"; without {all_kinds} too {far}"
+        return self.accused(look, text)
 
-    def accused(self, look: Look, kinds: tuple, text: str) -> Link:
+    def accused(self, look: Look, text: str) -> Link:
         """Nothing explains the difference: is it the program's?  What was joined was guessed."""
         if any(rank.steps[0].draws for rank in look.facts.ranks):
             return self.unknown(
                 "each step draws random numbers, and one process draws others", text
             )
-        look = self.with_rounding(look, kinds)
+        look = self.with_rounding(look)
         if look.worst.far <= limits.YARDSTICKS * look.worst.rounding:
             why = "rounding, or another order of the same examples, moves a gradient by"
             return self.unknown(f"{why} {look.worst.rounding:.0e}", text)
@@ -152,45 +129,36 @@ class Judge:
             return Link(self.label, False, f"WRONG: {what} is {multiple}")
         if self.is_direct:
             return self.unknown("the ranks' own gradients were not seen", text)
-        if reason := self.why_not_joined_well(look, kinds):
-            return self.unknown(reason, text)
-        return Link(self.label, False, text)
+        reason = why_not_joined_well(look)
+        if not reason and not look.is_given:
+            if self.runs.rates:
+                return self.unknown("one process takes another number of batches in a step", text)
+            share = self.make("share", look.facts, left_out=look.left_out)
+            reason = why_not_its_own(look, share)
+        return self.unknown(reason, text) if reason else Link(self.label, False, text)
 
-    def why_not_joined_well(self, look: Look, kinds: tuple) -> str:
-        """What one batch of the ranks' batches is, was guessed: could the guess be wrong?"""
-        if are_ragged(look.facts):
-            return "examples have different shapes: how a batch is padded may be what differs"
-        if not look.whole.is_joined:  # the program's own batches have the same examples
-            return ""
-        if look.whole.is_mixed:
-            return "some batches in one process are the program's own, and others are not"
-        if self.runs.rates:
-            return "one process takes another number of batches in a step"
-        if len(look.facts.distinct) == 1:
-            return ""
-        if reason := why_not_joined_well(look):
-            return reason
-        return why_not_its_own(look, self.make("share", look.facts, left_out=kinds))
+    def without(self, kinds: list[str]) -> Look | None:
+        """Without all these layers; if then nothing differs, without the one that is the cause."""
+        without_all = self.look_without(tuple(kinds))
+        if without_all is None or not without_all.is_right or len(kinds) == 1:
+            return without_all
+        for kind in kinds:
+            look = self.look_without((kind,))
+            if look is None or look.is_right:
+                return look
+        return without_all
 
-    def without(self, kinds: list[str]) -> tuple[tuple, Look | None]:
-        """The layers without which nothing differs; the last look without all of them."""
-        cause: tuple = ()
-        without_cause = None
-        trials = [tuple(kinds), *[(kind,) for kind in kinds if len(kinds) > 1]]
-        for trial in trials:
-            ranks = self.runs.several(trial)
-            if ranks is None:
-                return (), None
-            look = self.look_at(Facts(ranks, self.count), trial)
-            if not look.steps:
-                return (), None
-            if look.is_right:
-                cause, without_cause = trial, look
-                if len(trial) < len(kinds):
-                    return cause, without_cause
-            elif trial == trials[0]:
-                return (), look
-        return cause, without_cause
+    def look_without(self, kinds: tuple) -> Look | None:
+        ranks = self.runs.several(kinds)
+        look = self.look_at(Facts(ranks, self.count), kinds) if ranks else None
+        return look if look and look.steps else None
+
+    def why_no_run(self, alone: Alone | None) -> str:
+        """Why a run in one process says nothing; "" if it does."""
+        if alone is None:
+            return self.runs.failure
+        names = ", ".join(alone.unmatched[:3])
+        return f"one process has weights that no rank has: {names}" if names else ""
 
     def unknown(self, why: str, text: str = "") -> Link:
         return Link(self.label, None, f"not found out: it is {text}" if text else "", why=why)
@@ -202,17 +170,13 @@ class Judge:
         if self.facts.may_have_parts:
             return Link(WEIGHTS, None, why=PARTS)
         alone = self.alone()
-        if alone is None:
-            return Link(WEIGHTS, None, why=self.runs.failure)
-        if alone.unmatched:
-            return Link(WEIGHTS, None, why=f"no rank has {', '.join(alone.unmatched[:3])}")
+        if reason := self.why_no_run(alone):
+            return Link(WEIGHTS, None, why=reason)
         if all(self.facts.is_forced(k) for k in self.facts.steps):
-            return weights(self.facts, alone, None)
+            return weights(self.facts, alone)
         if self.right is None:
             return Link(WEIGHTS, None, why="one process's optimizer gets other gradients")
-        look, left_out = self.right
-        look = self.with_rounding(look, left_out)
-        return weights(look.facts, look.whole, look.moved)
+        return weights(self.right.facts, self.right.whole)
 
     def alone(self) -> Alone | None:
         """A run in one process, with the batches of all if there is one."""

@@ -5,7 +5,6 @@ import torch
 # Link 1: the mean of the ranks' own gradients and what the optimizer got, of each tensor.
 AVERAGED = 2e-6  # float32: a sum of so few numbers, divided before or after
 AVERAGED_COARSE = 1e-2  # gradients in bfloat16 or float16: their last digit is up to 8e-3
-CLIPPED = 1e-5  # a length that clip_grad_norm_ computed, and what was clipped with it
 DEVIATIONS = 4  # of the mean of a message's rounding errors, which are as often up as down
 COEFFICIENT = 2e-3  # of a sum of the ranks' gradients: one that is nearer to 0 or 1 is 0 or 1
 

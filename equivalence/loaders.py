@@ -16,6 +16,7 @@ from torch.utils.data import Subset, dataloader
 from torch.utils.data._utils import collate
 
 from equivalence.limits import LARGEST_EPOCH
+from equivalence.notes import Notes
 from equivalence.randomness import random_state, set_random_state
 
 IN_TURN = (torch_data.SequentialSampler, torch_data.DistributedSampler)  # they draw nothing
@@ -26,13 +27,11 @@ TORCHS_COLLATE = (collate.default_collate, collate.default_convert)
 class Loaders:
     """Each has a name: "loader 0" is the first that was asked for a batch."""
 
-    def __init__(self) -> None:
+    def __init__(self, noted: Notes) -> None:
+        self.noted = noted
         self.owners: list[weakref.ref] = []  # a loader's sampler, or its iterator
         self.rounds: dict[str, int] = {}
-        self.epochs: dict[str, list] = {}
-        self.datasets: dict[str, Any] = {}  # of these epochs
-        self.batch_sizes: dict[str, int] = {}
-        self.redraws: set[str] = set()
+        self.datasets: dict[str, Any] = {}
         self.names: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # of iterators
         self.waiting: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # indices drawn
         self.examples: list | None = None  # of the last batch, if its collate_fn is not torch's
@@ -43,26 +42,22 @@ class Loaders:
             return self.names[iterator]
         sampler = iterator._index_sampler
         is_list = isinstance(sampler, (list, tuple, range))  # which no weak reference refers to
-        own = weakref.ref(iterator if is_list else sampler)
+        own = iterator if is_list else sampler
         known = [owner() for owner in self.owners]
-        if own() in known:
-            number = [owner is own() for owner in known].index(True)
-        elif None in known:
-            number = known.index(None)
-            self.owners[number] = own
-        else:
-            number = len(known)
-            self.owners.append(own)
+        same = [number for number, owner in enumerate(known) if owner is own]
+        gone = [number for number, owner in enumerate(known) if owner is None]
+        number = [*same, *gone, len(known)][0]
+        self.owners[number : number + 1] = [weakref.ref(own)]
         name = f"loader {number}"
         self.rounds[name] = self.rounds.get(name, 0) + 1
         self.names[iterator] = name
-        self.batch_sizes.setdefault(name, getattr(sampler, "batch_size", None) or 0)
-        if name not in self.epochs:
-            self.epochs[name] = epoch_of(iterator)
+        if name not in self.datasets:
             self.datasets[name] = iterator._dataset
+            self.noted.batch_sizes[name] = getattr(sampler, "batch_size", None) or 0
+            self.noted.epochs[name] = epoch_of(iterator)
         inner = getattr(sampler, "sampler", None)
         if getattr(inner, "replacement", False):
-            self.redraws.add(name)
+            self.noted.redraws.add(name)
         return name
 
     def ends(self) -> dict[str, str]:
@@ -70,14 +65,16 @@ class Loaders:
         digests = {}
         for name, dataset in self.datasets.items():
             whole, _ = in_whole(dataset, [])
-            digests[name] = digest_of_ends(whole) if self.epochs[name] else ""
+            digests[name] = digest_of_ends(whole) if self.noted.epochs[name] else ""
         return digests
 
-    def draws(self, iterator: Any, indices: Any) -> None:
-        """The iterator has drawn the indices of a batch, perhaps in advance."""
+    def draw(self, original: Callable, iterator: Any) -> Any:
+        """The indices of a batch, perhaps in advance."""
+        indices = original(iterator)
         if iterator._dataset_kind == dataloader._DatasetKind.Map and isinstance(indices, list):
             _, drawn = in_whole(iterator._dataset, indices)
             self.waiting.setdefault(iterator, []).append(drawn)
+        return indices
 
     def indices_of(self, iterator: Any) -> tuple:
         """Of the batch that was just loaded."""

@@ -1,6 +1,6 @@
 """What one process has noted of each step."""
 
-import dataclasses
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from equivalence.randomness import RandomState
@@ -18,49 +18,47 @@ class Event(NamedTuple):
     indices: tuple = ()  # of its examples in the data set, if the loader has one
 
 
-class Clip(NamedTuple):
-    """A call of clip_grad_norm_."""
-
-    norm: float  # what it returned
-    most: float  # max_norm
-    names: list[str]  # of the parameters
-
-
-@dataclasses.dataclass
+@dataclass
 class Step:
-    weights: Vector = dataclasses.field(default_factory=dict)  # before it; buffers, too
-    own: Vector = dataclasses.field(default_factory=dict)  # gradients, before any message
-    first: Vector = dataclasses.field(default_factory=dict)  # own, after the first backward pass
-    got: Vector = dataclasses.field(default_factory=dict)  # gradients, as the optimizer got them
-    options: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)  # by parameter
-    clips: list[Clip] = dataclasses.field(default_factory=list)
+    weights: Vector = field(default_factory=dict)  # before it; buffers, too
+    own: Vector = field(default_factory=dict)  # gradients, before any message
+    got: Vector = field(default_factory=dict)  # gradients, as the optimizer got them
+    unclipped: Vector = field(default_factory=dict)  # those before clip_grad_norm_ changed them
+    is_changed: bool = False  # something else has changed gradients after clip_grad_norm_
+    options: dict[str, dict[str, Any]] = field(default_factory=dict)  # by parameter
     inputs: str = ""  # a digest of what the models were called with
-    draws: set[str] = dataclasses.field(default_factory=set)  # generators used after the batch
+    draws: set[str] = field(default_factory=set)  # generators used after the batch
     is_repeated: bool = False  # an optimizer has asked for gradients more than once
-    begun: set[int] = dataclasses.field(default_factory=set)  # the models that were called in it
+    begun: set[int] = field(default_factory=set)  # the models that were called in it
 
     def open(self) -> None:
         """Read what is kept in files."""
         self.weights, self.own = opened(self.weights), opened(self.own)
-        self.first, self.got = opened(self.first), opened(self.got)
+        self.got, self.unclipped = opened(self.got), opened(self.unclipped)
 
 
-@dataclasses.dataclass
+@dataclass
 class Notes:
     """Of one process."""
 
     rank: int
     world_size: int
-    steps: list[Step]
-    events: dict[str, list[Event]]  # by where they come from: a loader, a model's inputs
-    counts: list[dict[str, int]]  # how many events there were at each step of the optimizer
-    parameters: list[str]  # names; what else a step's weights have are buffers
-    kinds: set[str]  # "BatchNorm", "dropout", if layers that train have them
-    is_coarse: bool  # a module computes in bfloat16 or float16
-    batch_sizes: dict[str, int]  # of each loader, if it is known
-    epochs: dict[str, list]  # the indices of an epoch, where a sampler is torch's own
-    ends: dict[str, str]  # a digest of the data set's first and last examples; "": not known
-    redraws: set[str]  # the loaders whose sampler may take an example again
+    steps: list[Step] = field(default_factory=list)  # the current one is the last
+    # By where they come from: a loader, a model's inputs.
+    events: dict[str, list[Event]] = field(default_factory=dict)
+    counts: list[dict[str, int]] = field(default_factory=list)  # of events, when optimizers stepped
+    parameters: list[str] = field(default_factory=list)  # else a step's weights are buffers
+    kinds: set[str] = field(default_factory=set)  # "BatchNorm", "dropout", of layers that train
+    is_coarse: bool = False  # a module computes in bfloat16 or float16
+    # Of each loader, by its name:
+    batch_sizes: dict[str, int] = field(default_factory=dict)  # 0: not known
+    epochs: dict[str, list] = field(default_factory=dict)  # all indices, of torch's own samplers
+    ends: dict[str, str] = field(default_factory=dict)  # a digest of the data set's; "": not known
+    redraws: set[str] = field(default_factory=set)  # its sampler may take an example again
+
+    def rate(self, key: str, step: int = 0) -> int:
+        """How many events came between this step of the optimizer and the next."""
+        return self.counts[step + 1].get(key, 0) - self.counts[step].get(key, 0)
 
     def open(self) -> None:
         for step in self.steps:

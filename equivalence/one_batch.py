@@ -7,7 +7,7 @@ from instruments.tensors import tensors_in
 from equivalence import limits, vectors
 from equivalence.batches import counts_up, rows_differ
 from equivalence.facts import Facts
-from equivalence.given import together
+from equivalence.given import Given, together
 from equivalence.notes import Notes
 from equivalence.replay import Alone
 from equivalence.vectors import Vector
@@ -31,29 +31,46 @@ class Apart(NamedTuple):
 class Measured(NamedTuple):
     """In one step."""
 
+    step: int
     apart: Apart
-    weights: list[float] | None  # of the shares, that make one process's gradient; None: no such
+    weights: list[float]  # of the shares, that make one process's gradient, if these do
 
 
 class Look(NamedTuple):
     """The processes' notes beside a run in one process."""
 
     facts: Facts
+    left_out: tuple  # kinds of layers that both were made without
     whole: Alone | None
-    moved: Alone | None
-    steps: list[Measured]
+    moved: Alone | None = None
+    steps: tuple[Measured, ...] = ()
 
     @property
     def is_right(self) -> bool:
         return bool(self.steps) and all(step.apart.is_right for step in self.steps)
 
     @property
+    def worst_step(self) -> Measured:
+        return max(self.steps, key=lambda step: step.apart.far / step.apart.limit)
+
+    @property
     def worst(self) -> Apart:
-        return max((step.apart for step in self.steps), key=lambda apart: apart.far / apart.limit)
+        return self.worst_step.apart
+
+    @property
+    def is_given(self) -> bool:
+        """Whether nothing was joined: the batches are its own, or the same on all ranks."""
+        return not self.whole.is_joined or len(self.facts.distinct) == 1
 
     @property
     def limit(self) -> float:
         return max(step.apart.limit for step in self.steps)
+
+    @property
+    def shares(self) -> list[list[float]]:
+        """How much each rank's gradient counts in one process's; the last steps are like others."""
+        weights = [step.weights for step in self.steps]
+        return weights + [weights[-1]] * (len(self.facts.steps) - len(weights))
 
 
 def why_not_joined(facts: Facts) -> str:
@@ -73,37 +90,45 @@ def most(facts: Facts) -> float:
     return limits.MOST_COARSE if facts.is_coarse else limits.MOST
 
 
-def measure(facts: Facts, whole: Alone, moved: Alone | None) -> list[Measured]:
-    """In each step that begins with equal weights."""
-    measured = []
-    for k in facts.comparable():
-        if facts.are_own_seen():
-            measured.append(measure_own(facts, whole, moved, k))
-        else:
-            wanted = gradient(facts, whole.notes, k, "got")
-            reordered = gradient(facts, moved.notes, k, "got") if moved else None
-            apart = compare(facts, got_of_all(facts, whole.notes, k), wanted, reordered, {})
-            measured.append(Measured(apart, None))
-    return measured
+def measured(look: Look) -> Look:
+    """With how far the gradients are apart, in each step that begins with equal weights."""
+    steps = [measure(look, k) for k in look.facts.comparable()]
+    return look._replace(steps=tuple(steps))
 
 
-def measure_own(facts: Facts, whole: Alone, moved: Alone | None, step: int) -> Measured:
-    parts = facts.own(step)
-    wanted = gradient(facts, whole.notes, step, "own")
-    reordered = gradient(facts, moved.notes, step, "own") if moved else None
+def measure(look: Look, step: int) -> Measured:
+    facts = look.facts
+    parts = facts.own(step) if facts.are_own_seen() else []
+    actual, wanted = sides(facts, look.whole.notes, step)
+    reordered = None
+    if look.moved:
+        reordered = gradient(facts, look.moved.notes, step, "own" if parts else "got")
     count, sizes = len(parts), vectors.mean_lengths(parts)
-    apart = compare(facts, vectors.mean(parts), wanted, reordered, sizes)
-    if apart.is_right:
-        return Measured(apart, [1 / count] * count)
+    apart = compare(facts, actual, wanted, reordered, sizes)
+    even = Measured(step, apart, [1 / count for _ in parts])
+    if apart.is_right or not parts:
+        return even
     fit = vectors.fit(wanted, parts)
     if not fit.is_clear or min(fit.weights) <= 0:
-        return Measured(apart, None)
+        return even
     ones = [1.0] * count
     weights = ones if vectors.near(fit.weights, ones, limits.COEFFICIENT) else fit.weights
     left = compare(facts, vectors.combine(parts, weights), wanted, reordered, sizes)
-    if left.is_right and left.far <= apart.far / limits.CLEARLY:
-        return Measured(left, weights)
-    return Measured(apart, None)
+    is_better = left.is_right and left.far <= apart.far / limits.CLEARLY
+    return Measured(step, left, weights) if is_better else even
+
+
+def sides(facts: Facts, alone: Notes, step: int) -> tuple[Vector, Vector]:
+    """The processes' gradients and one process's: own, if they were seen; else the optimizers'."""
+    if facts.are_own_seen():
+        return vectors.mean(facts.own(step)), gradient(facts, alone, step, "own")
+    wanted, actual = gradient(facts, alone, step, "got"), {}
+    for name, tensor in wanted.items():
+        parts = [rank.steps[step].got.get(name) for rank in facts.peers]
+        whole = together(parts, tensor.shape)
+        if whole is not None:
+            actual[name] = whole
+    return actual, wanted
 
 
 def compare(
@@ -140,31 +165,12 @@ def gradient(facts: Facts, notes: Notes, step: int, what: str) -> Vector:
     return vectors.only(getattr(notes.steps[step], what), facts.trained)
 
 
-def got_of_all(facts: Facts, alone: Notes, step: int) -> Vector:
-    """What the optimizers got; put together, if the ranks have parts."""
-    gradients = {}
-    for name, wanted in gradient(facts, alone, step, "got").items():
-        parts = [rank.steps[step].got.get(name) for rank in facts.peers]
-        whole = together(parts, wanted.shape)
-        if whole is not None:
-            gradients[name] = whole
-    return gradients
-
-
 # -------------------------------------------------------------------- may the program be accused?
 
 
 def factors(look: Look) -> str:
     """If each tensor is a multiple of one process's: that no wrong batch would bring about."""
-    facts = look.facts
-    steps = zip(facts.comparable(), look.steps, strict=True)
-    k = max(steps, key=lambda pair: pair[1].apart.far / pair[1].apart.limit)[0]
-    if facts.are_own_seen():
-        actual = vectors.mean(facts.own(k))
-        wanted = gradient(facts, look.whole.notes, k, "own")
-    else:
-        actual = got_of_all(facts, look.whole.notes, k)
-        wanted = gradient(facts, look.whole.notes, k, "got")
+    actual, wanted = sides(look.facts, look.whole.notes, look.worst_step.step)
     names: dict[float, list[str]] = {}
     for name, goal in wanted.items():
         fit = vectors.fit({name: actual.get(name, goal * 0)}, [{name: goal}])
@@ -173,15 +179,19 @@ def factors(look: Look) -> str:
         names.setdefault(round(fit.weights[0], 3), []).append(name)
     if set(names) == {1.0}:
         return ""
-    if len(names) == 1:
-        return f"{next(iter(names)):.3g} times one process's"
-    texts = [f"{times:.3g} times that of {some_of(some)}" for times, some in names.items()]
+    texts = [f"{times:.3g} times one process's of {some_of(names[times])}" for times in names]
     return " and ".join(texts)
 
 
 def why_not_joined_well(look: Look) -> str:
     """What one batch of the ranks' batches is, was guessed: could the guess be wrong?"""
     facts = look.facts
+    if are_ragged(facts):
+        return "examples have different shapes: how a batch is padded may be what differs"
+    if look.is_given:
+        return ""
+    if look.whole.is_mixed:
+        return "some batches in one process are the program's own, and others are not"
     rounding = max(step.apart.most_rounding for step in look.steps)
     if rounding > limits.YARDSTICKS * most(facts):
         return f"the same examples have another gradient in another order (apart by {rounding:.0e})"
@@ -198,9 +208,11 @@ def why_not_its_own(look: Look, share: Alone | None) -> str:
     Unless they give that rank's own gradient, or a multiple, the join is wrong, not the program.
     """
     facts = look.facts
+    given = Given(facts, "share")
     for k in facts.comparable():
         if share is not None:
-            own = vectors.only(facts.distinct[share.chosen[k]].steps[k].own, facts.trained)
+            rank = facts.distinct[given.chosen(k)]
+            own = vectors.only(rank.steps[k].own, facts.trained)
             fit = vectors.fit(own, [gradient(facts, share.notes, k, "own")])
         if share is None or fit.left > max(most(facts) / limits.CLEARLY, limits.OWN):
             text = "a rank's examples, computed in one process, don't give that rank's gradient"

@@ -1,12 +1,9 @@
 """What a process notes of gradients and optimizers."""
 
-import contextlib
 import inspect
-import re
 import shutil
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,27 +17,24 @@ from torch.nn.parameter import is_lazy
 from equivalence import progress
 from equivalence.batches import digest
 from equivalence.loaders import Loaders
-from equivalence.notes import Clip, Step
+from equivalence.notes import Notes, Step
 from equivalence.own import OwnGradients
 from equivalence.randomness import RandomState, random_state
 from equivalence.shelf import Shelf
 
-MEMORY = "/proc/meminfo"
 PLAIN = (int, float, bool, str, type(None), tuple)
 
 
 class Optimizers(Hooks):
     """Notes `length` steps, and how the next one begins."""
 
-    def __init__(self, place: Place, length: int, shelf: Shelf, only_averaging: bool) -> None:
+    def __init__(self, place: Place, length: int, shelf: Shelf) -> None:
         super().__init__()
-        self.shelf, self.only_averaging = shelf, only_averaging
-        self.place, self.length = place, length
+        self.place, self.length, self.shelf = place, length, shelf
         self.run, self.terminal = f"{place.world_size} processes", 2
-        self.noted: list[Step] = [Step()]  # the current one is the last
+        self.noted = Notes(place.rank, place.world_size, steps=[Step()])
         self.seen: Counter = Counter()  # batches, by where they come from
-        self.counts: list[dict[str, int]] = []
-        self.loaders = Loaders()
+        self.loaders = Loaders(self.noted)
         self.own = OwnGradients(shelf)
         self.slots: dict[tuple[int, str], torch.Tensor] = {}  # parameters, by module and name
         self.scale = 1.0  # a GradScaler's
@@ -48,25 +42,25 @@ class Optimizers(Hooks):
         self.has_gradients = False  # an optimizer's step has begun, and its gradients are noted
         self.has_stepped = False  # the first optimizer has, since this step began
         self.has_taught = False  # a model was called without gradients, since this step began
-        self.clipped: list[set[int]] = []  # the ids of the parameters of each of the step's clips
+        # Of a parameter's id: its gradient before clip_grad_norm_, and a digest of that after it.
+        self.clipped: dict[int, tuple[Any, str]] = {}
         self.fetched = 0  # batches, since this step began
         self.known_state: RandomState | None = None  # in this step, at its last batch
 
     @property
     def step(self) -> Step:
-        return self.noted[-1]
+        return self.noted.steps[-1]
 
     def new_step(self) -> None:
         """At the first batch after the optimizer's step, or else at the first forward pass."""
-        self.noted.append(Step())
+        self.noted.steps.append(Step())
         self.has_stepped, self.fetched, self.known_state = False, 0, None
-        self.has_taught, self.clipped = False, []
+        self.has_taught, self.clipped = False, {}
 
     def begin(self, name: str, tensor: torch.Tensor) -> None:
         """Note a weight or buffer before the step; once, though several may ask."""
         if name not in self.step.weights:
-            is_only = self.only_averaging  # then it is enough to know whether copies are equal
-            self.step.weights[name] = digest_of(tensor) if is_only else self.shelf.keep(tensor)
+            self.step.weights[name] = self.shelf.keep(tensor)
 
     def note_draws(self) -> None:
         """Since data came in last, in this step."""
@@ -82,13 +76,23 @@ class Optimizers(Hooks):
         if self.is_elsewhere():
             return original(*args, **kwargs)
         arguments = inspect.signature(original).bind(*args, **kwargs).arguments
-        parameters = arguments.pop("parameters")
+        parameters = arguments["parameters"]
         is_one = isinstance(parameters, torch.Tensor)
         parameters = [parameters] if is_one else list(parameters)  # an iterator is read once
-        norm = original(parameters, **arguments)
-        self.step.clips.append(Clip(float(whole(norm)), float(arguments["max_norm"]), []))
-        self.clipped.append({id(parameter) for parameter in parameters})
+        some = [parameter for parameter in parameters if parameter.grad is not None]
+        before = [self.before_clip(parameter) for parameter in some]
+        norm = original(**{**arguments, "parameters": parameters})
+        for parameter, (gradient, old) in zip(some, before, strict=True):
+            left = digest(whole(parameter.grad))
+            if left != old:
+                self.clipped[id(parameter)] = gradient, left
         return norm
+
+    def before_clip(self, parameter: torch.Tensor) -> tuple[Any, str]:
+        """Its gradient, and a digest; before the first of several clips, if no more was done."""
+        now = digest(whole(parameter.grad))  # of all of a DTensor, as ranks must agree
+        gradient, left = self.clipped.get(id(parameter), (None, ""))
+        return (gradient if now == left else self.shelf.keep(parameter.grad)), now
 
     def scaled(self, original: Callable, scaler: Any, outputs: Any) -> Any:
         scaled = original(scaler, outputs)
@@ -127,18 +131,15 @@ class Optimizers(Hooks):
         named = self.named_of(optimizer)
         for name, parameter, _ in named:
             self.begin(name, parameter)
-            for clip, clipped in zip(self.step.clips, self.clipped, strict=True):
-                if id(parameter) in clipped:
-                    clip.names.append(name)
-        if optimizer is self.optimizer and len(self.counts) <= self.length:
-            self.counts.append(dict(self.seen))
+        if optimizer is self.optimizer and len(self.noted.counts) <= self.length:
+            self.noted.counts.append(dict(self.seen))
             self.step_is_complete()
-        if len(self.noted) <= self.length:  # of the last step only the weights are needed
+        if len(self.noted.steps) <= self.length:  # of the last step only the weights are needed
             for name, parameter, is_its in named:
                 self.note_gradient(name, parameter, is_its)
             self.note_others()
-        if len(self.counts) == 1 and self.place.rank == 0:
-            self.refuse_if_no_room()
+        if len(self.noted.counts) == 1 and self.place.rank == 0:
+            refuse_if_no_room(self.step, self.length, self.place.world_size, self.shelf)
 
     def note_others(self) -> None:
         """Own gradients of parameters that another rank's optimizer may have."""
@@ -147,17 +148,15 @@ class Optimizers(Hooks):
                 if tensor.requires_grad and name not in self.step.options:
                     self.own.note(name, tensor, self.scale, self.step)
 
-    def refuse_if_no_room(self) -> None:
-        reason = why_no_room(self.step, self.length, self.place.world_size, self.shelf.path)
-        if reason:
-            raise Refused(reason)
-
     def note_gradient(self, name: str, parameter: torch.Tensor, is_its: bool) -> None:
         """is_its: the optimizer's; else it has copies of its own, and other gradients."""
         step = self.step
         step.is_repeated |= name in step.got  # another optimizer makes several steps in this one
         if parameter.grad is not None and is_its:
             step.got[name] = self.shelf.keep(parameter.grad)
+            if id(parameter) in self.clipped:
+                step.unclipped[name], left = self.clipped[id(parameter)]
+                step.is_changed |= digest(whole(parameter.grad)) != left
         self.own.note(name, parameter, self.scale, step)
 
     def named_of(self, optimizer: Any) -> list[tuple[str, torch.Tensor, bool]]:
@@ -185,9 +184,9 @@ class Optimizers(Hooks):
 
     def step_is_complete(self) -> None:
         if self.place.rank == 0:
-            text = f"equivalence: {self.run}, step {len(self.counts)} of {self.length + 1}"
+            text = f"equivalence: {self.run}, step {len(self.noted.counts)} of {self.length + 1}"
             progress.show(text, self.terminal)
-        if len(self.noted) > self.length:
+        if len(self.noted.steps) > self.length:
             raise Finished
 
     def optimizer_ends(self, optimizer: Any) -> None:
@@ -217,26 +216,19 @@ class Optimizers(Hooks):
         return [(names[id(tensor)], tensor) for _, tensor in own if not is_lazy(tensor)]
 
 
-def digest_of(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.tensor(list(digest(whole(tensor)).encode()), dtype=torch.uint8)
-
-
-def why_no_room(step: Step, length: int, processes: int, folder: str | None) -> str:
-    """Why what is free is not enough; "" if it is, or if that isn't known."""
+def refuse_if_no_room(step: Step, length: int, processes: int, shelf: Shelf) -> None:
+    """A full disk would harm others, too."""
+    if shelf.path is None:
+        return
     tensors = [*step.weights.values(), *step.own.values(), *step.got.values()]
     noted = sum(tensor.nbytes for tensor in tensors)
     needed = (processes + 2) * length * noted  # the runs in one process are noted, too
-    free, where = None, "memory"
-    if folder is not None:
-        free, where = shutil.disk_usage(folder).free, f"the disk of {folder} (TMPDIR)"
-    else:
-        with contextlib.suppress(OSError, TypeError):  # not on macOS
-            free = 1024 * int(re.search(r"MemAvailable: *(\d+)", Path(MEMORY).read_text())[1])
-    if free is None or needed <= free:
-        return ""
-    text = f"the notes of all ranks take up to {needed / 1e9:.1f} GB"
-    text += f", and {free / 1e9:.1f} GB are free in {where}"
-    return f"{text}: give --steps 2, or --only averaging"
+    free = shutil.disk_usage(shelf.path).free
+    if needed > free:
+        raise Refused(
+            f"the notes of all ranks take up to {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are "
+            f"free on the disk of {shelf.path} (TMPDIR): give --steps 2"
+        )
 
 
 def plain_options(group: dict) -> dict[str, Any]:

@@ -2,56 +2,55 @@
 
 from typing import Any, NamedTuple
 
-from instruments.command import Line
-
 from equivalence import limits
 from equivalence.facts import Facts
 from equivalence.notes import Notes
+from equivalence.words import Link
 
 
-class Options(NamedTuple):
-    lines: list[Line]
-    is_right: bool | None = True
-    is_schedule: bool = False  # rates differ a little, as an epoch has another number of steps
+class Difference(NamedTuple):
+    """Between two tables of options."""
+
+    name: str  # of a parameter
+    key: str
+    value: Any
+    other: Any
 
 
-def options(facts: Facts, alone: Notes | None, command: list[str]) -> Options:
-    among = among_ranks(facts)
-    return among if among.lines or alone is None else beside_one(facts, alone, command)
-
-
-def among_ranks(facts: Facts) -> Options:
+def options(facts: Facts, alone: Notes | None, command: list[str]) -> Link:
+    """Right, with a text: rates differ a little, as an epoch has another number of steps."""
     for k in facts.steps:
         first = facts.ranks[0].steps[k].options
         for rank in facts.ranks[1:]:
-            for name, key, value, other_value in unlike(first, rank.steps[k].options):
-                text = f"{key} is {value} on rank 0, {other_value} on rank {rank.rank}, of {name}"
-                return Options([Line(label(key), f"{text}, in step {k + 1}")], is_right=False)
-    return Options([])
+            for name, key, value, theirs in unlike(first, rank.steps[k].options):
+                text = f"{key} is {value} on rank 0, {theirs} on rank {rank.rank}, of {name}"
+                return Link(label(key), False, f"{text}, in step {k + 1}")
+    for k in facts.steps if alone else []:
+        for difference in unlike(of_all(facts, k), alone.steps[k].options):
+            return beside_one(facts, alone, command, k, difference)
+    return Link("options", True)
 
 
-def beside_one(facts: Facts, alone: Notes, command: list[str]) -> Options:
+def beside_one(
+    facts: Facts, alone: Notes, command: list[str], step: int, difference: Difference
+) -> Link:
+    """What another value in one process says."""
+    name, key, value, alone_value = difference
+    what = "" if key == "lr" else f"{key} of {name} is "
+    text = f"{what}{show(value)} with {len(facts.ranks)} processes, {show(alone_value)} with one"
+    are_numbers = isinstance(value, int | float) and isinstance(alone_value, int | float)
+    if are_numbers and key == "lr" and alone_value:
+        text += f" ({value / alone_value:.4g} times)"
+    text += f", in step {step + 1}"
     size, total = sizes(facts, alone)
-    for k in facts.steps:
-        many = of_all(facts, k)
-        for name, key, value, alone_value in unlike(many, alone.steps[k].options):
-            what = "" if key == "lr" else f"{key} of {name} is "
-            text = f"{what}{show(value)} with {len(facts.ranks)} processes"
-            text += f", {show(alone_value)} with one"
-            are_numbers = isinstance(value, int | float) and isinstance(alone_value, int | float)
-            if are_numbers and key == "lr" and alone_value:
-                text += f" ({value / alone_value:.4g} times)"
-            text += f", in step {k + 1}"
-            if size == total or not is_scheduled(facts, alone, name, key):
-                return Options([Line(label(key), text)], is_right=False)
-            text += f"; alone it takes {size} examples in a step, with all {total}"
-            if are_numbers and abs(value - alone_value) <= limits.SCHEDULE * abs(alone_value):
-                text += ": so a schedule differs that counts an epoch's steps"
-                return Options([Line(label(key), text)], is_schedule=True)
-            flag = batch_flag(command, size) or "--batch-size"
-            text += f', and its schedule may count steps: give --alone="{flag} {total}"'
-            return Options([Line(label(key), text)], is_right=None)
-    return Options([])
+    if size == total or not is_scheduled(facts, alone, name, key):
+        return Link(label(key), False, text)
+    text += f"; alone it takes {size} examples in a step, with all {total}"
+    if are_numbers and abs(value - alone_value) <= limits.SCHEDULE * abs(alone_value):
+        return Link(label(key), True, f"{text}: so a schedule differs that counts an epoch's steps")
+    flag = batch_flag(command, size) or "--batch-size"
+    text += f', and its schedule may count steps: give --alone="{flag} {total}"'
+    return Link(label(key), None, text, why=text)
 
 
 def is_scheduled(facts: Facts, alone: Notes, name: str, key: str) -> bool:
@@ -81,29 +80,27 @@ def label(key: str) -> str:
     return "learning rate" if key == "lr" else "options"
 
 
-def unlike(table: dict, other_table: dict) -> list[tuple[str, str, Any, Any]]:
-    """(parameter, option, value, other value) where two tables of options differ."""
+def unlike(table: dict, other_table: dict) -> list[Difference]:
     differences = []
     for name in table:
         for key, value in table[name].items():
             theirs = other_table.get(name, {}).get(key, value)
             is_start = key != "lr" and "lr" in key.split("_")  # initial_lr, max_lr: not in use
             if theirs != value and not is_start:
-                differences.append((name, key, value, theirs))
+                differences.append(Difference(name, key, value, theirs))
     return differences
 
 
-def sizes(facts: Facts, alone: Notes | None) -> tuple[int, int]:
+def sizes(facts: Facts, alone: Notes) -> tuple[int, int]:
     """Examples in a step: as one process takes them by itself, and all processes together."""
-    if alone is None or not facts.keys or len(alone.counts) < 2:
+    if not facts.keys or len(alone.counts) < 2:
         return 0, 0
     key = facts.keys[0]
     size = alone.batch_sizes.get(key, 0)
     many = sum(rank.batch_sizes.get(key, 0) for rank in facts.distinct)
-    rate = alone.counts[1].get(key, 0) - alone.counts[0].get(key, 0)
     if not size or not many:
         return 0, 0
-    return size * rate, many * facts.rate(key)
+    return size * alone.rate(key), many * facts.rate(key)
 
 
 def show(value: Any) -> str:

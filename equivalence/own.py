@@ -15,8 +15,6 @@ class OwnGradients:
         self.shelf = shelf
         self.parameters: dict[int, torch.Tensor] = {}  # by the id of the tensor that is watched
         self.sums: dict[int, torch.Tensor] = {}  # by the id of the parameter
-        self.firsts: dict[int, torch.Tensor] = {}  # of the first backward pass
-        self.is_in_pass: set[int] = set()
 
     def watch(self, tensor: torch.Tensor, parameter: torch.Tensor | None = None) -> None:
         """parameter: that of which `tensor` is the whole, while FSDP2 computes with it."""
@@ -34,30 +32,18 @@ class OwnGradients:
 
     def pass_begins(self) -> None:
         """Has the program thrown away what the passes before have left?"""
-        self.is_in_pass.clear()
         for parameter in self.parameters.values():
             gradient = parameter.grad
             is_sharded = hasattr(gradient, "to_local")  # to look at its numbers is a collective
             if gradient is None or not is_sharded and not bool(gradient.to_dense().any()):
                 self.sums.pop(id(parameter), None)
-                self.firsts.pop(id(parameter), None)
 
     def add(self, parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
         if gradient is None:
             return
         key, value = id(parameter), whole(gradient)
         self.sums[key] = self.sums[key] + value if key in self.sums else value
-        if key not in self.firsts or key in self.is_in_pass:
-            self.firsts[key] = self.sums[key]
-            self.is_in_pass.add(key)
 
     def note(self, name: str, parameter: torch.Tensor, scale: float, step: Step) -> None:
-        """Write the sum into the step, and what the first pass made of it."""
-        total = self.sums.get(id(parameter))
-        if total is None:
-            return
-        begun = self.firsts[id(parameter)]
-        step.own[name] = self.shelf.keep(total / scale)
-        step.first[name] = step.own[name]
-        if begun is not total:
-            step.first[name] = self.shelf.keep(begun / scale)
+        if id(parameter) in self.sums:
+            step.own[name] = self.shelf.keep(self.sums[id(parameter)] / scale)

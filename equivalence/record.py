@@ -32,24 +32,15 @@ class Recorder(Optimizers):
     """Notes `length` steps, and how the next one begins."""
 
     def __init__(
-        self,
-        place: Place,
-        length: int,
-        log: str,
-        folder: str | None,
-        left_out: tuple = (),
-        only_averaging: bool = False,
+        self, place: Place, length: int, log: str, folder: str | None, left_out: tuple = ()
     ) -> None:
         """folder: for large tensors.  left_out: kinds of layers that are switched off."""
-        super().__init__(place, length, Shelf(folder), only_averaging)
+        super().__init__(place, length, Shelf(folder))
         torch.set_num_threads(1)  # in both runs: sums have one order
         if torch.cuda.is_available():
             torch.use_deterministic_algorithms(True, warn_only=True)
         self.left_out = left_out
         self.log = f"{log}{place.rank}"
-        self.events: dict[str, list[Event]] = {}
-        self.is_coarse = False
-        self.kinds: set[str] = set()
 
     def patches(self) -> list[tuple[Any, str, Callable]]:
         patches = super().patches()
@@ -57,7 +48,7 @@ class Recorder(Optimizers):
             (nn.utils, "clip_grad_norm_", self.clip),
             (clip_grad, "clip_grad_norm_", self.clip),
             (torch.optim.Optimizer, "add_param_group", self.parameters_are_known),
-            (dataloader._BaseDataLoaderIter, "_next_index", self.draw),
+            (dataloader._BaseDataLoaderIter, "_next_index", self.loaders.draw),
             (fetch._MapDatasetFetcher, "fetch", self.loaders.fetch),
             (fetch._IterableDatasetFetcher, "fetch", self.loaders.fetch),
             (dataloader._SingleProcessDataLoaderIter, "_next_data", self.loaders.unpack),
@@ -100,13 +91,8 @@ class Recorder(Optimizers):
                 round=self.loaders.rounds[key],
                 indices=self.loaders.indices_of(iterator),
             )
-        self.events.setdefault(key, []).append(event)
+        self.noted.events.setdefault(key, []).append(event)
         return value
-
-    def draw(self, original: Callable, iterator: Any) -> Any:
-        indices = original(iterator)
-        self.loaders.draws(iterator, indices)
-        return indices
 
     def load(self, iterator: Any, original: Callable) -> Any:
         if not torch.is_grad_enabled():
@@ -163,7 +149,7 @@ class Recorder(Optimizers):
     def look_at_layers(self, model: nn.Module) -> None:
         for layer in model.modules():
             if kind := layers.kind_of(layer):
-                self.kinds.add(kind)
+                self.noted.kinds.add(kind)
                 layer.training = kind not in self.left_out
 
     def model_begins(self, model: nn.Module) -> None:
@@ -183,12 +169,12 @@ class Recorder(Optimizers):
                 self.note_format(tensor.dtype)
 
     def note_format(self, dtype: torch.dtype) -> None:
-        self.is_coarse |= torch.finfo(dtype).eps > COARSE
+        self.noted.is_coarse |= torch.finfo(dtype).eps > COARSE
 
     def dropout(self, name: str, original: Callable, *args: Any, **kwargs: Any) -> Any:
         """What is called by nn.Dropout, and by programs themselves."""
         if not torch.compiler.is_compiling() and layers.drops(name, args, kwargs):
-            self.kinds.add("dropout")
+            self.noted.kinds.add("dropout")
             if "dropout" in self.left_out:
                 args, kwargs = layers.without_dropout(name, args, kwargs)
         return original(*args, **kwargs)
@@ -200,19 +186,9 @@ class Recorder(Optimizers):
         for model in self.models.values():
             parameters = {id(parameter) for parameter in model.parameters()}
             names |= {name: None for name, t in self.named_tensors(model) if id(t) in parameters}
-        for step in self.noted:
+        for step in self.noted.steps:
             names |= dict.fromkeys(step.options)
-        return Notes(
-            rank=self.place.rank,
-            world_size=self.place.world_size,
-            steps=self.noted,
-            events=self.events,
-            counts=self.counts,
-            parameters=list(names),
-            kinds=self.kinds,
-            is_coarse=self.is_coarse,
-            batch_sizes=self.loaders.batch_sizes,
-            epochs=self.loaders.epochs,
-            ends=self.loaders.ends() if is_own_thread else {},
-            redraws=self.loaders.redraws,
-        )
+        self.noted.parameters = list(names)
+        if is_own_thread:
+            self.noted.ends = self.loaders.ends()
+        return self.noted

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 from instruments.meeting import Place
-from instruments.program import Finished, Refused
+from instruments.program import Refused
 from instruments.tensors import local
 from torch import distributed as torch_dist
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,7 +18,6 @@ from equivalence.loaders import plain_copy
 from equivalence.notes import Notes
 from equivalence.randomness import set_random_state
 from equivalence.record import Recorder
-from equivalence.vectors import Vector
 
 FORCED = ("whole", "own data")  # here the optimizer gets what the processes' got
 
@@ -26,14 +25,11 @@ FORCED = ("whole", "own data")  # here the optimizer gets what the processes' go
 class Alone(NamedTuple):
     """What a run in one process has found."""
 
-    notes: Notes
-    weights: list[Vector]  # its own before each step, before others were set
-    rates: dict[str, int]  # not {}: it takes other numbers of batches in a step
+    notes: Notes  # weights: its own, before those of the processes were set
     unmatched: list[str]  # weights that the ranks don't have, or not in this shape
     has_coarse_optimizer: bool  # it computes in bfloat16 or float16
     is_joined: bool  # it had batches that were made of the ranks'; else it had these itself
     is_mixed: bool  # it had both in one step
-    chosen: list[int]  # whose examples it got in each step, if it got one rank's
 
 
 class Formats(TorchDispatchMode):
@@ -55,9 +51,7 @@ class Replayer(Recorder):
         super().__init__(place, len(given.facts.steps), log, folder, given.left_out)
         self.given, self.terminal = given, terminal
         self.run = f"one process, {given.kind}"
-        self.weights: list[Vector] = []
-        self.matched: set[str] = set()
-        self.unmatched: set[str] = set()
+        self.matched: dict[str, bool] = {}  # whether the ranks had such a weight, in some step
         self.formats = Formats()  # that the optimizer computes in
         self.own_in = 0  # the last step in which a batch was left as it is
         self.joined_in = 0  # and in which one was replaced
@@ -80,7 +74,7 @@ class Replayer(Recorder):
 
     @property
     def number(self) -> int:
-        return min(len(self.noted) - 1, self.length)
+        return min(len(self.noted.steps) - 1, self.length)
 
     def event(self, key: str, value: Any, iterator: Any = None) -> Any:
         batch = self.given.batch(key, self.seen[key])
@@ -102,7 +96,7 @@ class Replayer(Recorder):
         if iterator is None and batch.is_equal and self.is_global:
             return True
         own = self.loaders.examples if iterator is not None else None
-        step = len(self.noted)
+        step = len(self.noted.steps)
         if self.joined_in != step and batch.has_examples_of(value, own):
             self.own_in, self.is_global = step, True
             return True
@@ -114,16 +108,13 @@ class Replayer(Recorder):
 
     def begin(self, name: str, tensor: torch.Tensor) -> None:
         """Give a tensor the value that it had in the processes."""
-        while len(self.weights) < len(self.noted):
-            self.weights.append({})
-        if name in self.weights[-1]:
+        if name in self.step.weights:
             return
-        self.weights[-1][name] = self.shelf.keep(tensor)
+        super().begin(name, tensor)
         value = self.given.value("weights", name, self.number, tensor.shape)
+        self.matched[name] = self.matched.get(name, False) or value is not None
         if value is None:
-            self.unmatched.add(name)
             return
-        self.matched.add(name)
         if self.given.kind == "moved":
             value = moved(value, self.given.facts.digit)
         with torch.no_grad():
@@ -148,42 +139,12 @@ class Replayer(Recorder):
         if value is not None:
             set_gradient(parameter, value)
 
-    def step_is_complete(self) -> None:
-        if len(self.counts) == 2 and not self.given.rates and self.takes_others():
-            raise Finished  # it takes more, or fewer, batches in a step: to be begun anew
-        super().step_is_complete()
-
-    def takes_others(self) -> dict[str, int]:
-        """How many batches it takes in a step, if the processes take others; else {}."""
-        if len(self.counts) < 2:
-            return {}
-        many = self.given.facts.ranks[0]
-        rates, others = {}, {}
-        for key in many.events:
-            rates[key] = self.counts[1].get(key, 0) - self.counts[0].get(key, 0)
-            others[key] = many.counts[1].get(key, 0) - many.counts[0].get(key, 0)
-        return rates if any(rates[key] and rates[key] != others[key] for key in rates) else {}
-
     def notes(self, is_own_thread: bool = True) -> Alone:
         notes = super().notes(is_own_thread)
         notes.events = {}
-        while len(self.weights) < len(self.noted):
-            self.weights.append({})
-        rates = {} if self.given.rates else self.takes_others()
-        given, chosen = self.given, []
-        if given.kind == "share":
-            chosen = [given.chosen(step) for step in given.facts.steps]
-        unmatched = sorted(self.unmatched - self.matched)
-        return Alone(
-            notes,
-            self.weights,
-            rates,
-            unmatched,
-            self.formats.are_coarse,
-            self.joined_in > 0,
-            self.is_mixed,
-            chosen,
-        )
+        unmatched = sorted(name for name, is_matched in self.matched.items() if not is_matched)
+        is_joined = self.joined_in > 0
+        return Alone(notes, unmatched, self.formats.are_coarse, is_joined, self.is_mixed)
 
 
 def moved(value: torch.Tensor, least: torch.dtype) -> torch.Tensor:

@@ -10,7 +10,7 @@ from equivalence.averaging import averaging
 from equivalence.facts import Facts
 from equivalence.judge import Judge
 from equivalence.layers import AVERAGES
-from equivalence.options import Options, options
+from equivalence.options import options
 from equivalence.weights import buffers
 from equivalence.words import Link
 
@@ -20,77 +20,52 @@ BY_DESIGN = {
     "BatchNorm": ": each process normalises its own share",
     "dropout": ", which draws other numbers in each process",
 }
+COPIES_OR_PARTS = "the ranks' weights differ from the start: copies, or parts of one model?"
 NOT_ASKED = "whether one process computes the same (one batch, weights) was not asked"
 
 
-class Answer(NamedTuple):
-    code: int
-    lines: list[Line]  # the first one is the verdict
+class Verdict(NamedTuple):
+    code: int  # of the program's exit
+    text: str
 
 
-def only_averaging(facts: Facts) -> Answer:
+def only_averaging(facts: Facts) -> tuple[int, list[Line]]:
     """What the processes' notes alone say."""
     facts.may_have_parts = facts.first_unequal == 0 and not facts.has_parts  # or they are copies
-    lines, wrong, reasons = of_notes(facts)
+    first = averaging(facts, None)
     if facts.may_have_parts:
-        reasons.append("the ranks' weights differ from the start: copies, or parts of one model?")
-    settings = options(facts, None, [])
-    lines += settings.lines
-    wrong += [line.label for line in settings.lines]
-    link = averaging(facts, None)
-    lines += link.line
-    if link.is_right is False or link.text and link.is_right is None:
-        wrong.append("averaging")
-    elif link.is_right is None and not facts.may_have_parts:
-        reasons.append(f"averaging: {link.why}")
-    lines.append(Line("note", NOT_ASKED))
-    if wrong:
-        names = ", ".join(dict.fromkeys(wrong))
-        text = "DIFFERENT from ranks that train one model with the mean of their gradients"
-        return answer(DIFFERENT, f"{text}: {names}", lines)
-    if reasons:
-        return answer(UNKNOWN, f"NOT FOUND OUT: {'; '.join(reasons)}", lines)
+        first = first._replace(why=COPIES_OR_PARTS)
+    elif first.text and first.is_right is None:  # no other link will tell
+        first = first._replace(is_right=False)
+    links = [seen.examples(facts), seen.copies(facts), options(facts, None, []), first]
     text = "AVERAGING RIGHT: the ranks have one model, and average their gradients; a difference"
-    return answer(SAME, f"{text} above {link.limit:.0e} would have been seen", lines)
+    right = Verdict(SAME, f"{text} above {first.limit:.0e} would have been seen")
+    verdict = problem(links, "ranks that train one model with the mean of their gradients") or right
+    return answer(verdict, links, [Line("note", NOT_ASKED)])
 
 
-def all_three(judge: Judge, command: list[str]) -> Answer:
+def all_three(judge: Judge, command: list[str]) -> tuple[int, list[Line]]:
     facts = judge.facts
-    lines, wrong, reasons = of_notes(facts)
+    links = [seen.examples(facts), seen.copies(facts)]
     if bad := facts.infinite():
-        lines.append(Line("gradients", bad))
-        reasons.append("gradients are infinite or NaN")
-        return conclude(wrong, reasons, [], lines)
+        links.append(Link("gradients", None, why=bad))
+        return answer(conclude(links), links, [])
     batch = judge.one_batch()
     alone = judge.alone()
     settings = options(facts, alone.notes if alone else None, command)
-    lines += settings.lines
-    if settings.is_right is False:
-        wrong += [line.label for line in settings.lines]
-    elif settings.is_right is None:
-        reasons += [f"{line.label}: {line.text}" for line in settings.lines]
-    links = corrected(judge, averaging(facts, judge.known), batch, judge.weights(), settings)
-    for link in links:
-        lines += link.line
+    first = averaging(facts, judge.right)
+    first, batch, change = corrected(judge, first, batch, judge.weights(), settings)
+    links += [settings, first, batch, change]
     others: list[Line] = []
-    if judge.look and links[0].is_right is not False:
+    if judge.look and first.is_right is not False:
         left_out = AVERAGES if "BatchNorm" in facts.kinds() else ()
         others = buffers(facts, judge.look.whole, batch.limit, left_out)
-    lines += others + random_numbers(facts)
-    return conclude(wrong, reasons, links, lines, " (but for buffers)" * bool(others))
-
-
-def of_notes(facts: Facts) -> tuple[list[Line], list[str], list[str]]:
-    """Lines about examples and copies; what is wrong; what is not known."""
-    lines, are_shares = seen.examples(facts)
-    copies = seen.copies(facts)
-    wrong = ["examples"] * (are_shares is False) + ["copies"] * bool(copies)
-    reasons = ["examples may be on more than one rank"] * (are_shares is None)
-    return lines + copies, wrong, reasons
+    verdict = conclude(links, " (but for buffers)" * bool(others))
+    return answer(verdict, links, others + random_numbers(facts))
 
 
 def corrected(
-    judge: Judge, first: Link, batch: Link, change: Link, settings: Options
+    judge: Judge, first: Link, batch: Link, change: Link, settings: Link
 ) -> tuple[Link, Link, Link]:
     """What only another link's answer shows."""
     facts = judge.facts
@@ -109,41 +84,48 @@ def corrected(
         change = Link("weights", None, why="not looked at, as the gradients are wrong")
     if change.is_right is False and settings.is_right is None:
         change = Link("weights", None, why="not looked at, as the rates differ")
-    if change.is_right is False and settings.is_schedule and change.limit <= 2 * limits.SCHEDULE:
+    is_near = change.limit <= 2 * limits.SCHEDULE  # if the rates are nearly those of one process
+    if change.is_right is False and settings.is_right and settings.text and is_near:
         text = "they change as in one process, but for the schedule's other rates"
         change = Link("weights", True, f"{text} (apart by {change.limit:.0e})", change.limit)
     return first, batch, change
 
 
-def conclude(
-    wrong: list[str], reasons: list[str], links: tuple | list, lines: list[Line], but: str = ""
-) -> Answer:
-    wrong = list(dict.fromkeys(wrong + [link.label for link in links if link.is_right is False]))
+def problem(links: list[Link], other: str) -> Verdict | None:
+    """What is wrong, or else what is not known.  other: from what it is different."""
+    wrong = list(dict.fromkeys(link.label for link in links if link.is_right is False))
     if wrong == ["one batch"]:
-        return answer(DIFFERENT, f"DIFFERENT from one process: {BATCH}", lines)
+        return Verdict(DIFFERENT, f"DIFFERENT from {other}: {BATCH}")
     if wrong:
-        return answer(DIFFERENT, f"DIFFERENT from one process in: {', '.join(wrong)}", lines)
+        return Verdict(DIFFERENT, f"DIFFERENT from {other} in: {', '.join(wrong)}")
     labels: dict[str, list[str]] = {}  # by what is not known
     for link in links:
         if link.is_right is None:
             labels.setdefault(link.why, []).append(link.label)
-    reasons = [*reasons, *[f"{', '.join(labels[why])}: {why}" for why in labels]]
-    if reasons:
-        return answer(UNKNOWN, f"NOT FOUND OUT: {'; '.join(dict.fromkeys(reasons))}", lines)
+    reasons = [f"{', '.join(labels[why])}: {why}" for why in labels]
+    return Verdict(UNKNOWN, f"NOT FOUND OUT: {'; '.join(reasons)}") if reasons else None
+
+
+def conclude(links: list[Link], but: str = "") -> Verdict:
+    if bad := problem(links, "one process"):
+        return bad
     limit = max(link.limit for link in links)
     if limit > limits.SEEN:
         text = f"NOT FOUND OUT: nothing differs, but only differences above {limit:.0e} can be seen"
-        return answer(UNKNOWN, text, lines)
+        return Verdict(UNKNOWN, text)
     seen_above = f"a difference above {limit:.0e} would have been seen"
     causes = [link.but for link in links if link.but]
     if causes:
         text = f"THE SAME, but for {causes[0]}{BY_DESIGN.get(causes[0], '')}{but}"
-        return answer(SAME, f"{text}; else {seen_above}", lines)
-    return answer(SAME, f"THE SAME as one process, up to rounding{but}; {seen_above}", lines)
+        return Verdict(SAME, f"{text}; else {seen_above}")
+    return Verdict(SAME, f"THE SAME as one process, up to rounding{but}; {seen_above}")
 
 
-def answer(code: int, text: str, lines: list[Line]) -> Answer:
-    return Answer(code, [Line("verdict", text), *lines])
+def answer(verdict: Verdict, links: list[Link], more: list[Line]) -> tuple[int, list[Line]]:
+    lines = [Line("verdict", verdict.text)]
+    for link in links:
+        lines += link.line
+    return verdict.code, lines + more
 
 
 def random_numbers(facts: Facts) -> list[Line]:
