@@ -246,7 +246,7 @@ def test_messages_in_closed_form_and_parts_that_add_up(name):
 def test_a_step_lies_between_two_of_the_first_optimizer_and_begins_with_its_first_batch():
     for steps in table_of(recordings(two_of_each)).ranks.values():
         for step in steps:
-            assert step.passes["optimizer"] == 2
+            assert sum(part.what == "optimizer" for part in step.parts) == 2
             begun = [part.what for part in step.parts if part.what != "other"]
             assert begun[:3] == ["loading", "loading", "forward"] and step.parts[0].what == "loading"
 
@@ -489,7 +489,7 @@ def program(folder, *flags, options=(), text=PROGRAM, nproc=1, **more):
 
 def test_a_program_that_knows_nothing_of_it(tmp_path):
     done = program(tmp_path, 100, "--out", options=["--steps", 1, "--out", "mine"], nproc=2)
-    assert done.code == 0 and done.out.count("the ranks are in no process group") == 1
+    assert done.code == 0 and " ".join(done.out.split()).count("does each rank train for itself") == 1
     assert "made" not in done.out  # it was left
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.json", "mine.svg", "train.py"]
     found = json.loads((tmp_path / "mine.json").read_text())["timeline"]

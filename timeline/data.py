@@ -5,7 +5,6 @@ All times are nanoseconds: since 1970, and in a Picture from its left end.
 
 import dataclasses
 import time
-from collections import Counter
 from typing import Any, NamedTuple, TypedDict
 
 WARM_UP = 3  # steps
@@ -91,7 +90,6 @@ class Noted:
     tensors: list[tuple[int, dict]] = dataclasses.field(default_factory=list)  # see note_memory
     has_hooks: bool = True  # torch has told of the calls
     has_workers: bool = False  # a DataLoader loads while the program computes
-    has_group: bool = False  # the program was in a process group
 
 
 class Recording(TypedDict):
@@ -107,14 +105,11 @@ class Recording(TypedDict):
     bare: list[int]  # how long each step without the recorder took
     lane: list[Span]  # what the process does, or its GPU; without overlap
     idle: list[Span]  # inside of it: the GPU has nothing to compute, as the phase launches nothing
-    passes: list[Counter]  # of each step, by kind: how often it was begun
     messages: list[Message]
     memory: list[Allocation]
     trace: list[dict]  # torch's own events, for Perfetto
     core_waits: list[int]  # at each cut: how long the program's thread has waited for a core
     has_workers: bool
-    has_group: bool
-    has_compiled: bool  # torch.compile has made a graph
 
 
 Picture = dict[str, Any]  # what picture.py makes, draw.py draws, and timeline.json keeps

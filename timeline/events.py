@@ -3,16 +3,13 @@
 import itertools
 import json
 import socket
-import sys
 import tempfile
-from bisect import bisect_right
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from timeline.data import PHASES, WARM_UP, Allocation, Noted, Recording, Span, counted
+from timeline.data import WARM_UP, Allocation, Noted, Recording, Span, counted
 from timeline.gpu import GPU_WORK, gpu_cuts, gpu_lane, gpu_work, is_nccl
 from timeline.lanes import flat
 from timeline.memory import blocks_of, name_blocks
@@ -26,7 +23,6 @@ def recording_of(noted: Noted, profiler: Any) -> Recording:
     work = gpu_work(events)
     messages = messages_of(noted, events, work)
     spans = host_spans(noted, events, messages, has_nccl=any(map(is_nccl, work)))
-    passes = passes_of(spans, noted.cuts)
     blocks = blocks_of(events, 1 if noted.device == "cuda" else 0)
     name_blocks(blocks, noted.tensors, spans, messages)
     lane, idle, cuts = flat([*spans, *losses(spans, messages)]), [], noted.cuts
@@ -51,21 +47,12 @@ def recording_of(noted: Noted, profiler: Any) -> Recording:
         "bare": bare_lengths(noted),
         "lane": lane,
         "idle": idle,
-        "passes": passes,
         "messages": messages,
         "memory": memory,
         "trace": [event for event in events if event["ph"] in "XsfM"],  # spans, arrows, names
         "core_waits": noted.core_waits,
         "has_workers": noted.has_workers,
-        "has_group": noted.has_group or torch.distributed.is_initialized(),
-        "has_compiled": has_compiled(),
     }
-
-
-def has_compiled() -> bool:
-    """Whether torch.compile has made a graph in this process."""
-    dynamo = sys.modules.get("torch._dynamo")
-    return dynamo is not None and bool(dynamo.utils.counters["stats"]["unique_graphs"])
 
 
 def read_trace(profiler: Any) -> list[dict]:
@@ -112,16 +99,6 @@ def synchronizations(events: list[dict], thread: int) -> list[Span]:
         if is_call and "Synchronize" in event["name"]:
             waits.append(Span("waiting", event["begin"], event["end"]))
     return waits
-
-
-def passes_of(spans: list[Span], cuts: list[int]) -> list[Counter]:
-    """How many passes of each kind begin in each step.  The GPU's kernels are no measure of it."""
-    passes = [Counter() for _ in cuts]
-    for span in spans:
-        step = bisect_right(cuts, span.begin) - 1
-        if span.what in PHASES and step >= 0:
-            passes[step][span.what] += 1
-    return passes
 
 
 def bare_lengths(noted: Noted) -> list[int]:

@@ -208,7 +208,6 @@ class Recorder(Hooks):
 
     def watch_group(self, group: Any) -> None:
         self.groups[group] = torch_dist.get_process_group_ranks(group)
-        self.noted.has_group = True
         if HAS_MESSAGE_HOOKS:
             group.register_pre_hook(id(self), lambda args: self.note_message(args, group))
 

@@ -1,7 +1,7 @@
 """What the ranks spend in their steps, and one rank more than the others."""
 
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from timeline.steps import Step, Table
 
@@ -13,6 +13,16 @@ def waits_for(table: Table, slow: int) -> list[float]:
     for of_others in zip(*others, strict=True):
         waits.append(statistics.mean(step.waits_for[slow] for step in of_others))
     return waits
+
+
+def late_ranks(table: Table) -> list[tuple[int, float]]:
+    """The rank for which the others waited longest in each step, and how long."""
+    waits = {rank: waits_for(table, rank) for rank in table.ranks}
+    late = []
+    for place in range(len(table.lengths)):
+        rank = max(waits, key=lambda rank: waits[rank][place])
+        late.append((rank, waits[rank][place]))
+    return late
 
 
 def spent_in(*parts: str) -> Callable[[Step], float]:
@@ -34,33 +44,23 @@ def more_than_others(table: Table, slow: int, of: Callable[[Step], float]) -> li
 
 def more_on_core(table: Table, slow: int, part: str) -> list[float]:
     """The same of a part, less the time in which only this rank had no core."""
-    rest = []
     mores = more_than_others(table, slow, spent_in(part))
-    for more, core in zip(mores, more_than_others(table, slow, without_core), strict=True):
-        rest.append(more - max(0, core))
-    return rest
+    cores = more_than_others(table, slow, without_core)
+    return [more - max(0, core) for more, core in zip(mores, cores, strict=True)]
 
 
-def typical_length(table: Table) -> float:
-    """The median of a step, on the rank where it takes longest."""
-    medians = []
-    for steps in table.ranks.values():
-        medians.append(statistics.median(step.length for step in steps))
-    return max(medians)
-
-
-def least(all_steps: Iterable[list[Step]], of: Callable[[Step], float]) -> float:
+def least(table: Table, of: Callable[[Step], float]) -> float:
     """The median of all steps, on the rank where it is least."""
-    return min(statistics.median(of(step) for step in steps) for steps in all_steps)
+    return min(statistics.median(map(of, steps)) for steps in table.ranks.values())
 
 
-def loading_of(steps: list[Step]) -> float:
-    return average([step.spent["loading"] for step in steps])
+def averages(table: Table, of: Callable[[Step], float]) -> list[float]:
+    """Each rank's mean, as workers of a DataLoader bring their batches together, and then none.
 
-
-def average(times: list[int]) -> float:
-    """Of several steps, as workers of a DataLoader bring their batches together, and then none.
-
-    The longest is left out, which may be an epoch's first, when they start.
+    The longest step is left out, which may be an epoch's first, when they start.
     """
-    return statistics.mean(sorted(times)[:-1] or times)
+    means = []
+    for steps in table.ranks.values():
+        times = sorted(map(of, steps))
+        means.append(statistics.mean(times[:-1] or times))
+    return means

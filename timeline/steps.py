@@ -5,11 +5,9 @@ import statistics
 from collections import Counter
 from typing import NamedTuple
 
-from timeline.compare import align_clocks, match_messages
+from timeline.compare import align_clocks, match_messages, was_seen
 from timeline.data import KINDS, Allocation, Message, Recording, Span
 from timeline.lanes import inside, parts_of
-
-CHECK = ("allgather", 16)  # distributed.py compares the calls
 
 
 class Step(NamedTuple):
@@ -22,7 +20,6 @@ class Step(NamedTuple):
     spent: Counter  # by part
     waits_for: Counter  # other ranks; None: for no rank, as bytes moved or a queue was full
     without_core: int
-    passes: Counter  # by kind
     messages: list[Message]
 
     @property
@@ -37,6 +34,7 @@ class Table(NamedTuple):
     ranks: dict[int, list[Step]]
     lengths: list[int]  # of each step, on the rank where it took longest
     bare: list[int]  # the same of steps without the recorder
+    is_unseen: bool  # there are messages, and of none it is known when it ran
     arrows: list[dict]  # from a send to the end of the wait for it
     clocks: str  # in words, what was done to have one clock
 
@@ -59,7 +57,9 @@ def table_of(recordings: list[Recording]) -> Table:
         lengths.append(max(step.length for step in of_ranks))
     bares = zip(*(recording["bare"] for recording in recordings), strict=False)
     bare = [max(of_ranks) for of_ranks in bares]
-    return Table(first, ranks, lengths, bare, arrows, clocks)
+    messages = list(itertools.chain(*(recording["messages"] for recording in recordings)))
+    is_unseen = bool(messages) and not any(map(was_seen, messages))
+    return Table(first, ranks, lengths, bare, is_unseen, arrows, clocks)
 
 
 def step_of(recording: Recording, number: int) -> Step:
@@ -78,7 +78,6 @@ def step_of(recording: Recording, number: int) -> Step:
         spent,
         waits_for(parts, messages),
         core[1] - core[0] if len(core) == 2 else 0,
-        recording["passes"][number],
         messages,
     )
 
@@ -102,24 +101,7 @@ def waits_for(parts: list[Span], messages: list[Message]) -> Counter:
     return waited
 
 
-def kinds(table: Table) -> list[list[int]]:
-    """The numbers of steps in which the same is done: equal passes, and equal messages."""
-    numbers: dict[tuple, list[int]] = {}
-    for place, of_ranks in enumerate(zip(*table.ranks.values(), strict=True)):
-        done = tuple(signature_of(step) for step in of_ranks)
-        numbers.setdefault(done, []).append(table.first + place)
-    return list(numbers.values())
-
-
-def signature_of(step: Step) -> tuple:
-    counts = step.passes.copy()
-    for message in step.messages:
-        if (message["kind"], message["bytes"]) != CHECK:
-            counts[message["kind"]] += 1
-    return tuple(sorted(counts.items()))
-
-
-def memory_curve(allocations: list[Allocation], begin: int, end: int) -> dict[str, list[int]]:
+def memory_curve(allocations: list[Allocation], begin: int, end: int) -> dict[str, list]:
     """The "times" of its changes, and the bytes of each of KINDS from then on."""
     changes: dict[float, Counter] = {begin: Counter(), end: Counter()}
     for block in allocations:
@@ -128,7 +110,7 @@ def memory_curve(allocations: list[Allocation], begin: int, end: int) -> dict[st
             if block.freed < end:
                 changes.setdefault(block.freed, Counter())[block.kind] -= block.bytes
     times = sorted(changes)
-    curve = {"times": [time - begin for time in times]}
+    curve = {"times": times}
     for kind in KINDS:
         curve[kind] = list(itertools.accumulate(changes[time][kind] for time in times))
     return curve
