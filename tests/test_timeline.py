@@ -29,7 +29,7 @@ from instruments.meeting import Place
 from instruments.program import Finished
 from mnist_ddp import ConvNet
 from timeline import draw, lanes, record, waits
-from timeline.data import KINDS, Allocation, Span
+from timeline.data import KINDS, Block, Span
 from timeline.picture import picture_of
 from timeline.steps import table_of, waits_for
 from timeline.trace import trace_of
@@ -353,7 +353,7 @@ def test_clocks_of_other_machines_are_aligned():
     other = shifted[2]
     other["machine"], other["cuts"] = "another", [cut + shift for cut in other["cuts"]]
     other["lane"] = [span.earlier(-shift) for span in other["lane"]]
-    other["memory"] = [Allocation(*one[:2], one.born + shift, one.freed + shift) for one in other["memory"]]
+    other["memory"] = [Block(one.kind, one.bytes, one.born + shift, one.freed + shift) for one in other["memory"]]
     for message in other["messages"]:
         message |= {key: message[key] + shift for key in ("issued", "begin", "end")}
     text = said(picture_of(shifted, options()))["clocks"]

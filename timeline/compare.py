@@ -1,6 +1,7 @@
 """Brings the recordings together: one clock, which messages belong together, who came last."""
 
 from collections import Counter, defaultdict
+from dataclasses import replace
 
 from timeline.data import Message, Recording, ms
 
@@ -17,11 +18,14 @@ def earlier(recording: Recording, by: int) -> Recording:
     events = []
     for event in recording["trace"]:
         events.append(event | {"begin": event["begin"] - by, "end": event["end"] - by})
+    blocks = []
+    for block in recording["memory"]:
+        blocks.append(replace(block, born=block.born - by, freed=block.freed - by))
     return recording | {
         "cuts": [cut - by for cut in recording["cuts"]],
         "lane": [span.earlier(by) for span in recording["lane"]],
         "idle": [span.earlier(by) for span in recording["idle"]],
-        "memory": [allocation.earlier(by) for allocation in recording["memory"]],
+        "memory": blocks,
         "messages": [earlier_message(message, by) for message in recording["messages"]],
         "trace": events,
     }
@@ -49,13 +53,13 @@ def numbered(recording: Recording) -> dict[tuple, Message]:
 def align_clocks(recordings: list[Recording]) -> str:
     """Give all ranks one time; between machines all-reduces tell it.  Returns what was done."""
     said = []
-    ends = [ends_of(recording) for recording in recordings]
-    for place, recording in enumerate(recordings):
-        rank = recording["rank"]
-        if recording["machine"] == recordings[0]["machine"]:
+    first, *others = recordings
+    its_ends = ends_of(first)
+    for recording in others:
+        if recording["machine"] == first["machine"]:
             continue
-        common = [key for key in ends[0] if key in ends[place]]
-        differences = sorted(ends[place][key] - ends[0][key] for key in common)
+        rank, ends = recording["rank"], ends_of(recording)
+        differences = sorted(ends[key] - its_ends[key] for key in ends if key in its_ends)
         if not differences:
             said.append(f"rank {rank} is on another machine, and its clock could not be compared")
             continue
@@ -64,7 +68,7 @@ def align_clocks(recordings: list[Recording]) -> str:
         uncertain = max(differences[-1 - quarter] - shift, shift - differences[quarter])
         than = "ahead of" if shift > 0 else "behind"
         said.append(
-            f"rank {rank}'s clock was {ms(abs(shift))} ms {than} rank {recordings[0]['rank']}'s, "
+            f"rank {rank}'s clock was {ms(abs(shift))} ms {than} rank {first['rank']}'s, "
             f"give or take {ms(uncertain, 2)} ms"
         )
         recording.update(earlier(recording, shift))

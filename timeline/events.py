@@ -1,6 +1,5 @@
 """Reads what torch's profiler has noted, and makes a rank's Recording of that and what is Noted."""
 
-import itertools
 import json
 import socket
 import tempfile
@@ -9,31 +8,29 @@ from typing import Any
 
 import torch
 
-from timeline.data import WARM_UP, Allocation, Noted, Recording, Span, counted
+from timeline.data import WARM_UP, Noted, Recording, Span, counted
 from timeline.gpu import GPU_WORK, gpu_cuts, gpu_lane, gpu_work, is_nccl
 from timeline.lanes import flat
-from timeline.memory import blocks_of, name_blocks
+from timeline.memory import memory_of
 from timeline.messages import messages_of
-from timeline.waits import cut_late_ends, ddp_waits, end_with_their_waits, losses
+from timeline.waits import cut_late_ends, ddp_waits, losses
 
 
 def recording_of(noted: Noted, profiler: Any) -> Recording:
     """All that is known of this rank; profiler: None if it did not start, or can't be stopped."""
     events = read_trace(profiler) if profiler else []
     work = gpu_work(events)
-    messages = messages_of(noted, events, work)
-    spans = host_spans(noted, events, messages, has_nccl=any(map(is_nccl, work)))
-    blocks = blocks_of(events, 1 if noted.device == "cuda" else 0)
-    name_blocks(blocks, noted.tensors, spans, messages)
-    lane, idle, cuts = flat([*spans, *losses(spans, messages)]), [], noted.cuts
+    has_nccl = any(map(is_nccl, work))
+    messages = messages_of(noted, events, work, has_nccl)
+    spans = host_spans(noted, events, messages, has_nccl)
+    lane, idle, cuts, memory = flat(spans), [], noted.cuts, []
+    lane = flat([*lane, *losses(lane, messages)])
     if work:
         lane = flat([*lane, *synchronizations(events, noted.thread)])
         cuts = gpu_cuts(work, cuts)
         lane, idle = gpu_lane(work, lane)
-        blocks = {}
-    memory = []
-    for block in itertools.chain(*blocks.values()):
-        memory.append(Allocation(block.kind, block.bytes, block.born, block.freed))
+    elif noted.device == "cpu":
+        memory = memory_of(events, noted.tensors, spans, messages)
     boot = Path("/proc/sys/kernel/random/boot_id")
     threads = counted(torch.get_num_threads(), "thread")
     return {
@@ -86,7 +83,6 @@ def host_spans(
             spans.append(Span("waiting", event["begin"], event["end"]))
     if not has_nccl:
         spans += ddp_waits(main, spans, messages)
-        end_with_their_waits(messages, spans)
         cut_late_ends(messages, spans, noted.cuts)
     return spans
 

@@ -6,7 +6,7 @@ from collections import Counter
 from typing import NamedTuple
 
 from timeline.compare import align_clocks, match_messages, was_seen
-from timeline.data import KINDS, Allocation, Message, Recording, Span
+from timeline.data import KINDS, Block, Message, Recording, Span
 from timeline.lanes import inside, parts_of
 
 
@@ -101,10 +101,10 @@ def waits_for(parts: list[Span], messages: list[Message]) -> Counter:
     return waited
 
 
-def memory_curve(allocations: list[Allocation], begin: int, end: int) -> dict[str, list]:
+def memory_curve(blocks: list[Block], begin: int, end: int) -> dict[str, list]:
     """The "times" of its changes, and the bytes of each of KINDS from then on."""
     changes: dict[float, Counter] = {begin: Counter(), end: Counter()}
-    for block in allocations:
+    for block in blocks:
         if block.born < end and begin < block.freed:
             changes.setdefault(max(block.born, begin), Counter())[block.kind] += block.bytes
             if block.freed < end:
