@@ -67,18 +67,15 @@ def be_rank(job: Job, place: Place, meeting: Meeting, show: Callable | None) -> 
         with hooks.installed():
             is_finished = run_program(job.command)
     except Refused as refusal:
-        rank.is_over.set()
         rank.end("failed")
         raise SystemExit(f"{job.tool}: {refusal}") from None
     except BaseException as error:
-        rank.is_over.set()
         if isinstance(error, SystemExit) and not error.code:
             return rank.end("ended")
         rank.end("failed")
         if isinstance(error, KeyboardInterrupt):
             raise SystemExit(130) from None  # as distributed_launcher.py ends after Ctrl-C
         raise without_our_frames(error) from error.__cause__
-    rank.is_over.set()
     return rank.end("finished" if is_finished else "ended")
 
 
@@ -98,10 +95,11 @@ class Rank:
 
     def end(self, ending: str) -> int:
         """Leave the notes, wait for those of others, and show all if that is this rank's part."""
+        self.is_over.set()
         self.leave(ending)
         if ending == "failed":
             self.meeting.put("failed", True)
-            wait_until(self.all_are_here, min(MOMENT, self.job.patience), lambda left: None)
+            wait_until(self.all_are_here, min(MOMENT, self.job.patience))
         elif ending == "finished" or self.show:
             wait_until(self.all_are_here, self.job.patience + MOMENT, self.report)
         code = self.show_all()
@@ -115,7 +113,7 @@ class Rank:
     def wait_until_shown(self) -> None:
         """torchrun ends all when this rank fails: rank 0, too, which may still be drawing."""
         if isinstance(self.meeting, Store):
-            wait_until(lambda: self.meeting.has("shown"), DRAWING, lambda left: None)
+            wait_until(lambda: self.meeting.has("shown"), DRAWING)
 
     def show_all(self) -> int:
         with self.lock:  # once: the watching thread may have done it
@@ -147,28 +145,23 @@ class Rank:
 
     def watch(self) -> None:
         """End a program that makes no steps, or whose other ranks failed.  It runs in a thread."""
-        patience = self.job.patience
-        while time.monotonic() - self.hooks.last_step < patience:
+        patience, hooks = self.job.patience, self.hooks
+        while not self.meeting.has("failed") and time.monotonic() - hooks.last_step < patience:
             if self.is_over.wait(min(0.5, patience / 4)):
                 return
-            if self.meeting.has("failed"):
-                break
         if self.is_over.is_set():
             return
-        rank, steps = self.place.rank, self.hooks.steps
-        standing = where(self.hooks.thread)
+        standing = where(hooks.thread)
         show_modules()
         if self.meeting.has("failed"):
             self.leave("stopped", is_own_thread=False)
-            wait_until(self.all_are_here, MOMENT, lambda left: None)
+            wait_until(self.all_are_here, MOMENT)
             self.show_all()
             return  # whoever has started this process ends it, or its own error does
-        self.say(
-            f"rank {rank} made no step for {patience:g} s, after {steps}; it stands in {standing}"
-        )
+        made = f"rank {self.place.rank} made no step for {patience:g} s, after {hooks.steps}"
+        self.say(f"{made}; it stands in {standing}")
         self.leave("stuck", is_own_thread=False)
-        if self.show or not self.all_are_here():
-            wait_until(self.all_are_here, MOMENT, self.report)
+        wait_until(self.all_are_here, MOMENT, self.report)
         self.show_all()
         self.wait_until_shown()
         sys.stdout.flush()

@@ -53,16 +53,6 @@ class Recorder(Hooks):
             (torch_dist, "_broadcast_coalesced", self.wait),  # DDP's, of buffers: it waits in C++
         ]
 
-    @contextlib.contextmanager
-    def installed(self) -> Iterator[None]:
-        with super().installed():
-            try:
-                yield
-            finally:
-                if HAS_MESSAGE_HOOKS and torch_dist.is_initialized():
-                    for group in self.groups:
-                        group.unregister_pre_hook(id(self))
-
     def notes(self, is_own_thread: bool) -> Recording:
         noted, now = self.noted, time.time_ns()
         noted.spans += [Span(what, begin, now) for what, begin in self.open]
@@ -200,6 +190,7 @@ class Recorder(Hooks):
         self.groups[group] = torch_dist.get_process_group_ranks(group)
         if HAS_MESSAGE_HOOKS:
             group.register_pre_hook(id(self), lambda args: self.note_message(args, group))
+            self.undo.callback(group.unregister_pre_hook, id(self))
 
     def note_message(self, args: Any, group: Any) -> None:
         name, tensors = args.name.name, args.input_tensors or args.output_tensors
