@@ -49,7 +49,7 @@ def refuse(tool: str, problem: object) -> NoReturn:
     raise SystemExit(2)
 
 
-def say(lines: Iterable[Line], indent: int) -> None:
+def say(lines: Iterable[Line], indent: int = 10) -> None:
     """Print each text behind its label, as wide as the terminal."""
     width = max(40, shutil.get_terminal_size().columns - 1)
     # Paths stay whole, so that they can be copied.

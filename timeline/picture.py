@@ -1,9 +1,9 @@
 """Makes a Picture of the recordings: all that is drawn and said, of a step that is worth a look."""
 
 import argparse
+import re
 import shlex
 from collections import Counter
-from pathlib import Path
 
 from timeline.compare import earlier, match_messages
 from timeline.data import Picture, Recording, counted
@@ -52,11 +52,9 @@ def step_to_draw(table: Table, wanted: int, reason: Reason) -> tuple[int, int]:
 
 
 def title_of(command: list[str]) -> str:
-    if command[0] == "-m":
-        program, flags = command[1], command[2:]
-    else:
-        program, flags = Path(command[0]).name, command[1:]
-    return shlex.join([program.removesuffix(".py").rpartition(".")[2], *flags])
+    program, *flags = command[1:] if command[0] == "-m" else command
+    name = re.split(r"[/.]", program.removesuffix(".py"))[-1]
+    return shlex.join([name, *flags])
 
 
 def rank_of(recording: Recording, numbers: range) -> dict:

@@ -2,25 +2,18 @@
 
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
-from instruments import command
 from instruments.command import Line
 from timeline.compare import was_seen
 from timeline.data import COLLECTIVES, KINDS, PARTS, Picture, Recording, counted, ms, size_of
-from timeline.spent import late_ranks
 from timeline.steps import Table
 from timeline.why import Reason
-
-
-def say(lines: Iterable[Line]) -> None:
-    command.say(lines, indent=10)
 
 
 def findings(
     picture: Picture, recordings: list[Recording], table: Table, reason: Reason
 ) -> list[Line]:
-    """All lines."""
     ranks = picture["ranks"]
     lines = [Line("step", length_of_step(picture, table, reason))]
     drawn = set()
@@ -128,7 +121,7 @@ def who_came_last(table: Table) -> str:
     if table.is_unseen:
         return "not seen, as the profiler tells no times of messages"
     waited = defaultdict(list)
-    for rank, wait in late_ranks(table):
+    for rank, wait in table.late_ranks():
         if wait:
             waited[rank].append(wait)
     texts = []

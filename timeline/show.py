@@ -6,14 +6,13 @@ import json
 import sys
 from pathlib import Path
 
-from instruments.command import Line
+from instruments.command import Line, say
 from instruments.rank import Job, Notes
 from instruments.ranks import NO_STEP, look_at
 from timeline.data import Recording, counted, recorded_steps
 from timeline.draw import draw
 from timeline.picture import picture_of
 from timeline.record import Recorder
-from timeline.say import say
 from timeline.trace import read_picture, trace_of
 
 

@@ -3,6 +3,7 @@
 import itertools
 import statistics
 from collections import Counter
+from collections.abc import Callable
 from typing import NamedTuple
 
 from timeline.compare import align_clocks, match_messages, was_seen
@@ -27,6 +28,9 @@ class Step(NamedTuple):
         return self.end - self.begin
 
 
+Measure = Callable[[Step], float]
+
+
 class Table(NamedTuple):
     """All ranks' steps, on one clock."""
 
@@ -41,6 +45,49 @@ class Table(NamedTuple):
     @property
     def usual_length(self) -> float:
         return statistics.median(self.lengths)
+
+    def others(self, rank: int) -> list[list[Step]]:
+        """In each step what the other ranks do."""
+        others = [steps for other, steps in self.ranks.items() if other != rank]
+        return list(map(list, zip(*others, strict=True)))
+
+    def waits_for(self, rank: int) -> list[float]:
+        """How long the other ranks waited for this one in each step, on average."""
+        waits = []
+        for others in self.others(rank):
+            waits.append(statistics.mean(step.waits_for[rank] for step in others))
+        return waits
+
+    def late_ranks(self) -> list[tuple[int, float]]:
+        """The rank for which the others waited longest in each step, and how long."""
+        waits = {rank: self.waits_for(rank) for rank in self.ranks}
+        late = []
+        for place in range(len(self.lengths)):
+            rank = max(waits, key=lambda rank: waits[rank][place])
+            late.append((rank, waits[rank][place]))
+        return late
+
+    def more(self, rank: int, of: Measure) -> list[float]:
+        """What this rank has more than the others in each step, on average."""
+        mores = []
+        for own, others in zip(self.ranks[rank], self.others(rank), strict=True):
+            mores.append(of(own) - statistics.mean(map(of, others)))
+        return mores
+
+    def least(self, of: Measure) -> float:
+        """The median of all steps, on the rank where it is least."""
+        return min(statistics.median(map(of, steps)) for steps in self.ranks.values())
+
+    def averages(self, of: Measure) -> list[float]:
+        """Each rank's mean, as workers of a DataLoader bring their batches together, and then none.
+
+        The longest step is left out, which may be an epoch's first, when they start.
+        """
+        means = []
+        for steps in self.ranks.values():
+            times = sorted(map(of, steps))
+            means.append(statistics.mean(times[:-1] or times))
+        return means
 
 
 def table_of(recordings: list[Recording]) -> Table:

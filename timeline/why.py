@@ -8,17 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from timeline.data import PARTS, ms
-from timeline.spent import (
-    averages,
-    late_ranks,
-    least,
-    more_on_core,
-    more_than_others,
-    spent_in,
-    waits_for,
-    without_core,
-)
-from timeline.steps import Step, Table
+from timeline.steps import Measure, Step, Table
 
 LEAST = 0.1  # of a step: less is not worth a word
 MUCH = 0.3  # of a step, for what all ranks spend
@@ -38,27 +28,43 @@ def why(table: Table, has_workers: bool = False) -> Reason:
 
     has_workers: of each rank's DataLoader.
     """
-    late = late_workers(table) if has_workers else ""
-    if len(table.ranks) > 1 and not late:
+    late = late_batches(table, has_workers)
+    if len(table.ranks) > 1 and not (late and has_workers):
         for find in slow_rank, slow_now_and_then:
             reason = find(table)
             if reason.text:
                 return reason
-        late = late_by_turns(table)
+        late = late_by_turns(table) or late
     return Reason("; ".join(what_all_spend(table, late)))
 
 
-def late_workers(table: Table) -> str:
-    """Workers that are too slow on every rank: whose batches come last is then only chance.
+def who(table: Table) -> str:
+    return "each rank" if len(table.ranks) > 1 else "the process"
 
-    On a rank whose workers are fast enough, the next batch is there when the others have come.
+
+def spent_in(*parts: str) -> Measure:
+    return lambda step: sum(step.spent[part] for part in parts)
+
+
+def without_core(step: Step) -> float:
+    return step.without_core
+
+
+def late_batches(table: Table, has_workers: bool) -> str:
+    """Batches that come late on every rank.
+
+    If all have workers, whose batches come last is then only chance: on a rank whose workers are
+    fast enough, the next batch is there when the others have come.
     """
-    loading = averages(table, spent_in("loading"))
-    length = table.usual_length
+    loading = table.averages(spent_in("loading"))
+    length = max(table.averages(lambda step: step.length))
     shortest, longest = min(loading), max(loading)
-    if len(table.ranks) == 1 or shortest < LEAST * length or longest < MUCH * length:
+    time, least = ms(shortest), MUCH * length
+    if has_workers and len(loading) > 1:
+        time, least = f"{ms(shortest)} to {ms(longest)}", LEAST * length
+    if shortest < least or longest < MUCH * length:
         return ""
-    return f"each rank waits {ms(shortest)} to {ms(longest)} of {ms(length)} ms for its next batch"
+    return f"{who(table)} waits {time} of {ms(length)} ms for its next batch"
 
 
 # ------------------------------------------------------------------------------------ one slow rank
@@ -66,21 +72,21 @@ def late_workers(table: Table) -> str:
 
 def slow_rank(table: Table) -> Reason:
     """The rank for which the others wait longest, if it is always the same that it spends more."""
-    waits = {rank: statistics.median(waits_for(table, rank)) for rank in table.ranks}
+    waits = {rank: statistics.median(table.waits_for(rank)) for rank in table.ranks}
     slow = max(waits, key=waits.__getitem__)
     wait = waits[slow]
     shortest = LEAST * table.usual_length
     parts = []
     for part in OWN_PARTS:
-        if statistics.median(more_than_others(table, slow, spent_in(part))) >= shortest:
+        if statistics.median(table.more(slow, spent_in(part))) >= shortest:
             parts.append(part)
-    mores = more_than_others(table, slow, spent_in(*parts))
+    mores = table.more(slow, spent_in(*parts))
     more = statistics.median(mores)
     usual = sorted(mores)[len(mores) // 4]  # three of four steps have more
     if not parts or wait < shortest or not wait / 2 <= more <= 2 * wait or usual < more / 2:
         return Reason()
     text = f"rank {slow} spends {ms(more)} ms more in {' and '.join(parts)} than the others"
-    core = statistics.median(more_than_others(table, slow, without_core))
+    core = statistics.median(table.more(slow, without_core))
     if core > more / 2:
         text += f" ({ms(min(core, more))} ms of it without a core)"
     return Reason(f"{text}, who wait {ms(wait)} ms a step for it")
@@ -91,13 +97,15 @@ def slow_now_and_then(table: Table) -> Reason:
 
     Time without a core is chance.  So is what another rank has now and then, too.
     """
+    cores = {rank: table.more(rank, without_core) for rank in table.ranks}
     extras, means = {}, {}
     for rank, part in itertools.product(table.ranks, OWN_PARTS):
-        extras[rank, part] = more_on_core(table, rank, part)
+        mores = zip(table.more(rank, spent_in(part)), cores[rank], strict=True)
+        extras[rank, part] = [more - max(0, core) for more, core in mores]
         means[rank, part] = statistics.mean(max(0, more) for more in extras[rank, part])
     slow, part = max(means, key=means.__getitem__)
     mean = means[slow, part]
-    wait = statistics.mean(waits_for(table, slow))
+    wait = statistics.mean(table.waits_for(slow))
     if mean < LEAST * statistics.mean(table.lengths) or wait < mean / 2:
         return Reason()
     least_pause = max(LEAST * table.usual_length, mean)
@@ -135,12 +143,12 @@ def late_by_turns(table: Table) -> str:
 
     Ranks that send to each other, as the stages of a pipeline, do so by design.
     """
-    late = late_ranks(table)
+    late = table.late_ranks()
     usual, length = statistics.median(wait for _, wait in late), table.usual_length
     most = max(Counter(rank for rank, _ in late).values())
     if table.arrows or usual < MUCH * length or most > 0.75 * len(late):
         return ""
-    if least(table, without_core) > usual / 2:
+    if table.least(without_core) > usual / 2:
         return ""  # they take turns on the cores
     text = f"another rank is late in each step, and the others wait {ms(usual)} of {ms(length)} ms"
     return f"{text} for it: the work of a batch differs, or the machine is shared"
@@ -153,22 +161,17 @@ def what_all_spend(table: Table, late: str) -> list[str]:
     """Loading (late: a rank is, now this one, now that), messages, pauses of GPUs, no cores."""
     length = table.usual_length
     texts = [late] if late else []
-    who = "each rank" if len(table.ranks) > 1 else "the process"
-    loading = min(averages(table, spent_in("loading")))
-    average = max(averages(table, lambda step: step.length))
-    if not late and loading > MUCH * average:
-        texts.append(f"{who} waits {ms(loading)} of {ms(average)} ms for its next batch")
-    messages = least(table, lambda step: step.waits_for[None])
+    messages = table.least(lambda step: step.waits_for[None])
     if messages > MUCH * length:
-        text = f"messages take {ms(messages)} of {ms(length)} ms in which {who} does nothing else"
-        texts.append(text)
-    idle = least(table, idle_in)
+        text = f"messages take {ms(messages)} of {ms(length)} ms in which {who(table)} does "
+        texts.append(f"{text}nothing else")
+    idle = table.least(idle_in)
     if idle > MUCH * length:
         text = f"the GPU has nothing to compute for {ms(idle)} of {ms(length)} ms: kernels are "
         texts.append(f"{text}launched too slowly, or none")
-    core = least(table, without_core)
+    core = table.least(without_core)
     if core > MUCH / 2 * length:
-        texts.append(f"{who} is ready, but has no core for {ms(core)} of {ms(length)} ms")
+        texts.append(f"{who(table)} is ready, but has no core for {ms(core)} of {ms(length)} ms")
     return texts
 
 
