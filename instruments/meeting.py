@@ -94,9 +94,7 @@ Meeting = Folder | Store
 
 
 def wait_until(
-    condition: Callable[[], bool],
-    seconds: float,
-    report: Callable[[float], None] | None = None,
+    condition: Callable[[], bool], seconds: float, report: Callable[[float], None] | None = None
 ) -> None:
     """Wait at most so many seconds.  Calls report(seconds left) once."""
     began = time.monotonic()

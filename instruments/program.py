@@ -5,7 +5,6 @@ import os
 import runpy
 import sys
 import sysconfig
-import threading
 import traceback
 from collections.abc import Iterator
 
@@ -81,12 +80,6 @@ def without_our_frames(error: BaseException) -> BaseException:
             return error.with_traceback(trace)
         trace = trace.tb_next
     return error
-
-
-def other_threads() -> list[threading.Thread]:
-    """The program's threads that Python waits for at its end.  Some wait for ever."""
-    alive = [thread for thread in threading.enumerate() if not thread.daemon]
-    return [thread for thread in alive if thread is not threading.main_thread()]
 
 
 def where(thread: int) -> str:

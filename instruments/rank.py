@@ -21,14 +21,7 @@ from torch import distributed as torch_dist
 
 from instruments.hooks import Hooks
 from instruments.meeting import Meeting, Place, Store, wait_until
-from instruments.program import (
-    Refused,
-    other_threads,
-    run_program,
-    show_modules,
-    where,
-    without_our_frames,
-)
+from instruments.program import Refused, run_program, show_modules, where, without_our_frames
 
 MOMENT = 5  # seconds that a rank which has failed waits for the others' notes
 DRAWING = 20  # seconds that it waits at most, under torchrun, until rank 0 has shown them
@@ -60,11 +53,10 @@ def collect(meeting: Meeting, world_size: int) -> list[Notes]:
 
 def be_rank(job: Job, place: Place, meeting: Meeting, show: Callable | None) -> int:
     """Run the program; leave the notes; show those of all ranks, if this rank is to do so."""
-    hooks = job.make_hooks(place, *job.arguments)
-    rank = Rank(job, place, meeting, show if place.rank == 0 else None, hooks)
+    rank = Rank(job, place, meeting, show)
     threading.Thread(target=rank.watch, daemon=True).start()
     try:
-        with hooks.installed():
+        with rank.hooks.installed():
             is_finished = run_program(job.command)
     except Refused as refusal:
         rank.end("failed")
@@ -82,10 +74,10 @@ def be_rank(job: Job, place: Place, meeting: Meeting, show: Callable | None) -> 
 class Rank:
     """One rank, and the thread that watches it."""
 
-    def __init__(
-        self, job: Job, place: Place, meeting: Meeting, show: Callable | None, hooks: Hooks
-    ) -> None:
-        self.job, self.place, self.meeting, self.show, self.hooks = job, place, meeting, show, hooks
+    def __init__(self, job: Job, place: Place, meeting: Meeting, show: Callable | None) -> None:
+        self.job, self.place, self.meeting = job, place, meeting
+        self.show = show if place.rank == 0 else None
+        self.hooks = job.make_hooks(place, *job.arguments)
         self.is_over = threading.Event()  # the program has ended
         self.lock = threading.Lock()
 
@@ -174,8 +166,9 @@ def leave(code: int) -> None:
         child.terminate()
     sys.stdout.flush()
     sys.stderr.flush()
-    if other_threads():
-        os._exit(code)
+    for thread in threading.enumerate():  # Python waits for the program's, and some wait for ever
+        if not thread.daemon and thread is not threading.main_thread():
+            os._exit(code)
     timer = threading.Timer(MOMENT, os._exit, [code])  # in case that something waits for ever
     timer.daemon = True
     timer.start()

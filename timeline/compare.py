@@ -88,7 +88,7 @@ def ends_of(recording: Recording) -> dict[tuple, int]:
 def match_messages(recordings: list[Recording]) -> list[dict]:
     """Note in each message until when it waited, and for the rank that came `last`.
 
-    Returns the arrows.
+    Returns the arrows: from a send to the end of the wait for it.
     """
     together: dict[tuple, dict] = defaultdict(dict)
     for recording in recordings:
@@ -103,15 +103,10 @@ def match_messages(recordings: list[Recording]) -> list[dict]:
             for message in messages.values():
                 message |= {"until": min(begin, message["end"]), "last": last}
         elif len(messages) == 2:
-            arrows.append(arrow_of(key, messages))
+            _, _, step, source, target, _ = key
+            begin, receive = messages[source]["issued"], messages[target]
+            arrival = max(receive["begin"], begin)
+            receive |= {"until": min(arrival, receive["end"]), "last": source}
+            times = {"begin": begin, "end": receive["end"]}
+            arrows.append({"step": step, "from": source, "to": target, **times})
     return arrows
-
-
-def arrow_of(key: tuple, messages: dict[int, Message]) -> dict:
-    """An arrow from a send to the end of the wait for it."""
-    _, _, step, source, target, _ = key
-    begin = messages[source]["issued"]
-    receive = messages[target]
-    arrival = max(receive["begin"], begin)
-    receive |= {"until": min(arrival, receive["end"]), "last": source}
-    return {"step": step, "from": source, "to": target, "begin": begin, "end": receive["end"]}

@@ -46,14 +46,9 @@ def beneath(lane: list[Span], under: list[Span]) -> list[Span]:
 
 
 def filled(lane: list[Span], under: list[Span]) -> list[Span]:
-    """The lane, with what lies beneath its gaps."""
-    return joined(sorted([*lane, *beneath(lane, under)], key=lambda span: span.begin))
-
-
-def joined(lane: list[Span]) -> list[Span]:
-    """Neighbours that do the same become one."""
+    """The lane, with what lies beneath its gaps.  Neighbours that do the same become one."""
     wider: list[Span] = []
-    for span in lane:
+    for span in sorted([*lane, *beneath(lane, under)], key=lambda span: span.begin):
         if wider and wider[-1].what == span.what and wider[-1].end == span.begin:
             wider[-1] = Span(span.what, wider[-1].begin, span.end)
         else:

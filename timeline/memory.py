@@ -39,10 +39,7 @@ def blocks_of(events: list[dict]) -> dict[int, list[Block]]:
 
 
 def memory_of(
-    events: list[dict],
-    notes: list[tuple[int, dict]],
-    spans: list[Span],
-    messages: list[Message],
+    events: list[dict], notes: list[tuple[int, dict]], spans: list[Span], messages: list[Message]
 ) -> list[Block]:
     """All blocks with their kinds, and those that are noted and older than the recording."""
     blocks = blocks_of(events)

@@ -42,12 +42,11 @@ def step_to_draw(table: Table, wanted: int, reason: Reason) -> tuple[int, int]:
     """
     count = len(table.lengths)
     shown = min(wanted, count)
-    places = [place for place in range(0, count + 1 - shown, shown)]
+    places = range(0, count + 1 - shown, shown)
     named = {number - table.first for number in reason.steps}
     some = [place for place in places if named.intersection(range(place, place + shown))]
-    places = some or places
     lengths = {place: sum(table.lengths[place : place + shown]) for place in places}
-    by_length = sorted(places, key=lengths.__getitem__)
+    by_length = sorted(some or places, key=lengths.__getitem__)
     return table.first + by_length[(len(by_length) - 1) // 2], shown
 
 

@@ -4,6 +4,7 @@ torch's profiler notes the rest; events.py reads both.
 """
 
 import contextlib
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -35,7 +36,6 @@ class Recorder(Hooks):
         self.next_cut = 0
         self.next_mark: Any = None  # an event of CUDA at the same place
         self.is_first_batch = False  # the step's first
-        self.groups: dict[Any, list[int]] = {}  # process groups: the ranks of each
         self.backward_thread = 0  # autograd's own for a GPU
         self.profiler: Any = None
 
@@ -166,9 +166,10 @@ class Recorder(Hooks):
         """
         if self.profiler or len(self.noted.cuts) < self.noted.first - 1:
             return
-        if torch_dist.is_initialized():
+        if HAS_MESSAGE_HOOKS and torch_dist.is_initialized():
             for group in torch_dist.distributed_c10d._world.pg_map:
-                self.watch_group(group)
+                group.register_pre_hook(id(self), functools.partial(self.note_message, group))
+                self.undo.callback(group.unregister_pre_hook, id(self))
         self.profiler = torch.profiler.profile(
             activities=torch.profiler.supported_activities(),  # CPU and, if any, GPU
             profile_memory=True,
@@ -186,14 +187,9 @@ class Recorder(Hooks):
 
     # ------------------------------------------------------------------------ messages and tensors
 
-    def watch_group(self, group: Any) -> None:
-        self.groups[group] = torch_dist.get_process_group_ranks(group)
-        if HAS_MESSAGE_HOOKS:
-            group.register_pre_hook(id(self), lambda args: self.note_message(args, group))
-            self.undo.callback(group.unregister_pre_hook, id(self))
-
-    def note_message(self, args: Any, group: Any) -> None:
+    def note_message(self, group: Any, args: Any) -> None:
         name, tensors = args.name.name, args.input_tensors or args.output_tensors
+        ranks = torch_dist.get_process_group_ranks(group)
         call: Message = {
             "kind": kind_of(name) or "message",
             "issued": time.time_ns(),
@@ -201,7 +197,7 @@ class Recorder(Hooks):
             "number": None,
             "bytes": sum(map(size_in_bytes, tensors)),
             "runs": len(tensors) if name == "REDUCE_SCATTER" else 1,  # an all-reduce of each
-            "peer": self.groups[group][args.root] if name in ("SEND", "RECV") else None,
+            "peer": ranks[args.root] if name in ("SEND", "RECV") else None,
         }
         self.noted.calls.append(call)
         self.note_memory("message buffers", [*args.input_tensors, *args.output_tensors])

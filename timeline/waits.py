@@ -22,11 +22,9 @@ def ddp_waits(main: list[dict], spans: list[Span], messages: list[Message]) -> l
         if span.what != "backward" or not sent:
             continue
         arrived = max(message["end"] for message in sent)
-        now = span.end
         inside = main[bisect_left(begins, span.begin) : bisect_left(begins, span.end)]
         nodes = [event for event in inside if event["name"].startswith(NODE)]
-        if nodes:
-            now = max(event["end"] for event in nodes)
+        now = max((event["end"] for event in nodes), default=span.end)
         after = [event for event in inside if event["begin"] >= now]
         for event in [*after, {"begin": span.end, "end": span.end}]:
             if now < event["begin"] and now < arrived:
