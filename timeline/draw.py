@@ -5,7 +5,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from timeline.compare import was_seen
+from timeline.compare import TIMES, was_seen
 from timeline.data import BORN, COLLECTIVES, KEPT, KINDS, PARTS, Message, Picture, ms, size_of
 from timeline.say import message_sums, of_ranks
 from timeline.svg import LEFT, WIDTH, Drawing, text_width
@@ -117,7 +117,7 @@ def draw_messages(drawing: Drawing, messages: list[Message]) -> None:
     rows: list[list[Box]] = []
     largest = max((message["bytes"] or 0 for message in messages), default=0)
     for message in messages:
-        times = [drawing.x(message[key]) for key in ("issued", "begin", "until", "end")]
+        times = [drawing.x(message[key]) for key in TIMES]
         name = COLLECTIVES.get(message["kind"], message["kind"])
         size = message["bytes"] or 0
         text = f"{name} {size_of(size)}" if size > largest / 10 else ""

@@ -196,7 +196,7 @@ class Recorder(Hooks):
             "group": group.group_name,
             "number": None,
             "bytes": sum(map(size_in_bytes, tensors)),
-            "runs": len(tensors) if name == "REDUCE_SCATTER" else 1,  # an all-reduce of each
+            "runs": len(tensors) if name == "REDUCE_SCATTER" else 1,  # gloo: an all-reduce of each
             "peer": ranks[args.root] if name in ("SEND", "RECV") else None,
         }
         self.noted.calls.append(call)
