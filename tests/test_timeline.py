@@ -313,8 +313,13 @@ def test_the_kinds_of_memory_add_up_to_torchs_total():
 def test_no_message_ends_after_the_wait_for_it():
     """Gloo's thread may note an end late; no program does so each time."""
     late, later = {"issued": 12, "begin": 12, "end": 35}, {"issued": 28, "begin": 33, "end": 50}
-    waits.cut_late_ends([late, later], [Span("waiting", 20, 30)], cuts=[0])
-    assert late["end"] == 30 and later["end"] == 50, "the second is waited for in another step, or not at all"
+    waits.cut_late_ends([late, later], [Span("waiting", 20, 30), Span("waiting", 40, 45)], cuts=[0])
+    assert late["end"] == 30 and later["end"] == 45, "each alone was issued before its wait"
+    late, later = {"issued": 12, "begin": 12, "end": 35}, {"issued": 13, "begin": 13, "end": 50}
+    waits.cut_late_ends([late, later], [Span("waiting", 20, 30), Span("waiting", 40, 45)], cuts=[0])
+    assert late["end"] == 35 and later["end"] == 45, "none ends after the step's last wait"
+    waits.cut_late_ends([late], [Span("waiting", 2, 9)], cuts=[0])
+    assert late["end"] == 35, "it is waited for in another step, or not at all"
 
 
 def test_whether_a_loader_has_workers_is_noted():
@@ -377,6 +382,7 @@ def test_clocks_of_other_machines_are_aligned():
 
 def test_the_trace_is_torchs_own_of_each_rank_on_one_clock():
     shown = picture(small)
+    assert min(rank["cuts"][0] for rank in shown["ranks"]) == 0, "the picture's left end"
     trace = json.loads(json.dumps(trace_of(shown)))
     processes = {}
     for event in trace["traceEvents"]:

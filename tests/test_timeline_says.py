@@ -197,13 +197,21 @@ def worker(rank): pass
 if __name__ == "__main__":
     torch.multiprocessing.spawn(worker, nprocs=2)
 """
+LATER = (
+    PROFILES.replace("with torch.profiler.profile() as prof:", "if True:")
+    + """
+        if step == 20:  # it is recorded
+            torch.profiler.profile().start()
+"""
+)
 REFUSED = [
     (PROFILES, "torch.profiler itself, and two can't run at once: switch it off there"),
+    (LATER, "torch.profiler itself, and two can't run at once: switch it off there"),
     (SPAWNS, "processes of its own, which are not seen: call its worker function under torchrun"),
 ]
 
 
-@pytest.mark.parametrize(("text", "words"), REFUSED, ids=["profiler", "processes"])
+@pytest.mark.parametrize(("text", "words"), REFUSED, ids=["profiler", "later profiler", "processes"])
 def test_a_program_that_cannot_be_recorded_is_told_why(text, words, tmp_path):
     done = program(tmp_path, text=text, nproc=2)
     assert done.code == 1 and f"timeline: the program starts {words}" in done.err and "Traceback" not in done.err, done
