@@ -47,8 +47,6 @@ def look_at(job: Job, nproc: int | None, show: Callable[[list[Notes]], int]) -> 
     except ModuleNotFoundError as problem:
         text = "which starts processes, is not beside this folder: copy it there, or start"
         refuse(job.tool, f"{problem.name}.py, {text} {job.tool} with torchrun --nproc_per_node=2")
-    except ValueError as problem:
-        refuse(job.tool, problem)
     folder = tempfile.mkdtemp(prefix=f"{job.tool}-")
     meeting = Folder(folder)
     try:

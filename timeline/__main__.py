@@ -31,8 +31,8 @@ def parse_args() -> argparse.Namespace:
         parser.error("give a program, such as mnist_ddp.py --dataset synthetic, or --draw FILES")
     if not 1 <= args.steps_shown <= args.steps:
         parser.error("--steps must be at least 1, and --steps-shown between 1 and --steps")
-    if not args.patience > 0 or (args.nproc is not None and args.nproc < 1):
-        parser.error("--nproc must be at least 1, and --patience greater than 0")
+    if not args.patience > 0:
+        parser.error("--patience must be greater than 0")
     if not os.access(os.path.dirname(args.out), os.W_OK):
         parser.error(f"--out: there is no folder for {args.out}, or it can't be written")
     return args
