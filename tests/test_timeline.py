@@ -558,3 +558,5 @@ def test_bad_flags_are_one_line(tmp_path):
         done = forker().run(ROOT / "timeline", *given.split(), cwd=tmp_path)
         assert done.code == 2 and len(done.err.splitlines()) == 1, done
     assert done.err == "timeline: error: put --nproc before the program\n"
+    done = forker().run(ROOT / "timeline", "train.py", cwd=tmp_path, RANK="0", WORLD_SIZE="1")
+    assert done.code == 2 and done.err.startswith("timeline: error: set MASTER_ADDR and MASTER_PORT"), done
