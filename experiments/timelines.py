@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from experiments import measured, slow_link
+from instruments.command import say
 from instruments.hooks import Hooks
 from instruments.meeting import Place
 from instruments.rank import Job
@@ -29,7 +30,6 @@ from timeline.data import KINDS
 from timeline.draw import draw
 from timeline.picture import picture_of
 from timeline.record import Recorder
-from timeline.say import say
 from tools.programs import ROOT
 from tools.steps import code_digest
 

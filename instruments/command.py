@@ -6,7 +6,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 
 class Line(NamedTuple):
@@ -24,9 +24,8 @@ def new_parser(tool: str, description: str | None) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         usage=argparse.SUPPRESS,
     )
-    rest = argparse.REMAINDER
-    parser.add_argument("-m", dest="module", nargs=rest, help="a module, and its flags")
-    parser.add_argument("script", nargs=rest, help="a program, and its flags")
+    parser.add_argument("-m", dest="module", nargs="...", help="a module, and its flags")
+    parser.add_argument("script", nargs="...", help="a program, and its flags")
     return parser
 
 
@@ -39,13 +38,18 @@ def read(parser: argparse.ArgumentParser) -> argparse.Namespace:
     args.command = ["-m", *args.module] if args.module else args.script
     if args.command and args.command[0] != "-m" and not os.path.isfile(args.command[0]):
         parser.error(f"there is no file {args.command[0]}")
-    is_launched = "RANK" in os.environ
-    if "--nproc" in args.command and not is_launched:
+    if "--nproc" in args.command and "RANK" not in os.environ:
         parser.error("put --nproc before the program")
     return args
 
 
-def say(lines: Iterable[Line], indent: int) -> None:
+def refuse(tool: str, problem: object) -> NoReturn:
+    """One line, and exit code 2: what can't run."""
+    print(f"{tool}: error: {problem}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def say(lines: Iterable[Line], indent: int = 10) -> None:
     """Print each text behind its label, as wide as the terminal."""
     width = max(40, shutil.get_terminal_size().columns - 1)
     # Paths stay whole, so that they can be copied.

@@ -53,6 +53,7 @@ class Hooks:
         self.optimizer: Any = None  # the first that makes a step
         self.steps = 0  # how many it has begun
         self.last_step = time.monotonic()
+        self.undo = contextlib.ExitStack()  # what is done when the program has ended
         self._waits_for_batch = False
 
     # -------------------------------------------------------------- what an instrument overrides
@@ -108,18 +109,14 @@ class Hooks:
             torch_optimizer.register_optimizer_step_pre_hook(self._before_optimizer),
             torch_optimizer.register_optimizer_step_post_hook(self._after_optimizer),
         ]
-        originals = []
-        for place, name, function in self.patches():
-            original = getattr(place, name)
-            originals.append((place, name, original))
-            setattr(place, name, replacement(function, original))
-        try:
-            yield
-        finally:
-            for place, name, original in originals:
-                setattr(place, name, original)
+        with self.undo:
             for handle in handles:
-                handle.remove()
+                self.undo.callback(handle.remove)
+            for place, name, function in self.patches():
+                original = getattr(place, name)
+                setattr(place, name, replacement(function, original))
+                self.undo.callback(setattr, place, name, original)
+            yield
 
     def is_elsewhere(self) -> bool:
         """Whether another thread calls, or torch.compile or torch.func looks at the program.

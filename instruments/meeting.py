@@ -94,19 +94,17 @@ Meeting = Folder | Store
 
 
 def wait_until(
-    condition: Callable[[], bool], seconds: float, report: Callable[[float], None]
+    condition: Callable[[], bool], seconds: float, report: Callable[[float], None] | None = None
 ) -> None:
     """Wait at most so many seconds.  Calls report(seconds left) once."""
     began = time.monotonic()
-    report_at = min(10, seconds / 2)
-    is_reported = False
     while not condition():
         waited = time.monotonic() - began
         if waited > seconds:
             return
-        if waited > report_at and not is_reported:
-            is_reported = True
+        if report and waited > min(10, seconds / 2):
             report(seconds - waited)
+            report = None
         time.sleep(0.02)
 
 

@@ -5,7 +5,6 @@ import os
 import runpy
 import sys
 import sysconfig
-import threading
 import traceback
 from collections.abc import Iterator
 
@@ -83,46 +82,30 @@ def without_our_frames(error: BaseException) -> BaseException:
     return error
 
 
-def other_threads() -> list[threading.Thread]:
-    """The program's threads that Python waits for at its end.  Some wait for ever."""
-    alive = [thread for thread in threading.enumerate() if not thread.daemon]
-    return [thread for thread in alive if thread is not threading.main_thread()]
-
-
 def where(thread: int) -> str:
     """The program's own line on which this thread stands: file, line, function.
 
     Lines of torch, of Python, of installed packages and of this project's tools are left out.  If
     nothing remains, the innermost line counts.
     """
-    innermost_frame = sys._current_frames().get(thread)
-    if innermost_frame is None:
-        return "no line: its thread has ended"
-    called = ""
-    innermost = ""
-    libraries = library_paths()
-    for frame, line in traceback.walk_stack(innermost_frame):
-        path, function = frame.f_code.co_filename, frame.f_code.co_name
-        if path.startswith("<") or path.startswith(libraries):
-            if not path.startswith(ROOT) and function != "wrapper":  # torch's, around collectives
-                called = function
-            innermost = innermost or f"{path}:{line}, {function}"
-            continue
-        inside = f", in {called}" if called else ""
-        return f"{path}:{line}, {function}{inside}"
-    return innermost
+    stack = []
+    for frame, line in traceback.walk_stack(sys._current_frames()[thread]):
+        stack.append((frame.f_code.co_filename, line, frame.f_code.co_name))
+    libraries = ("<", *library_paths())
+    own = [entry for entry in stack if not entry[0].startswith(libraries)]
+    path, line, function = (own or stack)[0]
+    return f"{path}:{line}, {function}"
 
 
-def library_paths() -> tuple[str, ...]:
+def library_paths() -> list[str]:
     """Where files lie that are not the program's own."""
-    paths = {os.path.dirname(torch.__file__)}
+    paths = [os.path.dirname(torch.__file__)]
     for name in ("stdlib", "platstdlib", "purelib", "platlib"):
-        paths.add(sysconfig.get_path(name))
+        paths.append(sysconfig.get_path(name))
     for name in OUR_MODULES:
-        paths.add(os.path.join(ROOT, f"{name}.py"))
-        paths.add(os.path.join(ROOT, name, ""))
-    for name in ("distributed", "distributed_launcher"):
-        helper = sys.modules.get(name)  # the program's own copy of the helper
-        if getattr(helper, "__file__", None):
-            paths.add(helper.__file__)
-    return tuple(paths)
+        paths += [os.path.join(ROOT, f"{name}.py"), os.path.join(ROOT, name, "")]
+    for name in OUR_MODULES[:2]:  # the program's own copies of the helper
+        file = getattr(sys.modules.get(name), "__file__", None)
+        if file:
+            paths.append(file)
+    return paths

@@ -21,14 +21,7 @@ from torch import distributed as torch_dist
 
 from instruments.hooks import Hooks
 from instruments.meeting import Meeting, Place, Store, wait_until
-from instruments.program import (
-    Refused,
-    other_threads,
-    run_program,
-    show_modules,
-    where,
-    without_our_frames,
-)
+from instruments.program import Refused, run_program, show_modules, where, without_our_frames
 
 MOMENT = 5  # seconds that a rank which has failed waits for the others' notes
 DRAWING = 20  # seconds that it waits at most, under torchrun, until rank 0 has shown them
@@ -60,35 +53,31 @@ def collect(meeting: Meeting, world_size: int) -> list[Notes]:
 
 def be_rank(job: Job, place: Place, meeting: Meeting, show: Callable | None) -> int:
     """Run the program; leave the notes; show those of all ranks, if this rank is to do so."""
-    hooks = job.make_hooks(place, *job.arguments)
-    rank = Rank(job, place, meeting, show if place.rank == 0 else None, hooks)
+    rank = Rank(job, place, meeting, show)
     threading.Thread(target=rank.watch, daemon=True).start()
     try:
-        with hooks.installed():
+        with rank.hooks.installed():
             is_finished = run_program(job.command)
     except Refused as refusal:
-        rank.is_over.set()
         rank.end("failed")
         raise SystemExit(f"{job.tool}: {refusal}") from None
     except BaseException as error:
-        rank.is_over.set()
         if isinstance(error, SystemExit) and not error.code:
             return rank.end("ended")
         rank.end("failed")
         if isinstance(error, KeyboardInterrupt):
             raise SystemExit(130) from None  # as distributed_launcher.py ends after Ctrl-C
         raise without_our_frames(error) from error.__cause__
-    rank.is_over.set()
     return rank.end("finished" if is_finished else "ended")
 
 
 class Rank:
     """One rank, and the thread that watches it."""
 
-    def __init__(
-        self, job: Job, place: Place, meeting: Meeting, show: Callable | None, hooks: Hooks
-    ) -> None:
-        self.job, self.place, self.meeting, self.show, self.hooks = job, place, meeting, show, hooks
+    def __init__(self, job: Job, place: Place, meeting: Meeting, show: Callable | None) -> None:
+        self.job, self.place, self.meeting = job, place, meeting
+        self.show = show if place.rank == 0 else None
+        self.hooks = job.make_hooks(place, *job.arguments)
         self.is_over = threading.Event()  # the program has ended
         self.lock = threading.Lock()
 
@@ -98,10 +87,11 @@ class Rank:
 
     def end(self, ending: str) -> int:
         """Leave the notes, wait for those of others, and show all if that is this rank's part."""
+        self.is_over.set()
         self.leave(ending)
         if ending == "failed":
             self.meeting.put("failed", True)
-            wait_until(self.all_are_here, min(MOMENT, self.job.patience), lambda left: None)
+            wait_until(self.all_are_here, min(MOMENT, self.job.patience))
         elif ending == "finished" or self.show:
             wait_until(self.all_are_here, self.job.patience + MOMENT, self.report)
         code = self.show_all()
@@ -115,7 +105,7 @@ class Rank:
     def wait_until_shown(self) -> None:
         """torchrun ends all when this rank fails: rank 0, too, which may still be drawing."""
         if isinstance(self.meeting, Store):
-            wait_until(lambda: self.meeting.has("shown"), DRAWING, lambda left: None)
+            wait_until(lambda: self.meeting.has("shown"), DRAWING)
 
     def show_all(self) -> int:
         with self.lock:  # once: the watching thread may have done it
@@ -147,28 +137,23 @@ class Rank:
 
     def watch(self) -> None:
         """End a program that makes no steps, or whose other ranks failed.  It runs in a thread."""
-        patience = self.job.patience
-        while time.monotonic() - self.hooks.last_step < patience:
+        patience, hooks = self.job.patience, self.hooks
+        while not self.meeting.has("failed") and time.monotonic() - hooks.last_step < patience:
             if self.is_over.wait(min(0.5, patience / 4)):
                 return
-            if self.meeting.has("failed"):
-                break
         if self.is_over.is_set():
             return
-        rank, steps = self.place.rank, self.hooks.steps
-        standing = where(self.hooks.thread)
+        standing = where(hooks.thread)
         show_modules()
         if self.meeting.has("failed"):
             self.leave("stopped", is_own_thread=False)
-            wait_until(self.all_are_here, MOMENT, lambda left: None)
+            wait_until(self.all_are_here, MOMENT)
             self.show_all()
             return  # whoever has started this process ends it, or its own error does
-        self.say(
-            f"rank {rank} made no step for {patience:g} s, after {steps}; it stands in {standing}"
-        )
+        made = f"rank {self.place.rank} made no step for {patience:g} s, after {hooks.steps}"
+        self.say(f"{made}; it stands in {standing}")
         self.leave("stuck", is_own_thread=False)
-        if self.show or not self.all_are_here():
-            wait_until(self.all_are_here, MOMENT, self.report)
+        wait_until(self.all_are_here, MOMENT, self.report)
         self.show_all()
         self.wait_until_shown()
         sys.stdout.flush()
@@ -181,8 +166,9 @@ def leave(code: int) -> None:
         child.terminate()
     sys.stdout.flush()
     sys.stderr.flush()
-    if other_threads():
-        os._exit(code)
+    for thread in threading.enumerate():  # Python waits for the program's, and some wait for ever
+        if not thread.daemon and thread is not threading.main_thread():
+            os._exit(code)
     timer = threading.Timer(MOMENT, os._exit, [code])  # in case that something waits for ever
     timer.daemon = True
     timer.start()

@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 
+from instruments.command import refuse
 from instruments.meeting import (
     Folder,
     Meeting,
@@ -29,10 +30,6 @@ NO_STEP = (
 )
 
 
-class UsageError(Exception):
-    """What can't be run: one line, and exit code 2."""
-
-
 def look_at(job: Job, nproc: int | None, show: Callable[[list[Notes]], int]) -> int:
     """Run the job on all ranks; show(notes of those that came) where they come together.
 
@@ -42,13 +39,14 @@ def look_at(job: Job, nproc: int | None, show: Callable[[list[Notes]], int]) -> 
     place = read_place()
     if place is not None:
         if nproc is not None:
-            raise UsageError("a launcher has started the processes: leave out --nproc")
+            refuse(job.tool, "a launcher has started the processes: leave out --nproc")
         return be_rank(job, place, open_store(job, place), show)
-    count_processes, run = import_launcher()
     try:
+        count_processes, run = import_launcher()
         count = count_processes(nproc)
-    except ValueError as problem:
-        raise UsageError(str(problem)) from None
+    except ModuleNotFoundError as problem:
+        text = "which starts processes, is not beside this folder: copy it there, or start"
+        refuse(job.tool, f"{problem.name}.py, {text} {job.tool} with torchrun --nproc_per_node=2")
     folder = tempfile.mkdtemp(prefix=f"{job.tool}-")
     meeting = Folder(folder)
     try:
@@ -88,29 +86,20 @@ def translate_variables() -> None:
 
 
 def import_launcher() -> tuple[Callable, Callable]:
-    try:
-        import distributed_launcher as launcher
-        from distributed import count_processes
-        from distributed_launcher import run
+    import distributed_launcher as launcher
+    from distributed import count_processes
 
-        launcher.NOT_THE_PROGRAM += LIBRARIES
-    except ModuleNotFoundError as problem:
-        raise UsageError(
-            f"{problem.name}.py, which starts processes, is not beside this folder: "
-            "copy it there, or start timeline with torchrun --nproc_per_node=2"
-        ) from None
-    return count_processes, run
+    launcher.NOT_THE_PROGRAM += LIBRARIES
+    return count_processes, launcher.run
 
 
 def open_store(job: Job, place: Place) -> Meeting:
     try:
         return Store(job.tool, place, job.patience)
     except (KeyError, ValueError) as problem:
-        raise UsageError(
-            f"set MASTER_ADDR and MASTER_PORT, or start with torchrun: {problem}"
-        ) from None
+        refuse(job.tool, f"set MASTER_ADDR and MASTER_PORT, or start with torchrun: {problem}")
     except RuntimeError as problem:
-        raise UsageError(f"the store of rank 0 can't be reached: {problem}") from None
+        refuse(job.tool, f"the store of rank 0 can't be reached: {problem}")
 
 
 def be_started_rank(job: Job, folder: str) -> None:

@@ -30,8 +30,7 @@ simulated GPUs.
 #   events.py     makes a rank's Recording of that and of what is Noted
 #   record.py     notes, while the program runs; at its end it calls events.py
 #   compare.py    all Recordings: one clock, matching messages, who waited for whom
-#   steps.py      the Table: what each rank did in each step
-#   spent.py      what ranks spend, compared
+#   steps.py      the Table: what each rank did in each step, compared
 #   why.py        what one rank spends more than the others, or what all spend
 #   say.py        that, and the rest, in sentences
 #   picture.py    a Picture of a step that is worth a look

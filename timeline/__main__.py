@@ -26,41 +26,26 @@ def parse_args() -> argparse.Namespace:
     add("--patience", type=float, default=300, help=f"seconds to wait for a step {default}")
     add("--draw", nargs="+", metavar="FILE", help="draw these recordings, run nothing")
     args = command.read(parser)
-    if problem := what_is_wrong(args):
-        parser.error(problem)
     args.out = os.path.abspath(args.out)  # a program may change its folder
-    return args
-
-
-def what_is_wrong(args: argparse.Namespace) -> str:
-    """Why this can't run; "" if it can."""
     if bool(args.draw) == bool(args.command):
-        return "give a program, such as mnist_ddp.py --dataset synthetic, or --draw and recordings"
+        parser.error("give a program, such as mnist_ddp.py --dataset synthetic, or --draw FILES")
     if not 1 <= args.steps_shown <= args.steps:
-        return "--steps must be at least 1, and --steps-shown between 1 and --steps"
-    if not args.patience > 0 or (args.nproc is not None and args.nproc < 1):
-        return "--nproc must be at least 1, and --patience greater than 0"
-    folder = os.path.dirname(os.path.abspath(args.out))
-    if not os.path.isdir(folder):
-        return f"--out {args.out}: there is no folder {folder}"
-    if not os.access(folder, os.W_OK):
-        return f"--out {args.out}: the folder {folder} can't be written"
-    return ""
+        parser.error("--steps must be at least 1, and --steps-shown between 1 and --steps")
+    if not args.patience > 0:
+        parser.error("--patience must be greater than 0")
+    if not os.access(os.path.dirname(args.out), os.W_OK):
+        parser.error(f"--out: there is no folder for {args.out}, or it can't be written")
+    return args
 
 
 def main() -> int:
     args = parse_args()
     from instruments.rank import leave  # imports torch: seconds
-    from instruments.ranks import UsageError
     from timeline import show
 
     if args.draw:
         return show.draw_files(args.draw, args.out)
-    try:
-        code = show.record_and_show(args)
-    except UsageError as problem:
-        print(f"timeline: error: {problem}", file=sys.stderr)
-        code = 2
+    code = show.record_and_show(args)
     leave(code)
     return code
 

@@ -1,6 +1,7 @@
 """Brings the recordings together: one clock, which messages belong together, who came last."""
 
 from collections import Counter, defaultdict
+from dataclasses import replace
 
 from timeline.data import Message, Recording, ms
 
@@ -14,16 +15,16 @@ def earlier_message(message: Message, by: int) -> Message:
 
 def earlier(recording: Recording, by: int) -> Recording:
     """The same, with all times `by` nanoseconds earlier."""
-    events = []
-    for event in recording["trace"]:
-        events.append(event | {"begin": event["begin"] - by, "end": event["end"] - by})
+    blocks = []
+    for block in recording["memory"]:
+        blocks.append(replace(block, born=block.born - by, freed=block.freed - by))
     return recording | {
         "cuts": [cut - by for cut in recording["cuts"]],
         "lane": [span.earlier(by) for span in recording["lane"]],
         "idle": [span.earlier(by) for span in recording["idle"]],
-        "memory": [allocation.earlier(by) for allocation in recording["memory"]],
+        "memory": blocks,
         "messages": [earlier_message(message, by) for message in recording["messages"]],
-        "trace": events,
+        "trace": [event | {"begin": event["begin"] - by} for event in recording["trace"]],
     }
 
 
@@ -49,13 +50,13 @@ def numbered(recording: Recording) -> dict[tuple, Message]:
 def align_clocks(recordings: list[Recording]) -> str:
     """Give all ranks one time; between machines all-reduces tell it.  Returns what was done."""
     said = []
-    ends = [ends_of(recording) for recording in recordings]
-    for place, recording in enumerate(recordings):
-        rank = recording["rank"]
-        if recording["machine"] == recordings[0]["machine"]:
+    first, *others = recordings
+    its_ends = ends_of(first)
+    for recording in others:
+        if recording["machine"] == first["machine"]:
             continue
-        common = [key for key in ends[0] if key in ends[place]]
-        differences = sorted(ends[place][key] - ends[0][key] for key in common)
+        rank, ends = recording["rank"], ends_of(recording)
+        differences = sorted(ends[key] - its_ends[key] for key in ends if key in its_ends)
         if not differences:
             said.append(f"rank {rank} is on another machine, and its clock could not be compared")
             continue
@@ -64,7 +65,7 @@ def align_clocks(recordings: list[Recording]) -> str:
         uncertain = max(differences[-1 - quarter] - shift, shift - differences[quarter])
         than = "ahead of" if shift > 0 else "behind"
         said.append(
-            f"rank {rank}'s clock was {ms(abs(shift))} ms {than} rank {recordings[0]['rank']}'s, "
+            f"rank {rank}'s clock was {ms(abs(shift))} ms {than} rank {first['rank']}'s, "
             f"give or take {ms(uncertain, 2)} ms"
         )
         recording.update(earlier(recording, shift))
@@ -87,7 +88,7 @@ def ends_of(recording: Recording) -> dict[tuple, int]:
 def match_messages(recordings: list[Recording]) -> list[dict]:
     """Note in each message until when it waited, and for the rank that came `last`.
 
-    Returns the arrows.
+    Returns the arrows: from a send to the end of the wait for it.
     """
     together: dict[tuple, dict] = defaultdict(dict)
     for recording in recordings:
@@ -102,15 +103,10 @@ def match_messages(recordings: list[Recording]) -> list[dict]:
             for message in messages.values():
                 message |= {"until": min(begin, message["end"]), "last": last}
         elif len(messages) == 2:
-            arrows.append(arrow_of(key, messages))
+            _, _, step, source, target, _ = key
+            begin, receive = messages[source]["issued"], messages[target]
+            arrival = max(receive["begin"], begin)
+            receive |= {"until": min(arrival, receive["end"]), "last": source}
+            times = {"begin": begin, "end": receive["end"]}
+            arrows.append({"step": step, "from": source, "to": target, **times})
     return arrows
-
-
-def arrow_of(key: tuple, messages: dict[int, Message]) -> dict:
-    """An arrow from a send to the end of the wait for it."""
-    _, _, step, source, target, _ = key
-    begin = messages[source]["issued"]
-    receive = messages[target]
-    arrival = max(receive["begin"], begin)
-    receive |= {"until": min(arrival, receive["end"]), "last": source}
-    return {"step": step, "from": source, "to": target, "begin": begin, "end": receive["end"]}

@@ -4,8 +4,7 @@ All times are nanoseconds: since 1970, and in a Picture from its left end.
 """
 
 import dataclasses
-import time
-from collections import Counter
+import math
 from typing import Any, NamedTuple, TypedDict
 
 WARM_UP = 3  # steps
@@ -34,26 +33,15 @@ class Span(NamedTuple):
         return self.end - self.begin
 
 
-class OpenSpan:
-    """A span that may still be going on."""
+@dataclasses.dataclass
+class Block:
+    """One allocation of memory."""
 
-    def __init__(self, what: str) -> None:
-        self.what = what
-        self.begin = time.time_ns()
-        self.end = 0
-
-    def closed(self) -> Span:
-        return Span(self.what, self.begin, self.end or time.time_ns())
-
-
-class Allocation(NamedTuple):
-    kind: str
+    kind: str  # "": not known yet
     bytes: int
     born: float  # infinite: before the recording
-    freed: float  # infinite: after the recording
-
-    def earlier(self, by: int) -> "Allocation":
-        return Allocation(self.kind, self.bytes, self.born - by, self.freed - by)
+    freed: float = math.inf  # it is still there
+    is_end_known: bool = False
 
 
 class Message(TypedDict, total=False):
@@ -89,9 +77,7 @@ class Noted:
     core_waits: list[int] = dataclasses.field(default_factory=list)  # there: see core_wait
     calls: list[Message] = dataclasses.field(default_factory=list)
     tensors: list[tuple[int, dict]] = dataclasses.field(default_factory=list)  # see note_memory
-    has_hooks: bool = True  # torch has told of the calls
     has_workers: bool = False  # a DataLoader loads while the program computes
-    has_group: bool = False  # the program was in a process group
 
 
 class Recording(TypedDict):
@@ -107,14 +93,11 @@ class Recording(TypedDict):
     bare: list[int]  # how long each step without the recorder took
     lane: list[Span]  # what the process does, or its GPU; without overlap
     idle: list[Span]  # inside of it: the GPU has nothing to compute, as the phase launches nothing
-    passes: list[Counter]  # of each step, by kind: how often it was begun
     messages: list[Message]
-    memory: list[Allocation]
+    memory: list[Block]
     trace: list[dict]  # torch's own events, for Perfetto
     core_waits: list[int]  # at each cut: how long the program's thread has waited for a core
     has_workers: bool
-    has_group: bool
-    has_compiled: bool  # torch.compile has made a graph
 
 
 Picture = dict[str, Any]  # what picture.py makes, draw.py draws, and timeline.json keeps

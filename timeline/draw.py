@@ -5,7 +5,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from timeline.compare import was_seen
+from timeline.compare import TIMES, was_seen
 from timeline.data import BORN, COLLECTIVES, KEPT, KINDS, PARTS, Message, Picture, ms, size_of
 from timeline.say import message_sums, of_ranks
 from timeline.svg import LEFT, WIDTH, Drawing, text_width
@@ -21,14 +21,15 @@ TEXT_STYLES = {"backward": "light", "waiting": "", "other": ""}  # else dark
 def draw(pictures: list[Picture]) -> str:
     """One SVG."""
     drawing = Drawing(max(picture["end"] for picture in pictures))
-    memories = [rank["memory"] for rank in all_ranks(pictures)]
+    ranks = list(itertools.chain(*(picture["ranks"] for picture in pictures)))
+    memories = [rank["memory"] for rank in ranks]
     peaks = []  # one for each area of memory: all pictures have the same scale
     for area in (0, 1):
         peaks.append(max(peak_of(memory, two_areas(memory)[area]) for memory in memories))
     for picture in pictures:
         draw_picture(drawing, picture, peaks)
     drawing.axis()
-    draw_legend(drawing, pictures)
+    draw_legend(drawing, ranks, any(picture["arrows"] for picture in pictures))
     drawing.y += 6
     for picture in pictures:
         drawing.y += 15
@@ -39,10 +40,6 @@ def draw(pictures: list[Picture]) -> str:
     for picture in pictures:
         told += [f"{label}: {text}" for label, text in picture["findings"]]
     return drawing.svg(f"What each process does in a step: {title}", ". ".join(told))
-
-
-def all_ranks(pictures: list[Picture]) -> list[dict]:
-    return list(itertools.chain(*(picture["ranks"] for picture in pictures)))
 
 
 def draw_picture(drawing: Drawing, picture: Picture, peaks: list[int]) -> None:
@@ -120,7 +117,7 @@ def draw_messages(drawing: Drawing, messages: list[Message]) -> None:
     rows: list[list[Box]] = []
     largest = max((message["bytes"] or 0 for message in messages), default=0)
     for message in messages:
-        times = [drawing.x(message[key]) for key in ("issued", "begin", "until", "end")]
+        times = [drawing.x(message[key]) for key in TIMES]
         name = COLLECTIVES.get(message["kind"], message["kind"])
         size = message["bytes"] or 0
         text = f"{name} {size_of(size)}" if size > largest / 10 else ""
@@ -192,9 +189,8 @@ def two_areas(memory: dict) -> tuple[Sequence[str], Sequence[str]]:
 # --------------------------------------------------------------------------------------- the legend
 
 
-def draw_legend(drawing: Drawing, pictures: list[Picture]) -> None:
+def draw_legend(drawing: Drawing, ranks: list[dict], has_arrows: bool) -> None:
     """A legend of what is drawn, and of nothing else."""
-    ranks = all_ranks(pictures)
     parts, kinds, has_messages = set(), set(), False
     for rank in ranks:
         parts |= {part.what for part in rank["parts"]}
@@ -210,7 +206,7 @@ def draw_legend(drawing: Drawing, pictures: list[Picture]) -> None:
     if kinds:
         memory = [(CLASSES[kind], kind) for kind in KINDS if kind in kinds]
         draw_legend_row(drawing, "memory", memory)
-    if any(picture["arrows"] for picture in pictures):
+    if has_arrows:
         drawing.y += 20
         drawing.path("arrow", f"M{LEFT},{drawing.y - 4}h20")
         text = "a message to another rank: from its send to the end of the wait for it"

@@ -1,43 +1,36 @@
 """Reads what torch's profiler has noted, and makes a rank's Recording of that and what is Noted."""
 
-import itertools
 import json
 import socket
-import sys
 import tempfile
-from bisect import bisect_right
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from timeline.data import PHASES, WARM_UP, Allocation, Noted, Recording, Span, counted
+from timeline.data import WARM_UP, Noted, Recording, Span, counted
 from timeline.gpu import GPU_WORK, gpu_cuts, gpu_lane, gpu_work, is_nccl
 from timeline.lanes import flat
-from timeline.memory import blocks_of, name_blocks
+from timeline.memory import memory_of
 from timeline.messages import messages_of
-from timeline.waits import cut_late_ends, ddp_waits, end_with_their_waits, losses
+from timeline.waits import cut_late_ends, ddp_waits, losses
 
 
 def recording_of(noted: Noted, profiler: Any) -> Recording:
     """All that is known of this rank; profiler: None if it did not start, or can't be stopped."""
     events = read_trace(profiler) if profiler else []
     work = gpu_work(events)
-    messages = messages_of(noted, events, work)
-    spans = host_spans(noted, events, messages, has_nccl=any(map(is_nccl, work)))
-    passes = passes_of(spans, noted.cuts)
-    blocks = blocks_of(events, 1 if noted.device == "cuda" else 0)
-    name_blocks(blocks, noted.tensors, spans, messages)
-    lane, idle, cuts = flat([*spans, *losses(spans, messages)]), [], noted.cuts
+    has_nccl = any(map(is_nccl, work))
+    messages = messages_of(noted, events, work, has_nccl)
+    spans = host_spans(noted, events, messages, has_nccl)
+    lane, idle, cuts, memory = flat(spans), [], noted.cuts, []
+    lane = flat([*lane, *losses(lane, messages)])
     if work:
         lane = flat([*lane, *synchronizations(events, noted.thread)])
         cuts = gpu_cuts(work, cuts)
         lane, idle = gpu_lane(work, lane)
-        blocks = {}
-    memory = []
-    for block in itertools.chain(*blocks.values()):
-        memory.append(Allocation(block.kind, block.bytes, block.born, block.freed))
+    elif noted.device == "cpu":
+        memory = memory_of(events, noted.tensors, spans, messages)
     boot = Path("/proc/sys/kernel/random/boot_id")
     threads = counted(torch.get_num_threads(), "thread")
     return {
@@ -51,21 +44,12 @@ def recording_of(noted: Noted, profiler: Any) -> Recording:
         "bare": bare_lengths(noted),
         "lane": lane,
         "idle": idle,
-        "passes": passes,
         "messages": messages,
         "memory": memory,
         "trace": [event for event in events if event["ph"] in "XsfM"],  # spans, arrows, names
         "core_waits": noted.core_waits,
         "has_workers": noted.has_workers,
-        "has_group": noted.has_group or torch.distributed.is_initialized(),
-        "has_compiled": has_compiled(),
     }
-
-
-def has_compiled() -> bool:
-    """Whether torch.compile has made a graph in this process."""
-    dynamo = sys.modules.get("torch._dynamo")
-    return dynamo is not None and bool(dynamo.utils.counters["stats"]["unique_graphs"])
 
 
 def read_trace(profiler: Any) -> list[dict]:
@@ -99,7 +83,6 @@ def host_spans(
             spans.append(Span("waiting", event["begin"], event["end"]))
     if not has_nccl:
         spans += ddp_waits(main, spans, messages)
-        end_with_their_waits(messages, spans)
         cut_late_ends(messages, spans, noted.cuts)
     return spans
 
@@ -112,16 +95,6 @@ def synchronizations(events: list[dict], thread: int) -> list[Span]:
         if is_call and "Synchronize" in event["name"]:
             waits.append(Span("waiting", event["begin"], event["end"]))
     return waits
-
-
-def passes_of(spans: list[Span], cuts: list[int]) -> list[Counter]:
-    """How many passes of each kind begin in each step.  The GPU's kernels are no measure of it."""
-    passes = [Counter() for _ in cuts]
-    for span in spans:
-        step = bisect_right(cuts, span.begin) - 1
-        if span.what in PHASES and step >= 0:
-            passes[step][span.what] += 1
-    return passes
 
 
 def bare_lengths(noted: Noted) -> list[int]:

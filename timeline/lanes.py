@@ -1,5 +1,6 @@
 """Lanes: spans in the order of time that don't overlap.  All is linear in their number."""
 
+import sys
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
 
@@ -11,24 +12,17 @@ def flat(spans: Iterable[Span]) -> list[Span]:
     lane: list[Span] = []
     still: list[Span] = []  # have begun; the last one is on top
     now = 0
-
-    def show(until: int) -> None:
-        nonlocal now
-        top = still[-1]
-        if now < until:
-            lane.append(Span(top.what, max(now, top.begin), until))
-            now = until
-
-    for span in sorted(spans, key=lambda span: (span.begin, -span.end)):
-        while still and still[-1].end <= span.begin:
-            show(still[-1].end)
-            still.pop()
-        if still:
-            show(span.begin)
+    at_last = Span("", sys.maxsize, sys.maxsize)
+    for span in [*sorted(spans, key=lambda span: (span.begin, -span.end)), at_last]:
+        while still and now < span.begin:
+            top = still[-1]
+            end = min(top.end, span.begin)
+            if max(now, top.begin) < end:
+                lane.append(Span(top.what, max(now, top.begin), end))
+            now = end
+            if top.end <= span.begin:
+                still.pop()
         still.append(span)
-    while still:
-        show(still[-1].end)
-        still.pop()
     return lane
 
 
@@ -52,14 +46,9 @@ def beneath(lane: list[Span], under: list[Span]) -> list[Span]:
 
 
 def filled(lane: list[Span], under: list[Span]) -> list[Span]:
-    """The lane, with what lies beneath its gaps."""
-    return joined(sorted([*lane, *beneath(lane, under)], key=lambda span: span.begin))
-
-
-def joined(lane: list[Span]) -> list[Span]:
-    """Neighbours that do the same become one."""
+    """The lane, with what lies beneath its gaps.  Neighbours that do the same become one."""
     wider: list[Span] = []
-    for span in lane:
+    for span in sorted([*lane, *beneath(lane, under)], key=lambda span: span.begin):
         if wider and wider[-1].what == span.what and wider[-1].end == span.begin:
             wider[-1] = Span(span.what, wider[-1].begin, span.end)
         else:

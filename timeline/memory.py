@@ -4,23 +4,13 @@ import itertools
 import math
 from bisect import bisect_right
 from collections import defaultdict
-from dataclasses import dataclass
 
-from timeline.data import Message, Span
+from timeline.data import Block, Message, Span
 
-
-@dataclass
-class Block:
-    """One allocation of memory."""
-
-    kind: str  # "": not known yet
-    bytes: int
-    born: float
-    freed: float = math.inf  # it is still there
-    is_end_known: bool = False
+CPU = 0  # its number in torch
 
 
-def blocks_of(events: list[dict], device: int) -> dict[int, list[Block]]:
+def blocks_of(events: list[dict]) -> dict[int, list[Block]]:
     """The blocks of each address, in the order of time.
 
     Message buffers are what a collective's call allocates, or a thread of gloo.
@@ -31,7 +21,7 @@ def blocks_of(events: list[dict], device: int) -> dict[int, list[Block]]:
     threads -= {event["tid"] for event in callers}  # sends and receives are noted there
     blocks: dict[int, list[Block]] = defaultdict(list)
     for event in events:
-        if event["name"] != "[memory]" or event["args"]["Device Type"] != device:
+        if event["name"] != "[memory]" or event["args"]["Device Type"] != CPU:
             continue
         size, now = event["args"]["Bytes"], event["begin"]
         here = blocks[event["args"]["Addr"]]
@@ -48,25 +38,25 @@ def blocks_of(events: list[dict], device: int) -> dict[int, list[Block]]:
     return blocks
 
 
-def name_blocks(
-    blocks: dict[int, list[Block]],
-    notes: list[tuple[int, dict]],
-    spans: list[Span],
-    messages: list[Message],
-) -> None:
-    """Give each its kind, and add those that are noted and older than the recording."""
+def memory_of(
+    events: list[dict], notes: list[tuple[int, dict]], spans: list[Span], messages: list[Message]
+) -> list[Block]:
+    """All blocks with their kinds, and those that are noted and older than the recording."""
+    blocks = blocks_of(events)
     for now, kinds in notes:
         for address, (kind, size) in kinds.items():
             name_block(blocks[address], now, kind, size if address else 0)
+    named = list(itertools.chain(*blocks.values()))
     backwards = sorted((span.begin, span.end) for span in spans if span.what == "backward")
     issued = [message["issued"] for message in messages]
-    for block in itertools.chain(*blocks.values()):
+    for block in named:
         if not block.kind:
             block.kind = kind_by_time(block, backwards)
         elif block.kind == "message buffers" and not block.is_end_known:
             call = bisect_right(issued, block.born)
             if call > 0:
                 block.freed = max(block.born, messages[call - 1]["end"])
+    return named
 
 
 def name_block(here: list[Block], now: int, kind: str, size: int) -> None:

@@ -16,17 +16,17 @@ BYTES = {"Double": 8, "Long": 8, "Float": 4, "Int": 4, "Half": 2, "BFloat16": 2}
 def kind_of(name: str) -> str:
     """The kind of message in c10d::_allgather_base_, gloo:all_gather, ALLREDUCE_COALESCED."""
     kind = KIND.search(name.replace("_", "").lower())
-    return kind[0] if kind else "message"
+    return kind[0] if kind else ""
 
 
-def messages_of(noted: Noted, events: list[dict], work: list[dict]) -> list[Message]:
+def messages_of(
+    noted: Noted, events: list[dict], work: list[dict], has_nccl: bool
+) -> list[Message]:
     """The messages in the order of their calls, each with `begin` and `end` of its run."""
-    has_nccl = any(map(is_nccl, work))
     if has_nccl:
-        messages = nccl_messages(nccl_calls(events), work)
+        messages = nccl_messages(events, work)
     else:
-        calls = noted.calls if noted.has_hooks else calls_without_hooks(events)
-        messages = gloo_messages(calls, events)
+        messages = gloo_messages(noted.calls or calls_without_hooks(events), events)
     for message in messages:
         message["step"] = bisect_right(noted.cuts, message["issued"]) - 1
         if has_nccl:  # the lane is the GPU's: there is no time before a kernel begins
@@ -49,10 +49,10 @@ def gloo_messages(calls: list[Message], events: list[dict]) -> list[Message]:
         if not runs[kind] and kind == "reducescatter":
             kind = "allreduce"
         mine, runs[kind] = runs[kind][: call["runs"]], runs[kind][call["runs"] :]
-        times: Message = {"begin": call["issued"], "end": call["issued"]}  # not seen when it ran
+        call |= {"begin": call["issued"], "end": call["issued"]}  # not seen when it ran
         if mine:
-            times = {"begin": mine[0]["begin"], "end": mine[-1]["end"]}
-        messages.append(call | times)
+            call |= {"begin": mine[0]["begin"], "end": mine[-1]["end"]}
+        messages.append(call)
     return messages
 
 
@@ -69,22 +69,17 @@ def calls_without_hooks(events: list[dict]) -> list[Message]:
 # --------------------------------------------------------------------------------------------- NCCL
 
 
-def nccl_calls(events: list[dict]) -> list[dict]:
-    """What torch tells of each call: its group, its number there, its size."""
-    calls = []
-    for event in events:
-        if event["name"] == "record_param_comms":
-            name = event["args"].get("Collective name", "")
-            if KIND.search(name.replace("_", "").lower()):
-                calls.append(event)
-    return calls
+def nccl_messages(events: list[dict], work: list[dict]) -> list[Message]:
+    """Torch tells of each call its group, its number there, its size.
 
-
-def nccl_messages(told: list[dict], work: list[dict]) -> list[Message]:
-    """A kernel belongs to the call in which it was launched.
-
-    Calls that are joined are launched later, together: when each of them ran is not seen.
+    A kernel belongs to the call in which it was launched.  Calls that are joined are launched
+    later, together: when each of them ran is not seen.
     """
+    told = []
+    for event in events:
+        name = event.get("args", {}).get("Collective name", "")
+        if event["name"] == "record_param_comms" and kind_of(name):
+            told.append(event)
     kernels = defaultdict(list)
     begins = [event["begin"] for event in told]
     for event in filter(is_nccl, work):

@@ -4,6 +4,7 @@ torch's profiler notes the rest; events.py reads both.
 """
 
 import contextlib
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,12 +18,10 @@ from instruments.hooks import Hooks
 from instruments.meeting import Place
 from instruments.program import Finished, Refused
 from instruments.tensors import local, parameters_of, size_in_bytes
-from timeline.data import Message, Noted, OpenSpan, Recording, recorded_steps
+from timeline.data import Message, Noted, Recording, Span, recorded_steps
 from timeline.events import recording_of
+from timeline.messages import kind_of
 
-OTHER_PROFILER = (
-    "the program starts torch.profiler itself, and two can't run at once: switch it off there"
-)
 HAS_MESSAGE_HOOKS = hasattr(torch_dist.ProcessGroup, "register_pre_hook")  # since torch 2.14
 
 
@@ -33,16 +32,12 @@ class Recorder(Hooks):
         super().__init__()
         thread = threading.get_native_id()
         self.noted = Noted(place.rank, place.world_size, thread, *recorded_steps(steps))
-        self.noted.has_hooks = HAS_MESSAGE_HOOKS
-        self.spans: list[OpenSpan] = []  # in the order of their begins
-        self.open: list[OpenSpan] = []  # those that have not ended, the innermost last
+        self.open: list[tuple[str, int]] = []  # spans that have not ended, the innermost last
         self.next_cut = 0
         self.next_mark: Any = None  # an event of CUDA at the same place
         self.is_first_batch = False  # the step's first
-        self.groups: dict[Any, list[int]] = {}  # process groups: the ranks of each
         self.backward_thread = 0  # autograd's own for a GPU
         self.profiler: Any = None
-        self.is_starting_profiler = False
 
     @property
     def step(self) -> int:
@@ -58,19 +53,9 @@ class Recorder(Hooks):
             (torch_dist, "_broadcast_coalesced", self.wait),  # DDP's, of buffers: it waits in C++
         ]
 
-    @contextlib.contextmanager
-    def installed(self) -> Iterator[None]:
-        with super().installed():
-            try:
-                yield
-            finally:
-                if HAS_MESSAGE_HOOKS and torch_dist.is_initialized():
-                    for group in self.groups:
-                        group.unregister_pre_hook(id(self))
-
     def notes(self, is_own_thread: bool) -> Recording:
-        noted = self.noted
-        noted.spans = [span.closed() for span in self.spans]
+        noted, now = self.noted, time.time_ns()
+        noted.spans += [Span(what, begin, now) for what, begin in self.open]
         if noted.cuts and not self.open and self.next_cut > noted.cuts[-1]:
             noted.cuts.append(self.next_cut)  # the program ended between two steps
             noted.marks.append(self.next_mark)
@@ -78,16 +63,15 @@ class Recorder(Hooks):
 
     # --------------------------------------------------------------------------------------- time
 
-    def begin(self, what: str) -> None:
-        self.open.append(OpenSpan(what))
-        self.spans.append(self.open[-1])
+    def begin(self, what: str, when: int | None = None) -> None:
+        self.open.append((what, when or time.time_ns()))
 
     def end(self) -> None:
-        self.open.pop().end = time.time_ns()
+        self.noted.spans.append(Span(*self.open.pop(), time.time_ns()))
 
     @contextlib.contextmanager
-    def spanning(self, what: str) -> Iterator[None]:
-        self.begin(what)
+    def spanning(self, what: str, when: int | None = None) -> Iterator[None]:
+        self.begin(what, when)
         try:
             yield
         finally:
@@ -104,10 +88,9 @@ class Recorder(Hooks):
     def load(self, iterator: Any, original: Callable) -> Any:
         __tracebackhide__ = True
         self.noted.has_workers |= iterator._num_workers > 0
-        with self.spanning("loading"):
-            if self.is_first_batch:
-                self.open[-1].begin = self.next_cut
-                self.is_first_batch = False
+        when = self.next_cut if self.is_first_batch else None
+        self.is_first_batch = False
+        with self.spanning("loading", when):
             return original()
 
     def forward_begins(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
@@ -167,16 +150,14 @@ class Recorder(Hooks):
     def optimizer_ends(self, optimizer: Any) -> None:
         self.end()
         if self.step >= self.noted.first:
-            self.note_memory("weights", [*self.model_tensors(), *parameters_of(optimizer)])
+            weights = parameters_of(optimizer)
+            for model in self.models.values():
+                weights += [*model.parameters(), *model.buffers()]
+            self.note_memory("weights", weights)
             states = []
             for values in optimizer.state.values():
                 states += values.values()
             self.note_memory("optimizer state", states)
-
-    def model_tensors(self) -> Iterator[torch.Tensor]:
-        for model in self.models.values():
-            yield from model.parameters()
-            yield from model.buffers()
 
     def maybe_start_profiler(self) -> None:
         """Start it at the first forward or backward of a step, not in an optimizer's step.
@@ -185,49 +166,39 @@ class Recorder(Hooks):
         """
         if self.profiler or len(self.noted.cuts) < self.noted.first - 1:
             return
-        if torch_dist.is_initialized():
+        if HAS_MESSAGE_HOOKS and torch_dist.is_initialized():
             for group in torch_dist.distributed_c10d._world.pg_map:
-                self.watch_group(group)
-        if torch.autograd._profiler_enabled():
-            raise Refused(OTHER_PROFILER)
+                group.register_pre_hook(id(self), functools.partial(self.note_message, group))
+                self.undo.callback(group.unregister_pre_hook, id(self))
         self.profiler = torch.profiler.profile(
             activities=torch.profiler.supported_activities(),  # CPU and, if any, GPU
             profile_memory=True,
         )
-        self.is_starting_profiler = True
         self.profiler.start()
-        self.is_starting_profiler = False
 
     def other_profiler(self, original: Callable, profiler: Any) -> Any:
         """A profiler starts.  Two at once end in a segmentation fault."""
-        if not self.is_starting_profiler:
-            raise Refused(OTHER_PROFILER)
+        if self.profiler is None or profiler is not self.profiler.profiler:
+            raise Refused(
+                "the program starts torch.profiler itself, and two can't run at once: "
+                "switch it off there"
+            )
         return original(profiler)
 
     # ------------------------------------------------------------------------ messages and tensors
 
-    def watch_group(self, group: Any) -> None:
-        self.groups[group] = torch_dist.get_process_group_ranks(group)
-        self.noted.has_group = True
-        if HAS_MESSAGE_HOOKS:
-            group.register_pre_hook(id(self), lambda args: self.note_message(args, group))
-
-    def note_message(self, args: Any, group: Any) -> None:
-        kind = args.name.name
-        name = kind.lower().replace("_", "")
+    def note_message(self, group: Any, args: Any) -> None:
+        name, tensors = args.name.name, args.input_tensors or args.output_tensors
+        ranks = torch_dist.get_process_group_ranks(group)
         call: Message = {
-            "kind": name.removesuffix("base"),  # torch 2.15 has ALLGATHER_BASE and others
+            "kind": kind_of(name) or "message",
             "issued": time.time_ns(),
             "group": group.group_name,
             "number": None,
-            "bytes": sum(map(size_in_bytes, args.input_tensors or args.output_tensors)),
-            "runs": 1,
-            "peer": None,
+            "bytes": sum(map(size_in_bytes, tensors)),
+            "runs": len(tensors) if name == "REDUCE_SCATTER" else 1,  # gloo: an all-reduce of each
+            "peer": ranks[args.root] if name in ("SEND", "RECV") else None,
         }
-        if kind == "REDUCE_SCATTER":  # gloo makes an all-reduce of each tensor
-            call["runs"] = len(args.input_tensors or args.output_tensors)
-        if kind in ("SEND", "RECV"):
-            call["peer"] = self.groups[group][args.root]
         self.noted.calls.append(call)
         self.note_memory("message buffers", [*args.input_tensors, *args.output_tensors])
 

@@ -6,14 +6,13 @@ import json
 import sys
 from pathlib import Path
 
-from instruments.command import Line
+from instruments.command import Line, say
 from instruments.rank import Job, Notes
 from instruments.ranks import NO_STEP, look_at
 from timeline.data import Recording, counted, recorded_steps
 from timeline.draw import draw
 from timeline.picture import picture_of
 from timeline.record import Recorder
-from timeline.say import say
 from timeline.trace import read_picture, trace_of
 
 
@@ -27,14 +26,14 @@ def show(args: argparse.Namespace, notes: list[Notes]) -> int:
     """Show what the ranks have left; returns the exit code."""
     recordings = [note.value for note in notes]
     usable = [recording for recording in recordings if recording["last"] >= recording["first"]]
-    endings = {f"rank {note.rank}": note.ending for note in notes}
-    broken = [rank for rank, ending in endings.items() if ending in ("failed", "stuck")]
+    broken = [note for note in notes if note.ending in ("failed", "stuck")]
     if not usable:
-        if not broken or all(ending == "failed" for ending in endings.values()):
-            return too_few_steps(recordings, args.steps, is_error=not broken)
+        if not broken:  # else its own error is said
+            text = too_few_steps(recordings, args.steps)
+            print(f"timeline: {text}", file=sys.stderr, flush=True)
         return 1
     if broken:
-        names = ", ".join(f"{rank} {endings[rank]}" for rank in broken)
+        names = ", ".join(f"rank {note.rank} {note.ending}" for note in broken)
         print(f"timeline: {names}; what was recorded before is drawn", flush=True)
     picture = picture_of(usable, args)
     say(picture["findings"])  # before it is written: the disk may be full
@@ -58,18 +57,15 @@ def write(files: dict[str, str]) -> bool:
     return len(written) == len(files)
 
 
-def too_few_steps(recordings: list[Recording], steps: int, is_error: bool) -> int:
-    """Say why nothing is drawn, unless the program's own error says it."""
-    text = NO_STEP
-    if any(recording["cuts"] for recording in recordings):
-        made = min(max(0, len(recording["cuts"]) - 1) for recording in recordings)
-        text = (
-            f"the program made {counted(made, 'step')}; --steps {steps} records from step "
-            f"{recorded_steps(steps)[0] + 1} on: let it make more, or give fewer --steps"
-        )
-    if is_error:
-        print(f"timeline: {text}", file=sys.stderr, flush=True)
-    return 1
+def too_few_steps(recordings: list[Recording], steps: int) -> str:
+    """Why nothing is drawn."""
+    if not any(recording["cuts"] for recording in recordings):
+        return NO_STEP
+    made = min(max(0, len(recording["cuts"]) - 1) for recording in recordings)
+    return (
+        f"the program made {counted(made, 'step')}; --steps {steps} records from step "
+        f"{recorded_steps(steps)[0] + 1} on: let it make more, or give fewer --steps"
+    )
 
 
 def draw_files(files: list[str], out: str) -> int:

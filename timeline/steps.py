@@ -3,13 +3,12 @@
 import itertools
 import statistics
 from collections import Counter
+from collections.abc import Callable
 from typing import NamedTuple
 
-from timeline.compare import align_clocks, match_messages
-from timeline.data import KINDS, Allocation, Message, Recording, Span
+from timeline.compare import align_clocks, match_messages, was_seen
+from timeline.data import KINDS, Block, Message, Recording, Span
 from timeline.lanes import inside, parts_of
-
-CHECK = ("allgather", 16)  # distributed.py compares the calls
 
 
 class Step(NamedTuple):
@@ -22,12 +21,14 @@ class Step(NamedTuple):
     spent: Counter  # by part
     waits_for: Counter  # other ranks; None: for no rank, as bytes moved or a queue was full
     without_core: int
-    passes: Counter  # by kind
     messages: list[Message]
 
     @property
     def length(self) -> int:
         return self.end - self.begin
+
+
+Measure = Callable[[Step], float]
 
 
 class Table(NamedTuple):
@@ -37,12 +38,56 @@ class Table(NamedTuple):
     ranks: dict[int, list[Step]]
     lengths: list[int]  # of each step, on the rank where it took longest
     bare: list[int]  # the same of steps without the recorder
+    is_unseen: bool  # there are messages, and of none it is known when it ran
     arrows: list[dict]  # from a send to the end of the wait for it
     clocks: str  # in words, what was done to have one clock
 
     @property
     def usual_length(self) -> float:
         return statistics.median(self.lengths)
+
+    def others(self, rank: int) -> list[list[Step]]:
+        """In each step what the other ranks do."""
+        others = [steps for other, steps in self.ranks.items() if other != rank]
+        return list(map(list, zip(*others, strict=True)))
+
+    def waits_for(self, rank: int) -> list[float]:
+        """How long the other ranks waited for this one in each step, on average."""
+        waits = []
+        for others in self.others(rank):
+            waits.append(statistics.mean(step.waits_for[rank] for step in others))
+        return waits
+
+    def late_ranks(self) -> list[tuple[int, float]]:
+        """The rank for which the others waited longest in each step, and how long."""
+        waits = {rank: self.waits_for(rank) for rank in self.ranks}
+        late = []
+        for place in range(len(self.lengths)):
+            rank = max(waits, key=lambda rank: waits[rank][place])
+            late.append((rank, waits[rank][place]))
+        return late
+
+    def more(self, rank: int, of: Measure) -> list[float]:
+        """What this rank has more than the others in each step, on average."""
+        mores = []
+        for own, others in zip(self.ranks[rank], self.others(rank), strict=True):
+            mores.append(of(own) - statistics.mean(map(of, others)))
+        return mores
+
+    def least(self, of: Measure) -> float:
+        """The median of all steps, on the rank where it is least."""
+        return min(statistics.median(map(of, steps)) for steps in self.ranks.values())
+
+    def averages(self, of: Measure) -> list[float]:
+        """Each rank's mean, as workers of a DataLoader bring their batches together, and then none.
+
+        The longest step is left out, which may be an epoch's first, when they start.
+        """
+        means = []
+        for steps in self.ranks.values():
+            times = sorted(map(of, steps))
+            means.append(statistics.mean(times[:-1] or times))
+        return means
 
 
 def table_of(recordings: list[Recording]) -> Table:
@@ -59,7 +104,9 @@ def table_of(recordings: list[Recording]) -> Table:
         lengths.append(max(step.length for step in of_ranks))
     bares = zip(*(recording["bare"] for recording in recordings), strict=False)
     bare = [max(of_ranks) for of_ranks in bares]
-    return Table(first, ranks, lengths, bare, arrows, clocks)
+    messages = list(itertools.chain(*(recording["messages"] for recording in recordings)))
+    is_unseen = bool(messages) and not any(map(was_seen, messages))
+    return Table(first, ranks, lengths, bare, is_unseen, arrows, clocks)
 
 
 def step_of(recording: Recording, number: int) -> Step:
@@ -78,7 +125,6 @@ def step_of(recording: Recording, number: int) -> Step:
         spent,
         waits_for(parts, messages),
         core[1] - core[0] if len(core) == 2 else 0,
-        recording["passes"][number],
         messages,
     )
 
@@ -102,33 +148,16 @@ def waits_for(parts: list[Span], messages: list[Message]) -> Counter:
     return waited
 
 
-def kinds(table: Table) -> list[list[int]]:
-    """The numbers of steps in which the same is done: equal passes, and equal messages."""
-    numbers: dict[tuple, list[int]] = {}
-    for place, of_ranks in enumerate(zip(*table.ranks.values(), strict=True)):
-        done = tuple(signature_of(step) for step in of_ranks)
-        numbers.setdefault(done, []).append(table.first + place)
-    return list(numbers.values())
-
-
-def signature_of(step: Step) -> tuple:
-    counts = step.passes.copy()
-    for message in step.messages:
-        if (message["kind"], message["bytes"]) != CHECK:
-            counts[message["kind"]] += 1
-    return tuple(sorted(counts.items()))
-
-
-def memory_curve(allocations: list[Allocation], begin: int, end: int) -> dict[str, list[int]]:
+def memory_curve(blocks: list[Block], begin: int, end: int) -> dict[str, list]:
     """The "times" of its changes, and the bytes of each of KINDS from then on."""
     changes: dict[float, Counter] = {begin: Counter(), end: Counter()}
-    for block in allocations:
+    for block in blocks:
         if block.born < end and begin < block.freed:
             changes.setdefault(max(block.born, begin), Counter())[block.kind] += block.bytes
             if block.freed < end:
                 changes.setdefault(block.freed, Counter())[block.kind] -= block.bytes
     times = sorted(changes)
-    curve = {"times": [time - begin for time in times]}
+    curve = {"times": times}
     for kind in KINDS:
         curve[kind] = list(itertools.accumulate(changes[time][kind] for time in times))
     return curve

@@ -154,13 +154,10 @@ class Drawing:
     def svg(self, title: str, description: str) -> str:
         """The whole file."""
         width, height = WIDTH, round(self.y + 10)
-        head = (
-            f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
-            f'viewBox="0 0 {width} {height}"\nrole="img" aria-labelledby="title told">'
-            f'<title id="title">{plain(title)}</title>'
-        )
         lines = [
-            head,
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
+            f'viewBox="0 0 {width} {height}"',
+            f'role="img" aria-labelledby="title told"><title id="title">{plain(title)}</title>',
             f'<desc id="told">{plain(description)}</desc>{style()}',
             f'<path class="page" d="M0,0h{width}v{height}h-{width}z"/>',
         ]

@@ -1,5 +1,6 @@
 """When the process waits for messages, of what it has noted and the profiler tells."""
 
+import itertools
 from bisect import bisect_left, bisect_right
 
 from timeline.data import Message, Span
@@ -21,11 +22,9 @@ def ddp_waits(main: list[dict], spans: list[Span], messages: list[Message]) -> l
         if span.what != "backward" or not sent:
             continue
         arrived = max(message["end"] for message in sent)
-        now = span.end
         inside = main[bisect_left(begins, span.begin) : bisect_left(begins, span.end)]
         nodes = [event for event in inside if event["name"].startswith(NODE)]
-        if nodes:
-            now = max(event["end"] for event in nodes)
+        now = max((event["end"] for event in nodes), default=span.end)
         after = [event for event in inside if event["begin"] >= now]
         for event in [*after, {"begin": span.end, "end": span.end}]:
             if now < event["begin"] and now < arrived:
@@ -35,53 +34,39 @@ def ddp_waits(main: list[dict], spans: list[Span], messages: list[Message]) -> l
 
 
 def cut_late_ends(messages: list[Message], spans: list[Span], cuts: list[int]) -> None:
-    """No message ends later than its step's last wait.
+    """Gloo's thread notes an end late if the waiting thread goes on first.
 
-    Gloo's thread notes an end late if the waiting thread goes on first.
-    """
-    last: dict[int, int] = {}
-    for span in spans:
-        if span.what == "waiting":
-            step = bisect_right(cuts, span.begin)
-            last[step] = max(span.end, last.get(step, 0))
-    for message in messages:
-        latest = last.get(bisect_right(cuts, message["issued"]), 0)
-        if message["begin"] < latest:
-            message["end"] = min(message["end"], latest)
-
-
-def end_with_their_waits(messages: list[Message], spans: list[Span]) -> None:
-    """A collective that blocks has ended when the wait for it ends, whatever gloo's thread notes.
-
-    That is so for a wait before which one message was issued since the wait before.
+    No message ends later than its step's last wait.  If one message was issued since the wait
+    before, a wait is for that one.
     """
     waits = sorted((span for span in spans if span.what == "waiting"), key=lambda span: span.begin)
+    last: dict[int, int] = {}
+    for wait in waits:
+        step = bisect_right(cuts, wait.begin)
+        last[step] = max(wait.end, last.get(step, 0))
     by_issue = sorted(messages, key=lambda message: message["issued"])
     issued = [message["issued"] for message in by_issue]
+    latest = [last.get(bisect_right(cuts, when), 0) for when in issued]
     before = 0
     for wait in waits:
         count = bisect_right(issued, wait.begin)
         if count - before == 1:
-            message = by_issue[before]
-            message["end"] = min(message["end"], max(wait.end, message["begin"]))
+            latest[before] = wait.end
         before = max(before, count)
+    for message, end in zip(by_issue, latest, strict=True):
+        if message["begin"] < end:
+            message["end"] = min(message["end"], end)
 
 
-def losses(spans: list[Span], messages: list[Message]) -> list[Span]:
+def losses(lane: list[Span], messages: list[Message]) -> list[Span]:
     """The time between a forward pass and its backward.
 
     It counts as forward, unless a message goes out there.
     """
-    by_end = sorted(spans, key=lambda span: span.end)
-    ends = [span.end for span in by_end]
     issued = sorted(message["issued"] for message in messages)
-    spans_between = []
-    for span in spans:
-        place = bisect_right(ends, span.begin)
-        if span.what != "backward" or not place:
-            continue
-        before = by_end[place - 1]
-        sends = bisect_left(issued, before.end) < bisect_left(issued, span.begin)
-        if before.what == "forward" and not sends:
-            spans_between.append(Span("forward", before.end, span.begin))
-    return spans_between
+    between = []
+    for before, after in itertools.pairwise(lane):
+        sends = bisect_left(issued, before.end) < bisect_left(issued, after.begin)
+        if (before.what, after.what) == ("forward", "backward") and not sends:
+            between.append(Span("forward", before.end, after.begin))
+    return between
