@@ -122,11 +122,10 @@ def test_there_and_back(tmp_path, n):
 @pytest.mark.parametrize(
     ("keep", "saves", "expected"),
     [
-        (2, [(8,), (9,), (10,)], "9 10"),
         (1, [(1, 0.5), (2, 0.5), (3,), (4,)], "1-score-0.5 3 4"),
         (1, [(1, -2), (2, -1e-30), (3,), (4,)], "2-score--1e-30 3 4"),
         (2, [(1, 3), (2, 9), (3, 10), (4, 1), (5,)], "2-score-9.0 3-score-10.0 4-score-1.0 5"),
-        (0, [(1, 0.5), (2,), (3,)], "2 3"),
+        (0, [(8, 0.5), (9,), (10,)], "9 10"),
         (2, [(1, 0.5), (2, 0.9), (2, 0.1), (2,)], "1-score-0.5 2"),  # of one step the last counts
     ],
 )
@@ -173,13 +172,6 @@ def momenta(*values):
     return optimizer
 
 
-def zero_1():
-    """torch's own; before its state is put together."""
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-
-    return ZeroRedundancyOptimizer(linear().parameters(), torch.optim.SGD, lr=0.1)
-
-
 def refusal(folder, **parts):
     """The error of `save`, the same on all ranks, in one line; nothing is written."""
     keeper = checkpoint.Keeper(folder, **parts)
@@ -197,23 +189,19 @@ def test_parts_that_differ_between_ranks_are_refused(tmp_path):
     save(tmp_path, 1)
     weight = torch.ones(3, 2, dtype=torch.bfloat16)
     weight[2, 1] += is_last / 128  # bfloat16's next number
-    # What the ranks have, the name that is given, and the first rank that differs from rank 0.
-    for state, name, who in [
-        ({"a": torch.zeros(2), "b": [weight]}, ".b.0", 2),
-        ({"a": torch.zeros(2 + (rank == 1))}, ".a", 1),  # tensor parallelism's: 2, 3 and 2 channels
-        ({"a": torch.zeros(2, 3) if is_last else torch.zeros(3, 2)}, ".a", 2),
-        ({"a": torch.zeros(1, dtype=torch.int32 if is_last else torch.float32)}, ".a", 2),
-        ({"best": [float("inf") if is_last else float("nan")]}, ".best.0", 2),  # of a schedule by the rank's own loss
-        ({"a": 0, "more": 0} if is_last else {"a": 0}, ".more", 2),
-        ({"a": 0} if is_last else {"a": 0, "more": 0}, ".more", 2),
+    for state, name in [  # what the ranks have, and the name that is given
+        ({"a": torch.zeros(2), "b": [weight]}, ".b.0"),
+        ({"a": torch.zeros(2, 3) if is_last else torch.zeros(3, 2)}, ".a"),
+        ({"a": torch.zeros(1, dtype=torch.int32 if is_last else torch.float32)}, ".a"),
+        ({"best": [float("inf") if is_last else float("nan")]}, ".best.0"),  # of a schedule by the rank's own loss
+        ({"a": 0, "more": 0} if is_last else {"a": 0}, ".more"),
+        ({"a": 0} if is_last else {"a": 0, "more": 0}, ".more"),
     ]:
         error = refusal(tmp_path, model=linear(), net=part(state))
-        assert error.startswith(f"CheckpointError: can't save net{name}: rank {who}'s differs from rank 0's"), error
-    error = refusal(tmp_path, optimizer=momenta(1, rank))  # ZeRO-1 by hand
+        assert error.startswith(f"CheckpointError: can't save net{name}: rank 2's differs from rank 0's"), error
+    error = refusal(tmp_path, optimizer=momenta(1, rank))  # ZeRO-1 by hand; the first rank that differs is named
     assert "can't save optimizer.state.1.momentum_buffer: rank 1's differs" in error
-    error = refusal(tmp_path, optimizer=zero_1())
-    assert "can't save optimizer: rank 0's state_dict raises an error (RuntimeError: Optimizer state has not" in error
-    error = refusal(tmp_path, net=part(ValueError("of\nmine") if rank == 1 else {}))
+    error = refusal(tmp_path, net=part(ValueError("of\nmine") if rank == 1 else {}))  # as torch's ZeRO-1 does
     assert "can't save net: rank 1's state_dict raises an error (ValueError: of mine)" in error
 
 
@@ -264,7 +252,7 @@ def test_names_are_those_without_torch_compile(tmp_path):
 
     def net(value, compiled):
         layers = linear(value), nn.BatchNorm1d(2)
-        return nn.Sequential(*(torch.compile(layer) if compiled else layer for layer in layers))
+        return nn.Sequential(*(torch.compile(layer, backend="eager") if compiled else layer for layer in layers))
 
     for was_compiled, is_compiled in (True, True), (True, False), (False, True):
         folder = tmp_path / f"{was_compiled} {is_compiled}"
@@ -357,27 +345,17 @@ class Trap:
         return Path.touch, (Path("it ran"),)
 
 
-def foreign(path):
-    """Files of other kinds, with a checkpoint's name."""
-    path.write_text("text")
-    yield
-    path.write_bytes(b"")
-    yield
-    torch.save({"weights": torch.zeros(2)}, path)
-    yield
-    torch.save({"step": 3, "config": Trap(), "parts": {}, "random": []}, path)
-    yield
-
-
 def test_a_foreign_file_is_refused_and_the_one_before_is_used(tmp_path, monkeypatch, capsys):
     """And it does not count among the last two."""
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "run"
     save(folder, 1, 2)
-    for _ in foreign(folder / "step-30.pt"):
+    foreign = folder / "step-30.pt"
+    for content in "text", {"weights": torch.zeros(2)}, {"step": 3, "config": Trap(), "parts": {}, "random": []}:
+        foreign.write_text(content) if content == "text" else torch.save(content, foreign)
         assert restored(folder) == 2
         (line,) = capsys.readouterr().err.splitlines()
-        assert line.startswith(f"{folder}/step-30.pt is damaged, or no checkpoint (")
+        assert line.startswith(f"{foreign} is damaged, or no checkpoint (")
         assert line.endswith(f": going on from {folder}/step-2.pt")
     assert not (tmp_path / "it ran").exists()
     keeper = checkpoint.Keeper(folder, model=linear())
@@ -411,11 +389,7 @@ def test_a_step_below_one_that_is_saved_is_refused(tmp_path):
     """A new run in the folder of a longer one, which it doesn't restore: the next restore would take that one."""
     save(tmp_path, 1000)
     keeper = save(tmp_path)
-    for step in 1, 999:
-        error = (
-            f"CheckpointError: {tmp_path}/step-1000.pt is later than step {step}: restore it, or take another folder"
-        )
-        assert error_of(keeper.save, step) == error
+    assert error_of(keeper.save, 999).startswith(f"CheckpointError: {tmp_path}/step-1000.pt is later than step 999: ")
     keeper.save(1000)
     assert names(tmp_path) == ["step-1000.pt"]
 
@@ -431,21 +405,14 @@ def test_if_all_are_damaged_it_is_an_error_on_all_ranks(tmp_path):
     assert all(f"{tmp_path}/step-{step}.pt is damaged" in error for step in (1, 2))
 
 
-class Strange(nn.Linear):
-    def load_state_dict(self, state):
-        if dist.get_rank() == 1:
-            raise TypeError("of\nmine")
-
-
 @on_ranks(3)
 def test_what_does_not_fit_is_one_error_on_all_ranks(tmp_path):
     save(tmp_path, 1)
     outputs = 3 if dist.get_rank() == 1 else 2  # no rank goes on without the one that can't
-    parts = {"model": linear(outputs=outputs)}, {"net": linear()}, {"model": Strange(2, 2)}
-    shape, name, strange = (error_of(checkpoint.Keeper(tmp_path, **part).restore) for part in parts)
-    assert shape.startswith(f"CheckpointError: {tmp_path}/step-1.pt doesn't fit this model (") and "\n" not in shape
-    assert name.startswith(f"CheckpointError: {tmp_path}/step-1.pt doesn't fit this net (")
-    assert strange == f"CheckpointError: {tmp_path}/step-1.pt doesn't fit this model (TypeError: of mine)"
+    for name, part in ("model", linear(outputs=outputs)), ("net", linear()):
+        error = error_of(checkpoint.Keeper(tmp_path, **{name: part}).restore)
+        assert error.startswith(f"CheckpointError: {tmp_path}/step-1.pt doesn't fit this {name} ("), error
+        assert "\n" not in error
 
 
 @on_ranks(3)
@@ -481,32 +448,21 @@ def test_a_second_run_waits_for_one_that_is_still_ending(tmp_path):
     os.waitpid(pid, 0)
 
 
-@contextlib.contextmanager
-def preemption():
-    usual = signal.getsignal(signal.SIGTERM)
-    yield checkpoint.Preemption()
-    signal.signal(signal.SIGTERM, usual)
-
-
 @on_ranks(1, 3)
-def test_sigterm_to_one_rank_is_agreed_on_by_all():
+def test_sigterm_to_one_rank_is_agreed_on_by_all_and_a_forked_process_ends_by_it():
     is_told = dist.get_rank() == dist.get_world_size() - 1
-    with preemption() as stop:
-        assert not stop.agreed()
-        if is_told:
-            os.kill(os.getpid(), signal.SIGTERM)
-        assert (stop.asked, stop.agreed()) == (is_told, True)
-
-
-@on_ranks(3)
-def test_a_forked_process_ends_by_sigterm():
-    with preemption() as stop:
-        ours, theirs = os.pipe()
-        pid = os.fork()
-        if not pid:
-            os.write(theirs, b"!")
-            while True:
-                time.sleep(0.01)
-        os.read(ours, 1)  # it runs: Python forgets what comes during a fork
-        os.kill(pid, signal.SIGTERM)
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGTERM and not stop.asked
+    usual = signal.getsignal(signal.SIGTERM)
+    stop = checkpoint.Preemption()
+    ours, theirs = os.pipe()
+    pid = os.fork()
+    if not pid:
+        os.write(theirs, b"!")
+        time.sleep(30)
+        os._exit(0)
+    os.read(ours, 1)  # it runs: Python forgets what comes during a fork
+    os.kill(pid, signal.SIGTERM)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGTERM and not stop.agreed()
+    if is_told:
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert (stop.asked, stop.agreed()) == (is_told, True)
+    signal.signal(signal.SIGTERM, usual)

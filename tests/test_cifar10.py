@@ -95,17 +95,6 @@ def rows(folder):
     return table
 
 
-def same_end(one, other):
-    """Bit by bit: weights, momenta and metrics."""
-    states = [last(folder)["parts"] for folder in (one, other)]
-    weights = [list(state["model"].items()) for state in states]
-    momenta = [[(i, s["momentum_buffer"]) for i, s in state["optimizer"]["state"].items()] for state in states]
-    for ours, theirs in weights, momenta:
-        assert all(a[0] == b[0] and torch.equal(a[1], b[1]) for a, b in zip(ours, theirs, strict=True))
-    assert rows(one) == rows(other)
-    return True
-
-
 def scalars(folder, tag):
     """What TensorBoard shows."""
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
@@ -148,45 +137,42 @@ def test_every_example_is_evaluated_once(reference, small):
         assert rows(folder)[-1][f"{name}_loss"] == pytest.approx(loss, rel=1e-4)
 
 
-def by_hand(n, batch, factors, images):
-    """The recipe without torch.optim and DDP: the mean loss of each epoch, and the weights, by name.
+def in_one_process(n, batch, factors, images):
+    """The recipe without DDP: the mean loss of each epoch, and the weights, by name.
 
     factors: of the learning rate, one for each step of each epoch.
     """
-    seed, smoothing, weight_decay = RECIPE["--seed"], RECIPE["--label-smoothing"], RECIPE["--weight-decay"]
+    seed = RECIPE["--seed"]
     augmented = data.Augmented(images, seed)
     torch.manual_seed(seed)
     model = cifar10_ddp.build("resnet9", 2).to(memory_format=torch.channels_last).train()
-    weights, momenta, means = dict(model.named_parameters()), {}, []
+    options = {"momentum": 0.9, "nesterov": True, "weight_decay": RECIPE["--weight-decay"]}
+    optimizer, means = torch.optim.SGD(model.parameters(), **options), []
     random = [torch.Generator().manual_seed(seed + rank).get_state() for rank in range(n)]  # each process draws its own
     for epoch, rates in enumerate(factors):
         augmented.set_epoch(epoch)
         order = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed + epoch)).tolist()
         loader, losses = data.loader(augmented, batch, order, drop_last=True), []
         for factor, (pixels, labels) in zip(rates, data.batches(loader, torch.device("cpu")), strict=True):
-            gradients = {name: torch.zeros_like(weight) for name, weight in weights.items()}
             for rank in range(n):  # each process has every n-th example of a batch, and normalises its own share
                 torch.set_rng_state(random[rank])
-                surprise = -model(pixels[rank::n]).log_softmax(1)
+                logits = model(pixels[rank::n])
                 random[rank] = torch.get_rng_state()
-                right = surprise.gather(1, labels[rank::n].view(-1, 1)).mean()
-                loss = (1 - smoothing) * right + smoothing * surprise.mean()
+                loss = F.cross_entropy(logits, labels[rank::n], label_smoothing=RECIPE["--label-smoothing"])
+                (loss / n).backward()
                 losses.append(loss.item())
-                for name, gradient in zip(weights, torch.autograd.grad(loss, weights.values()), strict=True):
-                    gradients[name] += gradient / n
-            for name, weight in weights.items():
-                gradient = gradients[name] + weight_decay * weight.data
-                momenta[name] = 0.9 * momenta.get(name, 0) + gradient
-                weight.data -= RECIPE["--lr"] * factor * (gradient + 0.9 * momenta[name])  # Nesterov's
+            optimizer.param_groups[0]["lr"] = RECIPE["--lr"] * factor
+            optimizer.step()
+            optimizer.zero_grad()
         means.append(sum(losses) / len(losses))
-    return means, {name: weight.data for name, weight in weights.items()}
+    return means, dict(model.named_parameters())
 
 
 def test_recipe(reference, small):
     _, folder = reference
     # Ten steps, of which four rise; then they fall to zero, which the step after the last would have.
     factors = [[1 / 4, 2 / 4, 3 / 4, 4 / 4, 6 / 6], [5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6]]
-    losses, weights = by_hand(2, 12, factors, small[0])
+    losses, weights = in_one_process(2, 12, factors, small[0])
     assert [row["training_loss"] for row in rows(folder)] == pytest.approx(losses, rel=1e-4)
     assert [row["training_lr"] for row in rows(folder)] == pytest.approx([RECIPE["--lr"] * 5 / 6, 0])
     for name, weight in weights.items():
@@ -244,7 +230,10 @@ def test_ended_in_many_ways_and_again(run, reference, folder):
     result = run(*flags)
     assert result.code == 0 and result.err == "" and "epoch 2, batch 5 of 5\n" in result.out, result
     assert re.search(r"^epoch 2/2  loss \d\.\d{4}  train ", result.out, re.MULTILINE)  # no image, no speed
-    assert same_end(folder, reference[1])
+    ours, theirs = (last(path)["parts"] for path in (folder, reference[1]))
+    for ended, expected in (ours["model"], theirs["model"]), (ours["optimizer"]["state"], theirs["optimizer"]["state"]):
+        torch.testing.assert_close(ended, expected, rtol=0, atol=0)  # bit by bit
+    assert rows(folder) == rows(reference[1])
 
 
 def test_another_number_of_processes_and_a_damaged_checkpoint(run, reference, folder):
@@ -278,23 +267,14 @@ def test_mixed_precision_goes_on_in_the_precision_of_the_checkpoint(run, referen
     assert len(list(folder.glob("step-*-score-*.pt"))) == 1
 
 
-THEN_RUN = """
-import runpy, sys
-sys.argv[0] = sys.argv.pop(1)
-sys.path.insert(0, os.path.dirname(sys.argv[0]))
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-
-
 @pytest.mark.slow
 def test_torchrun_restarts_it_after_a_kill(tmp_path):
     """It is killed in the second epoch; what is then left of it has fewer batches than AT."""
     script, folder = tmp_path / "killed.py", tmp_path / "run"
-    script.write_text(SMALL + END + THEN_RUN)
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1", "--max-restarts=1")
+    script.write_text(f"{SMALL}{END}import runpy\nrunpy.run_path({str(ROOT / SCRIPT)!r}, run_name='__main__')\n")
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=1")
     environment = {"PYTHONPATH": str(ROOT), "AT": "11", "TO_ONE": "1", "SIGNAL": str(int(signal.SIGKILL))}
-    flags = (*FLAGS, "--batch-size", 12, "--run-dir", folder)
-    result = shell(*torchrun, script, ROOT / SCRIPT, *flags, cwd=tmp_path, **environment)
+    result = shell(*torchrun, script, *FLAGS, "--run-dir", folder, cwd=tmp_path, **environment)
     assert result.code == 0, result.err
     assert f"{folder}: epoch 2, batch 2 of 5\n" in result.out and last(folder)["step"] == 2 * STEPS
 
@@ -314,7 +294,7 @@ def test_a_finished_run_says_so_and_refuses_other_flags(run, reference, folder, 
     monkeypatch.chdir(folder.parents[1])
     refused(cifar10_ddp.parse_args, "/step-10-score-", "was trained with other flags: type ", *right, flags=flags)
     refused(cifar10_ddp.parse_args, "type no --amp", flags=[*FLAGS, "--nproc", 2, "--amp"])
-    another = "type --batch-size 12, with a number of processes that divides it"
+    another = "type --batch-size 12, with a number of processes"
     refused(cifar10_ddp.parse_args, another, flags=[*FLAGS, "--nproc", 5])
     assert {path.name: path.read_bytes() for path in folder.glob("[!.]*")} == before
 
@@ -340,8 +320,7 @@ def test_a_second_run_in_the_folder(run, folder):
         (["--model", "resnet19"], ["--model resnet19 is unknown", "resnet18"]),
         (["--model", "alexnet"], ["--model alexnet can't train on images of 32 x 32"]),
         (["--batch-size", "12001"], ["--batch-size 12001 is too large for the 12000 examples of synthetic"]),
-        (["--width", "0"], ["--width", "at least 1"]),
-        (["--checkpoint-every", "-1"], ["--checkpoint-every", "at least 1"]),
+        (["--checkpoint-every", "0"], ["--checkpoint-every", "at least 1"]),
         (["--lr", "nan"], ["--lr", "greater than 0"]),
         (["--weight-decay", "-1"], ["--weight-decay"]),
         (["--warmup", "1.5"], ["--warmup", "from 0 to 1"]),
@@ -351,7 +330,6 @@ def test_a_second_run_in_the_folder(run, folder):
         (["--clearml"], ["pip install clearml"]),
         (["--run-dir", "text.pt"], ["can't write to --run-dir text.pt (File exists): choose another"]),
         (["--run-dir", "foreign"], ["foreign/step-1.pt is damaged, or no checkpoint", "choose another --run-dir"]),
-        (["--run-dir", "other"], ["other/step-1.pt was trained with other flags"]),
     ],
     ids=lambda value: " ".join(value),
 )
@@ -360,18 +338,16 @@ def test_bad_value(monkeypatch, tmp_path, args, words):
     (tmp_path / "foreign").mkdir()
     for path in tmp_path / "text.pt", tmp_path / "foreign" / "step-1.pt":
         path.write_text("not a checkpoint")
-    checkpoint.Keeper("other", {"model": "resnet9"}).save(1)
     if args == ["--clearml"]:  # even if this machine has it
         monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     refused(cifar10_ddp.parse_args, *words, flags=["--dataset", "synthetic", "--epochs", 2, *args])
 
 
-@pytest.mark.parametrize(("asked", "batches"), [(False, 3), (True, 1)])
-def test_an_evaluation_ends_early_once_told(asked, batches):
+def test_an_evaluation_ends_early_once_told():
     images = data.Images(torch.zeros(12, 1, 2, 2, dtype=torch.uint8), torch.zeros(12).long(), (0.0,), (1.0,))
     model, seen = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(4, 10)), []
     torch.nn.init.zeros_(model[1].bias)
     model.register_forward_hook(lambda *_: seen.append(1))
-    loader, stop = data.loader(images, 5, range(12)), SimpleNamespace(asked=asked)
+    loader, stop = data.loader(images, 5, range(12)), SimpleNamespace(asked=True)
     found = cifar10_ddp.evaluate(model, loader, torch.device("cpu"), torch.float32, stop)
-    assert found["loss"] == pytest.approx(math.log(10)) and len(seen) == batches
+    assert found["loss"] == pytest.approx(math.log(10)) and len(seen) == 1

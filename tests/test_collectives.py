@@ -1,6 +1,6 @@
 """demos/collectives.py in closed forms."""
 
-from world import forker, run
+from world import forker, on_ranks
 
 from demos import collectives
 
@@ -17,13 +17,10 @@ HELD = {  # by each of three ranks afterwards, which had [1, 2, 3], [10, 20, 30]
 }
 
 
-def held_after(name):
-    return [after for _, after in collectives.before_and_after(name)]
-
-
+@on_ranks(3)
 def test_what_each_rank_holds():
     for name, values in HELD.items():
-        assert run(held_after, 3, name) == [values] * 3, name
+        assert [after for _, after in collectives.before_and_after(name)] == values, name
     assert [*HELD, "barrier"] == [*collectives.COLLECTIVES]
 
 

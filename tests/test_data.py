@@ -3,6 +3,7 @@
 Downloads run through torchvision's real code, against a server in this process.
 """
 
+import functools
 import gzip
 import hashlib
 import http.server
@@ -19,7 +20,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
 from torchvision import datasets
-from world import ROOT, forker
+from world import ROOT, forker, run_in_a_group_of_one
 
 import data
 
@@ -44,27 +45,26 @@ def test_digits_fill_their_range_and_have_the_mean_that_batches_subtracts(digits
     assert len({image.numpy().tobytes() for image in images}) == 14_000  # no test image is in the training set
 
 
-HASH = """
-import hashlib, torch, data
-torch.manual_seed(5)
-torch.set_num_threads(2)
-before = torch.get_rng_state()
-some, _ = data.load("synthetic", "", limit=7000, colour=True)
-assert torch.equal(torch.get_rng_state(), before)
-assert some.images.shape == (7000, 3, 32, 32) and len(some.mean) == len(some.std) == 3
-assert not some.images[:, :, :2].any() and not some.images[..., -2:].any()
-digits = some.images[:, :, 2:-2, 2:-2].transpose(0, 1).contiguous()
-print(*(hashlib.sha256(x.numpy().tobytes()).hexdigest() for x in (*digits, some.labels)))
-"""
+def hashes(*tensors):
+    return [hashlib.sha256(tensor.numpy().tobytes()).hexdigest() for tensor in tensors]
 
 
-def test_digits_are_the_same_in_every_process_and_in_colour(digits, tmp_path):
+def in_colour():
+    """The hashes of digits, channel by channel, and of their labels."""
+    torch.manual_seed(5)
+    torch.set_num_threads(2)
+    before = torch.get_rng_state()
+    some, _ = data.load("synthetic", "", limit=7000, colour=True)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert some.images.shape == (7000, 3, 32, 32) and len(some.mean) == len(some.std) == 3
+    assert not some.images[:, :, :2].any() and not some.images[..., -2:].any()
+    return hashes(*some.images[:, :, 2:-2, 2:-2].transpose(0, 1).contiguous(), some.labels)
+
+
+def test_digits_are_the_same_in_every_process_and_in_colour(digits):
     """With other threads and another global seed; and they draw nothing from the global generator."""
-    (tmp_path / "digits.py").write_text(HASH)
-    end = forker().run(tmp_path / "digits.py", path=[ROOT])
     images, labels = digits[0].images[:7000], digits[0].labels[:7000]
-    hashes = [hashlib.sha256(x.numpy().tobytes()).hexdigest() for x in (images, images, images, labels)]
-    assert end.out.split() == hashes, end.err
+    assert run_in_a_group_of_one(in_colour) == hashes(images, images, images, labels)
 
 
 def numbered(count, channels=1):
@@ -94,10 +94,10 @@ def test_order_is_the_samplers_and_the_last_batch_is_short_or_left_out():
     share = DistributedSampler(dataset, num_replicas=3, rank=1, shuffle=False)  # 10 is padded to 12 by the first two
     for sampler, expected in ([3, 0, 9, 9, 1], [[3, 0], [9, 9], [1]]), ([], []), (share, [[1, 4], [7, 0]]):
         loader = data.loader(dataset, 2, sampler)
-        found = [[round((x * 0.25 + 0.5).item() * 255) for x in images[:, 0, 0, 0]]
-                 for images, _ in data.batches(loader, CPU)]  # fmt: skip
-        assert found == expected and len(loader) == len(expected)
-        assert [(labels - 100).tolist() for _, labels in data.batches(loader, CPU)] == expected
+        found = list(data.batches(loader, CPU))
+        assert [(labels - 100).tolist() for _, labels in found] == expected and len(loader) == len(expected)
+        for images, labels in found:
+            assert ((images[:, 0, 0, 0] * 0.25 + 0.5) * 255).round().tolist() == (labels - 100).tolist()
     assert data._with_progress_bar(loader) is loader, "no bar on rank 1, also without a group, as with Horovod"
     short = data.batches(data.loader(dataset, 4, range(10), drop_last=True), CPU)
     assert [len(labels) for _, labels in short] == [4, 4]
@@ -145,25 +145,16 @@ def test_crops_and_flips_depend_on_seed_epoch_and_example_alone():
     assert (expected[:, 0] == of_the_sampler).double().mean() < 0.2  # by chance one in 9
 
 
-def draws_of_epochs(dataset, **workers):
-    """The crops and flips that three epochs have, over the whole data set, read from the pixels alone."""
-    loader = DataLoader(dataset, 50, sampler=range(len(dataset)), collate_fn=tuple, **workers)
-    found = []
-    for epoch in range(3):
-        dataset.set_epoch(epoch)
-        found.append(torch.cat([images[:, 0] for images, _ in data.batches(loader, CPU)]))
-    return torch.stack(found)
-
-
 def test_persistent_workers_have_each_epochs_own_crops_and_flips():
     """They hold a copy of the data set, made in the first epoch."""
-    generator = torch.Generator().manual_seed(0)
-    noise = torch.randint(256, (100, 1, 8, 8), generator=generator, dtype=torch.uint8)
-    images = data.Images(noise, torch.zeros(100), (0.0,), (1 / 255,))
-    expected = draws_of_epochs(data.Augmented(images))
-    assert not torch.equal(expected[0], expected[1]) and not torch.equal(expected[1], expected[2])
+    noise = torch.randint(256, (100, 1, 8, 8), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    dataset = data.Augmented(data.Images(noise, torch.zeros(100), (0.0,), (1 / 255,)))
     workers = {"num_workers": 1, "persistent_workers": True, "multiprocessing_context": "fork"}
-    assert torch.equal(draws_of_epochs(data.Augmented(images), **workers), expected)
+    loader = DataLoader(dataset, 50, sampler=range(100), collate_fn=tuple, **workers)
+    for epoch in range(2):
+        dataset.set_epoch(epoch)
+        found = torch.cat([images for images, _ in data.batches(loader, CPU)])
+        assert torch.equal(found, data.augment(noise, dataset.draws).float())
 
 
 FILES = {"train-images-idx3-ubyte": (60_000, 28, 28), "train-labels-idx1-ubyte": (60_000,)}
@@ -196,12 +187,13 @@ def message(*args):
     return told[0]
 
 
-def test_black_and_white_pixels_of_mnist(tmp_path):
+def test_black_and_white_pixels_of_mnist_in_a_folder_with_a_tilde(tmp_path, monkeypatch):
     """MNIST's mean is 0.1307, its standard deviation 0.3081: torchvision's and everybody's numbers."""
-    write_mnist(tmp_path)
-    data.prepare("mnist-like", str(tmp_path))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write_mnist(tmp_path / "there")
+    data.prepare("mnist-like", "~/there")
     assert sorted(path.name for path in tmp_path.rglob("*") if path.is_file()) == sorted(FILES)  # a folder to read only
-    for one, count in zip(data.load("mnist-like", str(tmp_path)), (60_000, 10_000), strict=True):
+    for one, count in zip(data.load("mnist-like", "~/there"), (60_000, 10_000), strict=True):
         assert one.images.shape == (count, 1, 28, 28) and one.labels.shape == (count,)
         ((images, _),) = data.batches(data.loader(one, 2, [0, 1]), CPU)
         expected = torch.tensor([(0 - 0.1307) / 0.3081, (1 - 0.1307) / 0.3081]).view(2, 1, 1, 1)
@@ -209,14 +201,13 @@ def test_black_and_white_pixels_of_mnist(tmp_path):
 
 
 def test_a_damaged_file_is_one_line(tmp_path):
-    """Cut off, empty, of the other set, which has other numbers of images and labels; or with a label of no class."""
+    """Cut off; of the other set, which has other numbers of images and labels; or with a label of no class."""
     raw = write_mnist(tmp_path)
     labels = (raw / "t10k-labels-idx1-ubyte").read_bytes()
     for name, content in [
         ("train-images-idx3-ubyte", bytes(4000)),
         ("train-images-idx3-ubyte", (raw / "t10k-images-idx3-ubyte").read_bytes()),
         ("train-labels-idx1-ubyte", labels),
-        ("t10k-labels-idx1-ubyte", b""),
         ("t10k-labels-idx1-ubyte", labels[:30] + bytes([200]) + labels[31:]),
     ]:
         whole = (raw / name).rename(tmp_path / "whole")
@@ -228,22 +219,17 @@ def test_a_damaged_file_is_one_line(tmp_path):
         whole.rename(raw / name)
 
 
-@pytest.fixture
-def known_sums(monkeypatch):
-    """known_sums(raw): the files there pass for MNIST's."""
-
-    def take(raw):
-        monkeypatch.setattr(data, "MNIST", {name: hashlib.md5((raw / name).read_bytes()).hexdigest() for name in FILES})
-
-    return take
+def let_pass(monkeypatch, raw):
+    """The files there, for MNIST's."""
+    monkeypatch.setattr(data, "MNIST", {name: hashlib.md5((raw / name).read_bytes()).hexdigest() for name in FILES})
 
 
-def test_what_is_not_mnists_to_the_last_bit_is_refused_unless_it_is_ones_own(tmp_path, known_sums):
-    """One pixel, then one label is another one; torchvision doesn't look."""
+def test_what_is_not_mnists_to_the_last_bit_is_refused_unless_it_is_ones_own(tmp_path, monkeypatch):
+    """One label, then one pixel is another one; torchvision doesn't look."""
     raw = write_mnist(tmp_path)
-    known_sums(raw)
+    let_pass(monkeypatch, raw)
     data.prepare("mnist", str(tmp_path))
-    for name in "train-images-idx3-ubyte", "t10k-labels-idx1-ubyte":
+    for name in "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte":
         whole = shutil.copy(raw / name, tmp_path / "whole")
         with (raw / name).open("r+b") as file:
             file.seek(-1, os.SEEK_END)
@@ -251,48 +237,41 @@ def test_what_is_not_mnists_to_the_last_bit_is_refused_unless_it_is_ones_own(tmp
         text = message("mnist", str(tmp_path))
         assert f"mnist can't be read from {raw}" in text and f"({name} is damaged, or of another data set" in text
         assert "--dataset mnist-like" in text and not (tmp_path / ".lock").exists()  # nothing is downloaded
-        data.prepare("mnist-like", str(tmp_path))
         train, test = data.load("mnist-like", str(tmp_path))
-        last = {int(x) for one in (train, test) for x in (one.images[-1, 0, -1, -1], one.labels[-1])}
-        assert last == {0, 9}
+        assert {train.labels[-1].item(), test.images[-1, 0, -1, -1].item()} == {0, 9}
         shutil.move(whole, raw / name)
 
 
-def test_files_in_another_place_are_named_and_a_tilde_is_the_home_folder(tmp_path, monkeypatch):
+def test_files_that_are_not_there_are_named_with_their_place(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr(datasets.MNIST, "mirrors", [])
     monkeypatch.setattr(datasets.CIFAR10, "url", "http://127.0.0.1:0/")
     monkeypatch.chdir(tmp_path)
-    for name, folder, files in [
-        ("mnist", "MNIST/raw", FILES),
-        ("mnist-like", "MNIST/raw", FILES),
-        ("cifar10", "cifar-10-batches-py", [*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"]),
-    ]:
+    for name, folder, files in ("mnist", "MNIST/raw", FILES), ("cifar10", "cifar-10-batches-py", CIFAR10):
         text = message(name, "~/here")
         assert f"{tmp_path}/here/{folder}" in text and all(file in text for file in files)
-    write_mnist(tmp_path / "there")
-    data.prepare("mnist-like", "~/there")
-    assert len(data.load("mnist-like", "~/there")[0]) == 60_000
     assert not (tmp_path / "~").exists()
 
 
-def test_bad_names_and_a_data_set_without_files(tmp_path):
+def test_a_bad_name_is_one_line_and_digits_need_no_folder(tmp_path):
     assert all(word in message("nope", str(tmp_path)) for word in ("'nope'", *data.DATASETS))
     data.prepare("synthetic", str(tmp_path / "new"))
-    assert list(tmp_path.iterdir()) == []  # nothing is needed, nothing is made
+    assert list(tmp_path.iterdir()) == []
+
+
+CIFAR10 = [*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"]
 
 
 def test_cifar10_is_read_normalised_and_checked(tmp_path, monkeypatch):
     """Six files of two images each, with the numbers that torchvision's checksums want replaced."""
     folder = tmp_path / "cifar-10-batches-py"
     folder.mkdir()
-    names = [*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"]
     pixels = np.repeat(np.array([[0, 255, 51], [102, 0, 255]], dtype=np.uint8), 1024, axis=1)  # red, green, blue
     pixels[:, 32 * 2 + 5] = 7  # row 2, column 5, in red
-    for number, name in enumerate(names):
+    for number, name in enumerate(CIFAR10):
         (folder / name).write_bytes(pickle.dumps({"data": pixels, "labels": [number, number + 1]}))
     (folder / "batches.meta").write_bytes(pickle.dumps({"label_names": list("0123456789")}))
-    sums = [[name, hashlib.md5((folder / name).read_bytes()).hexdigest()] for name in [*names, "batches.meta"]]
+    sums = [[name, hashlib.md5((folder / name).read_bytes()).hexdigest()] for name in [*CIFAR10, "batches.meta"]]
     monkeypatch.setattr(datasets.CIFAR10, "train_list", sums[:5])
     monkeypatch.setattr(datasets.CIFAR10, "test_list", sums[5:6])
     monkeypatch.setattr(datasets.CIFAR10, "meta", datasets.CIFAR10.meta | {"md5": sums[6][1]})
@@ -309,7 +288,17 @@ def test_cifar10_is_read_normalised_and_checked(tmp_path, monkeypatch):
     assert f"cifar10 can't be read from {folder}" in message("cifar10", str(tmp_path))
 
 
+def test_a_server_that_never_answers_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(data, "DOWNLOAD_TIMEOUT", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setattr(datasets.MNIST, "mirrors", [f"http://127.0.0.1:{silent.getsockname()[1]}/"])
+        text = message("mnist", str(tmp_path))
+    assert f"mnist can't be read from {tmp_path}/MNIST/raw or downloaded (" in text and "timed out" in text
+
+
 class Handler(http.server.SimpleHTTPRequestHandler):
+    """A mirror; `server.gets` is what was fetched."""
+
     def do_GET(self):
         if self.headers["Method"] == "HEAD":  # so torchvision looks for a redirection; it doesn't read the answer
             self.do_HEAD()
@@ -319,29 +308,6 @@ class Handler(http.server.SimpleHTTPRequestHandler):
 
     def log_message(self, *args):
         pass
-
-
-@pytest.fixture
-def server(tmp_path, monkeypatch, known_sums):
-    """A mirror of packed files of MNIST's format; `gets` is what was fetched."""
-    resources, raw = [], write_mnist(tmp_path / "mirror")
-    known_sums(raw)
-    for path in raw.iterdir():
-        packed = gzip.compress(path.read_bytes(), 1)
-        (tmp_path / "mirror" / f"{path.name}.gz").write_bytes(packed)
-        resources.append((f"{path.name}.gz", hashlib.md5(packed).hexdigest()))
-    folder = tmp_path / "mirror"
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), lambda *args: Handler(*args, directory=folder))
-    server.gets = []
-    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
-    thread.start()
-    monkeypatch.setenv("no_proxy", "127.0.0.1")
-    monkeypatch.setattr(datasets.MNIST, "mirrors", [f"http://127.0.0.1:{server.server_address[1]}/"])
-    monkeypatch.setattr(datasets.MNIST, "resources", resources)
-    yield server
-    server.shutdown()
-    server.server_close()
-    thread.join()
 
 
 TWICE = """
@@ -359,18 +325,21 @@ sys.exit(other and os.waitstatus_to_exitcode(os.waitpid(other, 0)[1]))
 """
 
 
-def test_a_server_that_never_answers_is_one_line(tmp_path, monkeypatch):
-    monkeypatch.setattr(data, "DOWNLOAD_TIMEOUT", 0.2)
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        monkeypatch.setattr(datasets.MNIST, "mirrors", [f"http://127.0.0.1:{silent.getsockname()[1]}/"])
-        text = message("mnist", str(tmp_path))
-    assert f"mnist can't be read from {tmp_path}/MNIST/raw or downloaded (" in text and "timed out" in text
-
-
-def test_two_processes_download_once_and_can_be_forked_afterwards_as_before(tmp_path, server):
+def test_two_processes_download_once_and_can_be_forked_afterwards_as_before(tmp_path, monkeypatch):
+    resources, raw = [], write_mnist(tmp_path / "mirror")
+    let_pass(monkeypatch, raw)
+    for path in raw.iterdir():
+        packed = gzip.compress(path.read_bytes(), 1)
+        (tmp_path / f"{path.name}.gz").write_bytes(packed)
+        resources.append((f"{path.name}.gz", hashlib.md5(packed).hexdigest()))
     (tmp_path / "twice.py").write_text(TWICE)
-    settings = json.dumps([datasets.MNIST.mirrors, datasets.MNIST.resources, data.MNIST])
-    end = forker().run(tmp_path / "twice.py", settings, tmp_path / "data", path=[ROOT])
+    handler = functools.partial(Handler, directory=tmp_path)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        server.gets = []
+        threading.Thread(target=server.serve_forever, args=(0.02,)).start()
+        settings = json.dumps([[f"http://127.0.0.1:{server.server_address[1]}/"], resources, data.MNIST])
+        end = forker().run(tmp_path / "twice.py", settings, tmp_path / "data", path=[ROOT])
+        server.shutdown()
     assert end[:2] == (0, "60000 10000\n" * 2), end
     assert sorted(server.gets) == sorted(f"/{name}.gz" for name in FILES)
 

@@ -39,18 +39,10 @@ def test_under_a_launcher_rank_0_writes_the_table():
     assert "its processes: 1 (RANK=0 WORLD_SIZE=1 LOCAL_RANK=0" in table["launcher"]
 
 
-@pytest.mark.parametrize(
-    ("environment", "what", "says"),
-    [
-        ({"RANK": "1"}, "launcher", "RANK=1: set RANK and WORLD_SIZE to this process's place, or unset RANK"),
-        ({"NPROC": "0"}, "launcher", r"nproc \(or NPROC\) is 0: start at least 1 process"),
-        ({"CUDA_VISIBLE_DEVICES": "97,98"}, "GPUs", "0, CUDA_VISIBLE_DEVICES '97,98': .*correct it, or unset it"),
-    ],
-)
-def test_a_wrong_environment_is_one_wrong_line(environment, what, says):
-    table, wrong = examined(forker().run("doctor.py", **environment))
-    assert wrong == [what] and re.fullmatch(says, table[what]), table
-    assert ("together" in table) == (what != "launcher")  # without a place no process can be started
+def test_a_wrong_environment_is_one_wrong_line():
+    table, wrong = examined(forker().run("doctor.py", RANK=1))
+    assert wrong == ["launcher"] and "together" not in table  # without a place no process can be started
+    assert table["launcher"].startswith("RANK=1: set RANK and WORLD_SIZE to this process's place, or unset RANK")
 
 
 FAULTS = {  # planted in distributed.py: what is said, and the advice
@@ -87,7 +79,7 @@ def test_without_torch_it_says_so_and_stops(tmp_path):
 
 @pytest.mark.parametrize(
     ("chosen", "device_file", "ok"),
-    [("0", False, False), ("-1", True, True), ("", True, True), (None, False, True), (None, True, False)],
+    [("97,98", True, False), ("-1", True, True), ("", True, True), (None, False, True), (None, True, False)],
 )
 def test_gpus_that_torch_cannot_see(chosen, device_file, ok, monkeypatch, capsys):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

@@ -6,11 +6,10 @@ import re
 
 import pytest
 import torch
-from torch import nn
 from world import ROOT, forker, run
 
 import distributed as dist
-from demos.mistakes import MISTAKES, make_step, zero_model
+from demos.mistakes import MISTAKES, zero_model
 
 NUMBERS = list(range(6))
 PRINTED = {  # by name and number of ranks: what the right lines print, and the wrong ones
@@ -50,34 +49,23 @@ def test_wrong_and_right(name, n):
     assert re.search(wrong, text := run(_printed, n, name, 0)[0]), text
 
 
-def to_double(model):
-    model.double()
-
-
-def assign(model):
-    model.load_state_dict(zero_model().state_dict(), assign=True)
-
-
-def _trained(change, is_wrapped_again):
-    """The model is changed after it was wrapped, and trained: the largest difference between the ranks' weights."""
+def _change_after_wrapping(how):
+    """Whether the ranks' gradients are still equal."""
     model = zero_model()
     ddp_model = dist.prepare_ddp_model(model)
-    change(model)
-    if is_wrapped_again:
-        ddp_model = dist.prepare_ddp_model(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(200):
-        inputs = torch.tensor([[1.0, dist.get_rank()]], dtype=model.bias.dtype)
-        make_step(optimizer, (ddp_model(inputs) - 1).square().mean())
-    weights = torch.stack(dist.gather(nn.utils.parameters_to_vector(model.parameters())))
-    return (weights.amax(0) - weights.amin(0)).max().item()
+    if how == "double":
+        model.double()
+    else:
+        model.load_state_dict(zero_model().state_dict(), assign=True)
+    inputs = torch.tensor([[1.0, dist.get_rank()]], dtype=model.bias.dtype)
+    (ddp_model(inputs) - 1).square().mean().backward()
+    gradients = dist.gather(model.weight.grad)
+    return torch.equal(*gradients)
 
 
-@pytest.mark.parametrize("change", [to_double, assign])
-def test_other_changes_after_wrapping(change):
-    """Alone rank r learns (1, r, 1) / (2 + r**2): its second weight is 0 on rank 0, and 1/3 on rank 1."""
-    assert run(_trained, 2, change, False)[0] == pytest.approx(1 / 3)
-    assert run(_trained, 3, change, True)[0] == 0
+@pytest.mark.parametrize("how", ["double", "assign"])
+def test_other_changes_after_wrapping(how):
+    assert run(_change_after_wrapping, 2, how) == [False, False]
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
-from world import FEW_DIGITS, ROOT, forker, on_ranks, refused, run, shell
+from world import FEW_DIGITS, forker, free_port, on_ranks, refused, run
 
 import data
 import distributed as dist
@@ -26,7 +26,6 @@ DDP = ["mnist_ddp", "mnist_amp"]
 PLAIN = "mnist_ddp_plain"
 BATCH = 50  # of the dry runs: by three, 16 each
 DRY = ("--dataset", "synthetic", "--dry-run", "--batch-size", BATCH, "--seed", 1)
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=3")
 
 
 def printed(result):
@@ -78,11 +77,23 @@ def test_on_a_terminal_rank_0_alone_has_a_progress_bar():
     os.close(terminal)
 
 
-@pytest.mark.slow
-def test_plain_torch_prints_what_the_helper_prints(tmp_path):
-    plain = shell(*TORCHRUN, ROOT / f"{PLAIN}.py", *DRY, cwd=tmp_path)
-    _, *lines = printed(forker().run("mnist_ddp.py", *DRY, "--nproc", 3))
-    assert printed(plain._replace(err="")) == lines  # torchrun warns of its threads
+AS_TORCHRUN_DOES = """
+import os
+os.environ |= {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
+for rank in 2, 1, 0:
+    if rank == 0 or os.fork() == 0:
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        break
+"""
+
+
+def test_plain_torch_prints_what_the_helper_prints():
+    """Under the real torchrun: tests/gpu/test_matrix.py."""
+    start = FEW_DIGITS + AS_TORCHRUN_DOES
+    plain = printed(forker().run(f"{PLAIN}.py", *DRY, before=start, MASTER_PORT=free_port()))
+    assert ["distributed: 3 processes, gloo, cpu", *plain] == printed(
+        forker().run("mnist_ddp.py", *DRY, "--nproc", 3, before=FEW_DIGITS)
+    )
 
 
 def digits(count):

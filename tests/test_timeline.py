@@ -399,8 +399,7 @@ def test_the_trace_is_torchs_own_of_each_rank_on_one_clock():
         own = [event for event in spans if event.get("cat") == "timeline"]
         assert [event["name"] for event in own] == [part.what for part in parts]
         assert sum(event["dur"] for event in own) == pytest.approx(sum(part.length for part in parts) / 1000)
-        step = next(event for event in spans if event["name"] == "Optimizer.step#Adam.step")
-        phase = next(event for event in own if event["name"] == "optimizer")
+        step, phase = (next(e for e in spans if e["name"] == n) for n in ("Optimizer.step#Adam.step", "optimizer"))
         assert step["ts"] <= phase["ts"] + 1 and phase["ts"] + phase["dur"] <= step["ts"] + step["dur"] + 1
 
 
@@ -420,53 +419,31 @@ def test_the_picture_is_whole_and_small():
         "url(#head",
     ]
     assert len(svg) <= 60_000 and int(root.get("width")) <= 900
+    assert svg.count(":var(") == len(re.findall(r"([\w-]+):#[0-9a-f]+;\1:var\(", svg)), "viewers that know no var()"
+    drawn = {name for names in re.findall(r'<(?:path|text) class="([^"]*)"', svg) for name in names.split()}
+    assert {"page", "f", "b", "o", "w", "m", "v"} <= drawn <= {*re.findall(r"\.(\w+)\{", svg)}
     words = " ".join(element.text or "" for element in root.iter() if element.tag.endswith("text"))
     assert words.count("rank 0") == 2 and "one step: " in words and "2 steps: " in words
     assert [line.split(":")[0] for line in root[1].text.split(". ")].count("memory") == 2
     assert "memory weights optimizer state gradients" in words  # the legend
 
 
-def colours(svg):
-    """The fill and stroke of each class, as a viewer draws them that knows neither custom properties nor @media."""
-    style = re.search(r"<style>(.*?)</style>", re.sub(r"@media[^{]*\{(?:[^{}]*\{[^{}]*\})*\}", "", svg), re.DOTALL)[1]
-    found = {}
-    for selector, declarations in re.findall(r"([^{}]+)\{([^{}]*)\}", style):
-        for name, _, value in (one.partition(":") for one in declarations.split(";")):
-            if "var(" not in value:
-                found[selector.strip().removeprefix("."), name] = value
-    return found
-
-
-def test_a_picture_has_its_colours_in_viewers_without_custom_properties():
-    svg = draw.draw([picture(small)])
-    found = colours(svg)
-    drawn = {name for names in re.findall(r'<(?:path|text) class="([^"]*)"', svg) for name in names.split()}
-    assert {"page", "f", "b", "o", "w", "m", "line", "v", "soft", "hatch"} <= drawn
-    for name in drawn - {"right", "middle", "small", "title"}:
-        value = found.get((name, "fill"), found.get((name, "stroke")))
-        assert re.fullmatch(r"#[0-9a-f]{3,6}|url\(#hatch\)|url\(#idle\)", value or "") or name == "line", name
-    assert found["text", "fill"] != found["page", "fill"] == "#fff" and found["line", "stroke"] == found["soft", "fill"]
-    assert len({found[part, "fill"] for part in "fboxl"}) == 5, "each part has a colour of its own"
-
-
 @pytest.mark.slow
 def test_no_text_is_over_another(tmp_path):
-    files = {"small": [(small,)], "both": [(variant, "variants.mnist_overlap"), (variant, "variants.mnist_zero")]}
+    programs = (small,), (variant, "variants.mnist_overlap"), (variant, "variants.mnist_zero")
+    (tmp_path / "three.svg").write_text(draw.draw([picture(*program) for program in programs]))
     with chromium() as page:
-        for name, programs in files.items():
-            (tmp_path / f"{name}.svg").write_text(draw.draw([picture(*program) for program in programs]))
-            page.get(f"file://{tmp_path}/{name}.svg")
-            boxes = page.execute_script(
-                "return [...document.querySelectorAll('text')]"
-                ".map(text => [text.textContent, text.getBoundingClientRect().toJSON()])"
-            )
-            assert len(boxes) > 20
-            for text, box in boxes:
-                assert box["left"] >= 0 and box["right"] <= draw.WIDTH, text
-            for place, (text, a) in enumerate(boxes):
-                for other, b in boxes[:place]:
-                    across = min(a["right"], b["right"]) - max(a["left"], b["left"])
-                    assert across <= 0 or min(a["bottom"], b["bottom"]) - max(a["top"], b["top"]) <= 3, (text, other)
+        page.get(f"file://{tmp_path}/three.svg")
+        boxes = page.execute_script(
+            "return [...document.querySelectorAll('text')]"
+            ".map(text => [text.textContent, text.getBoundingClientRect().toJSON()])"
+        )
+    assert len(boxes) > 60
+    for place, (text, a) in enumerate(boxes):
+        assert a["left"] >= 0 and a["right"] <= draw.WIDTH, text
+        for other, b in boxes[:place]:
+            across = min(a["right"], b["right"]) - max(a["left"], b["left"])
+            assert across <= 0 or min(a["bottom"], b["bottom"]) - max(a["top"], b["top"]) <= 3, (text, other)
 
 
 PROGRAM = """

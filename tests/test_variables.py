@@ -190,10 +190,8 @@ print("top")
 def main_worker(local_rank, world_size):
     dist.init_process_group()
     drawn = sorted({f"{drawn.item():.4f}" for drawn in dist.gather(torch.rand(()))})
-    model = dist.prepare_ddp_model(torch.nn.Linear(1, 1, bias=False).double())
     rank = dist.get_rank()
-    model(torch.full((1, 1), rank + 1.0, dtype=torch.float64)).sum().backward()  # the gradient is rank + 1
-    mean = dist.unwrap_model(model).weight.grad.item()
+    mean = dist.reduce(torch.tensor(rank + 1.0)).item()
     ranks = [found.item() for found in dist.gather(torch.tensor(rank))]
     dist.print_primary(f"{world_size} ranks, mean {mean:.6f}, gathered {ranks}, drawn {', '.join(drawn)}")
     unseeded = {number.item() for number in dist.gather(torch.tensor(random.random()))}
@@ -205,7 +203,8 @@ def ends(local_rank, world_size, how):
     if how == "fails" and dist.get_rank() == 1:
         raise ValueError("mine")
     if how == "stays":
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(print("saved", flush=True) or 143))
+        for number in signal.SIGTERM, signal.SIGINT:
+            signal.signal(number, lambda *_: sys.exit(print("saved", flush=True) or 143))
         print(f"process {os.getpid()}\\n", end="", flush=True)
         time.sleep(1000)
 
@@ -311,14 +310,29 @@ STARTS |= {"Open MPI": open_mpi_command, "MPICH": mpich_command}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", STARTS)
-def test_what_the_starts_have_in_common_and_in_what_they_differ(name, tmp_path):
-    """The table of docs/launching.md; what a notebook does is in test_launcher.py and test_notebook.py."""
+@pytest.mark.parametrize(
+    ("name", "end"),
+    [(name, "fails") for name in ("python", "torchrun", "srun", "Open MPI")]
+    + [("torchrun", "SIGTERM"), ("torchrun", "SIGINT"), ("MPICH", "SIGKILL")],
+)
+def test_what_the_starts_have_in_common_and_in_what_they_differ(name, end, tmp_path):
+    """The table of docs/launching.md, and that no rank outlives its launcher.  Notebooks: test_launcher.py."""
+    if end == "SIGKILL" and sys.platform != "linux":
+        pytest.skip("the kernel of Linux ends them")
     command, environment = STARTS[name]()
     alone(tmp_path, "distributed.py", "distributed_launcher.py")
-    process = start(command, tmp_path, "fails", **environment)
-    out = process.communicate(timeout=100)[0]
-    assert says(2) in out and process.returncode == 1 and "ValueError: mine" in out, out
+    process = start(command, tmp_path, "fails" if end == "fails" else "stays", **environment)
+    out, ranks = "", []
+    while end != "fails" and len(ranks) < 2 and (line := process.stdout.readline()):
+        out += line
+        ranks += re.findall(r"^process (\d+)", line)
+    if end != "fails":
+        process.send_signal(signal.Signals[end])
+    out += process.communicate(timeout=100)[0]
+    assert process.returncode == (-signal.SIGKILL if end == "SIGKILL" else 1), out
+    assert ("ValueError: mine" in out) == (end == "fails"), out
+    assert out.count("saved") == (2 if end in ("SIGTERM", "SIGINT") else 0), out
+    assert says(2) in out, out
     is_python = name == "python"
     assert out.count("top\n") == (1 if is_python else 2)
     assert ("1 without a seed" if is_python else "2 without a seed") in out
@@ -327,24 +341,6 @@ def test_what_the_starts_have_in_common_and_in_what_they_differ(name, tmp_path):
         cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
         threads = max(1, cores // 2) if is_python else 1
         assert f"{threads} threads" in out or Path("/sys/fs/cgroup/cpu.max").exists(), out  # a container's share
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux ends them")
-@pytest.mark.parametrize(("name", "stop"), [("torchrun", "SIGTERM"), ("MPICH", "SIGKILL")])
-def test_no_rank_outlives_its_launcher(name, stop, tmp_path):
-    command, environment = STARTS[name]()
-    alone(tmp_path, "distributed.py", "distributed_launcher.py")
-    process = start(command, tmp_path, "stays", **environment)
-    ranks = []
-    for line in process.stdout:
-        ranks += re.findall(r"^process (\d+)", line)
-        if len(ranks) == 2:
-            break
-    process.send_signal(signal.Signals[stop])
-    out = process.communicate(timeout=100)[0]
-    assert len(ranks) == 2 and process.returncode == (1 if stop == "SIGTERM" else -signal.SIGKILL), out
-    assert out.count("saved") == (2 if stop == "SIGTERM" else 0), out
     wait_for(lambda: all(map(gone, ranks)))
 
 

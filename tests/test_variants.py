@@ -51,7 +51,7 @@ def _main(name, flags, has_batchnorm, dtype):
     batches, seed, train, evaluate = data.batches, torch.manual_seed, module.train, module.evaluate
 
     def noted_train(model, loader, optimizer, *args):
-        if name.endswith("fsdp"):  # torch.compile would have to compile it
+        if name.endswith("fsdp"):
             model[-1].register_forward_pre_hook(lambda *_: gathered.append(sharded.local_bytes(model.parameters())))
         sums = train(model, loader, optimizer, *args)
         held[:] = [sharded.local_bytes(value for state in optimizer.state.values() for value in state.values())]
@@ -61,8 +61,7 @@ def _main(name, flags, has_batchnorm, dtype):
         hook = model.register_forward_pre_hook(lambda *_: modes.add((model.training, torch.is_grad_enabled())))
         sums = evaluate(model, *args)
         hook.remove()
-        state = dist.unwrap_model(model).state_dict()
-        states.append({key.removeprefix("_orig_mod."): value.clone() for key, value in state.items()})
+        states.append({key: value.clone() for key, value in dist.unwrap_model(model).state_dict().items()})
         return sums
 
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as printed:
@@ -78,8 +77,6 @@ def _main(name, flags, has_batchnorm, dtype):
             patch.setattr(nn, "BatchNorm2d", lambda channels: nn.Identity())
         if not name.endswith(SHARDED):  # those start from shares of equal weights
             patch.setattr(torch, "manual_seed", lambda number: seed(number + rank))  # rank 0's weights are meant to win
-        if name.endswith("compile"):  # the graphs are found and derived, but no C++ is compiled: that is torch's
-            patch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
         if name.endswith("overlap"):
             patch.setattr(module, "start_all_reduce", functools.partial(_start_late, module.start_all_reduce))
         patch.setattr(module, "train", noted_train)
@@ -156,7 +153,6 @@ VARIANTS = [
     (3, "mnist_accumulate", "--accumulate 1", True),
     (3, "mnist_accumulate", "", False),  # BatchNorm would see micro-batches; 10 = 3 + 3 + 3 + 1
     (1, "mnist_accumulate", "", False),
-    (3, "mnist_compile", "", True),
     (3, "mnist_local_sgd", "--every 1", True),  # an average of weights after each step: SGD with momentum is linear
     (3, "mnist_tensor_parallel", "", True),
     (4, "mnist_mesh", "--tensor-parallel 1", True),
@@ -172,12 +168,7 @@ SCRIPTS = [
 ]
 
 
-COMPARED = []
-for case in [*SCRIPTS, *VARIANTS]:
-    COMPARED.append(pytest.param(*case, marks=pytest.mark.slow if case[1] == "mnist_compile" else ()))
-
-
-@pytest.mark.parametrize(("n", "name", "flags", "has_batchnorm"), COMPARED)
+@pytest.mark.parametrize(("n", "name", "flags", "has_batchnorm"), [*SCRIPTS, *VARIANTS])
 def test_it_computes_what_ddp_computes(n, name, flags, has_batchnorm):
     """Against mnist_ddp.py, in as many processes as share out the batch; mnist_ddp.py itself in one process."""
     skip_if_refused(name)
@@ -286,21 +277,28 @@ def test_fsdp_on_the_mesh_of_the_page_is_one_process():
     assert all(distance <= 1e-6 and share == 1 / 2 for distance, share in found)
 
 
-COMPILE = pytest.param("mnist_compile", marks=[pytest.mark.slow, pytest.mark.timeout(400)])  # C++ takes long
-NAMES = {case[1] for case in VARIANTS} - {"mnist_compile"}
+def dry_run(*script, nproc):
+    """Its banner, and its losses and counts."""
+    flags = ("--dataset", "synthetic", "--dry-run", "--batch-size", 50, "--nproc", nproc)
+    options = {"before": FEW_DIGITS, "timeout": 280, "TORCHINDUCTOR_COMPILE_THREADS": 1}  # no processes of its own
+    done = forker().run(*script, *flags, **options)
+    assert done.code == 0 and re.search(r"\ndone in \d+\.\d s\n", done.out), done
+    return done.out.split("\n")[0], losses_and_counts(done.out)[0], done.err
 
 
-@pytest.mark.parametrize("name", [*sorted(NAMES), COMPILE])
+@pytest.mark.parametrize("name", sorted({case[1] for case in VARIANTS}))
 def test_a_dry_run(name):
     skip_if_refused(name)
-    flags = ["--dataset", "synthetic", "--dry-run", "--batch-size", 50]
-    flags += ["--nproc", 4 if name == "mnist_mesh" else 1]
-    processes = "4 processes" if name == "mnist_mesh" else "1 process"
-    options = {"before": FEW_DIGITS, "timeout": 380, "TORCHINDUCTOR_COMPILE_THREADS": 1}  # no processes of its own
-    done = forker().run("-m", f"variants.{name}", *flags, **options)
-    assert done.code == 0 and done.out.startswith(f"distributed: {processes}, gloo, cpu\n"), done
-    assert done.err == "" or name == "mnist_compile"  # torch may say that it finds no CUDA
-    assert losses_and_counts(done.out)[0][2] == 100 and re.search(r"\ndone in \d+\.\d s\n", done.out)
+    nproc, processes = (4, "4 processes") if name == "mnist_mesh" else (1, "1 process")
+    banner, (*_, count), err = dry_run("-m", f"variants.{name}", nproc=nproc)
+    assert (banner, count, err) == (f"distributed: {processes}, gloo, cpu", 100, "")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)  # C++ takes long
+def test_compiled_it_is_ddp():
+    compiled, plain = (dry_run(*script, nproc=2) for script in (["-m", "variants.mnist_compile"], ["mnist_ddp.py"]))
+    assert compiled[:2] == (plain[0], pytest.approx(plain[1], abs=2e-4))
 
 
 REFUSED = [  # the script, flags, words of the line

@@ -1,8 +1,8 @@
 """What a machine with GPUs can say about this project, in at most 8 minutes.  Needs no network.
 
     python -m tools.gpu_check                     # all GPUs that torch sees
-    python -m tools.gpu_check --out FOLDER        # for each part's output, traces and the picture
-    python -m tools.gpu_check mnist trace         # only the parts whose names begin so
+    python -m tools.gpu_check --out FOLDER        # for each part's output, the picture and the trace
+    python -m tools.gpu_check mnist picture       # only the parts whose names begin so
     python -m tools.gpu_check --dry-run           # two batches of each program: to see that all of it runs
 
 It ends with a table in Markdown, for docs/results.md or an issue.  What fails is said, and the rest runs.
@@ -106,8 +106,6 @@ def all_parts(cards: int, folder: Path, is_dry: bool) -> list[Part]:
             if script == "cifar10_ddp":
                 command += ["--run-dir", str(folder / f"cifar10_{len(parts)}")]
             parts.append(Part(f"{script}, {how}", command, 60, environment, speed))
-    trace = ["-m", "tools.trace_steps", str(folder), *data, "--epochs", "1"]
-    parts.append(Part("trace of mnist_ddp", trace, 60, several, lambda _: written(folder, "trace*.json.gz")))
     picture = ["-m", "timeline", "--steps", "5", "--out", str(folder / "step"), "mnist_ddp.py", *data, "--epochs", "1"]
     parts.append(Part("picture of a step", picture, 90, several, lambda _: written(folder, "step.svg")))
     tests = ["-m", "pytest", "-o", "addopts=", "-m", "gpu", "-rfEs", "-q", "tests/gpu"]  # works without pytest-xdist

@@ -7,7 +7,7 @@ import re
 
 import pytest
 import torch
-from world import ROOT, forker, on_ranks
+from world import FEW_DIGITS, ROOT, forker
 
 from experiments.networks import Checkpointed, Wide
 from mnist_ddp import ConvNet
@@ -57,22 +57,8 @@ def test_what_is_planned_is_what_was_recorded():
     assert kept["one process"] == pytest.approx(sum(recorded["mnist_ddp", "1"]), rel=1e-3)
     assert kept["DDP"] == pytest.approx(sum(recorded["mnist_ddp", "4"]), rel=1e-3)
     assert kept["ZeRO-1"] == pytest.approx(sum(recorded["mnist_zero", "4"][:3]), rel=1e-3)  # the buffer is Gloo's
-
-
-@pytest.mark.skipif(torch.__version__ < (2, 9), reason="FSDP on the CPU: see variants/sharded.py")
-@on_ranks(3)
-def test_fsdp_keeps_a_share_of_weights_gradients_and_state():
-    from torch.distributed import fsdp, init_device_mesh
-
-    model = torch.nn.Linear(63, 30)
-    expected = plan(parameters=63 * 30 + 30, ranks=3)[0]["kept"]["FSDP"]
-    fsdp.fully_shard(model, mesh=init_device_mesh("cpu", (3,)))
-    optimizer = torch.optim.Adam(model.parameters())
-    model(torch.rand(2, 63)).sum().backward()
-    optimizer.step()
-    states = [value for state in optimizer.state.values() for value in state.values() if value.dim()]
-    tensors = [*model.parameters(), *(p.grad for p in model.parameters()), *states]
-    assert len(tensors) == 2 * 4 and sum(4 * tensor.to_local().numel() for tensor in tensors) == expected
+    weights, state, *_ = recorded["mnist_fsdp", "4"]
+    assert kept["FSDP"] == pytest.approx(weights + state + weights, rel=1e-3)  # as large are the gradients
 
 
 def test_the_least_times_of_a_message():
@@ -104,7 +90,8 @@ def test_the_causes_of_a_slow_step_are_named(tmp_path):
 @pytest.mark.skipif(torch.__version__ < (2, 14), reason="torch 2.14 tells which tensors a message has")
 def test_what_each_form_sends_and_keeps():
     """Four ranks and Adam, which has two numbers for each weight: ZeRO-1 shares these out, FSDP everything."""
-    done = forker().run("-m", "experiments.timelines", "adam", timeout=280)
+    before = FEW_DIGITS.replace("150", "2000")
+    done = forker().run("-m", "experiments.timelines", "adam", before=before, timeout=280)
     assert done.code == 0, done.err
     rows = [line.strip("| \n").split("|") for line in done.out.splitlines() if line.startswith("| `")]
     cells = [[float(cell.replace(",", "")) for cell in row[3:]] for row in rows]

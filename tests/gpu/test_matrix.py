@@ -102,7 +102,7 @@ def test_gloo(machine, short, exact, gpus):
 @pytest.mark.slow
 def test_min_ddp(machine, short, exact):
     """250 steps of three processes."""
-    assert losses(short("min_DDP.py", gpus=("8.0",) * 3, **LATE)) == machine.approx(exact("min_DDP.py", 3))
+    assert losses(short("min_DDP.py", gpus=("8.0",) * 3)) == machine.approx(exact("min_DDP.py", 3))
 
 
 @pytest.mark.slow

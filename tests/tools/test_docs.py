@@ -47,13 +47,6 @@ def test_a_program_prints_what_is_shown(block):
     assert block.now() == block.shown, "run  python -m tools.build"
 
 
-def test_each_marker_has_an_end():
-    for name in NAMES:
-        markers = re.findall(r"(?<!`)<!-- (\w+)", text(name))
-        starts = [kind for kind in markers if kind not in ("end", "command")]
-        assert len(starts) == markers.count("end") == len(build.BLOCK.findall(text(name))), name
-
-
 def test_an_output_is_kept_only_while_it_is_true():
     shown = "epoch 1/3  loss 2.1669  accuracy 97.85% (1957/2000)  6208 images/s\ndone in 6.1 s\n"
     faster = "epoch 1/3  loss 2.1670  accuracy 96.00% (1920/2000)  9999 images/s\ndone in 1.1 s\n"
@@ -231,6 +224,8 @@ def test_nothing_is_left_to_be_filled_in():
     programs = [text(file) for file in PROGRAMS if not file.startswith("tests/")]
     known = KNOWN.union(*(re.findall(CAPITALS, program) for program in programs))
     for name in NAMES:
+        starts, ends = (re.findall(rf"(?<!`)<!-- {which}\b", text(name)) for which in (r"(?!end|command)\w+", "end"))
+        assert len(starts) == len(ends) == len(build.BLOCK.findall(text(name))), f"{name}: a marker without an end"
         own = re.sub(r"<!-- \w+.*?<!-- end -->|`[^`\n]+`", "", text(name), flags=re.DOTALL)
         unknown = set(re.findall(CAPITALS, own)) - known
         assert {word for word in unknown if not word.startswith(("MALLOC_", "NCCL_", "TORCH_"))} == set(), name

@@ -48,7 +48,6 @@ def after(heading, *change, **names):
 
 
 def mapped(heading, folder):
-    os.chdir(folder)
     os.environ["LOCAL_WORLD_SIZE"] = str(dist.get_world_size())
     if dist.is_primary():
         torch.save(torch.arange(30), "images.pt")
@@ -88,7 +87,6 @@ def static_graph(heading, folder):
 def whole_weights(heading, folder):
     from torch.distributed import fsdp, init_device_mesh
 
-    os.chdir(folder)
     torch.manual_seed(0)
     model = nn.Linear(4, 7)
     expected = model.weight.detach().clone()
@@ -110,7 +108,6 @@ def equal_ranks(heading, folder):
 def one_log(heading, folder):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    os.chdir(folder)
     writer = after(heading, SummaryWriter=SummaryWriter, loss=torch.tensor(float(dist.get_rank())), step=7)["writer"]
     if dist.is_primary():
         writer.close()
@@ -131,27 +128,49 @@ def average(heading, folder):
     return ema.weight.item() == pytest.approx(0.999 * 1 + 0.001 * 2) and ema.running_mean.item() == 5
 
 
+class Embedding(nn.Linear):
+    """With a learned temperature."""
+
+    def __init__(self):
+        super().__init__(5, 4, dtype=torch.float64)
+        self.scale = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
+
+
 def contrastive(heading, folder):
     """The gradient is that of one process with all pairs; without the factor it is a third of that."""
     torch.manual_seed(0)
-    net, pairs = nn.Linear(5, 4).double(), torch.randn(12, 2, 5, dtype=torch.float64)
-    found = [[], []]
-    for number, change in enumerate([(), ("(loss * dist.get_world_size())", "loss")]):
-        whole = copy.deepcopy(net)
-        embedded = whole(pairs)
-        F.cross_entropy(embedded[:, 0] @ embedded[:, 1].T, torch.arange(12)).backward()
+    net, pairs = Embedding(), torch.randn(12, 2, 5, dtype=torch.float64)
+    mine = pairs[4 * dist.get_rank() :][:4]
+    embedded = net(pairs)
+    F.cross_entropy(net.scale * embedded[:, 0] @ embedded[:, 1].T, torch.arange(12)).backward()
+
+    def ratios(page):
+        """Of the gradients (bias, temperature, weights) to those of one process, after this way to the loss."""
         model = dist.prepare_ddp_model(copy.deepcopy(net))
-        embedded = model(pairs[4 * dist.get_rank() :][:4])
-        after(heading, *change, images=embedded[:, 0], texts=embedded[:, 1], F=F)
-        for param, expected in zip(model.parameters(), whole.parameters(), strict=True):
-            found[number].append(torch.allclose(param.grad * (3 if number else 1), expected.grad))
-    model = dist.prepare_ddp_model(copy.deepcopy(net))  # with a gather that passes gradients back: no factor
-    embedded = model(pairs[4 * dist.get_rank() :][:4])
-    texts = torch.cat(torch_dist.nn.functional.all_gather(embedded[:, 1].contiguous()))
-    F.cross_entropy(embedded[:, 0] @ texts.T, torch.arange(4) + 4 * dist.get_rank()).backward()
-    for param, expected in zip(model.parameters(), whole.parameters(), strict=True):
-        found[0].append(torch.allclose(param.grad, expected.grad))
-    return all(found[0] + found[1])
+        model.zero_grad()
+        page(model(mine), dist.unwrap_model(model).scale)
+        found = dict(dist.unwrap_model(model).named_parameters())
+        return [(found[name].grad / param.grad).mean().item() for name, param in sorted(net.named_parameters())]
+
+    def right(embedded, scale, *change):
+        after(heading, *change, images=scale * embedded[:, 0], texts=embedded[:, 1], F=F)
+
+    def without_the_factor(embedded, scale):
+        right(embedded, scale, "(loss * dist.get_world_size())", "loss")
+
+    def late_temperature(embedded, scale):
+        change = "whole(images)", "scale * whole(images)"
+        after(heading, *change, images=embedded[:, 0], texts=embedded[:, 1], F=F, scale=scale)
+
+    def with_torchs_own_gather(embedded, scale):
+        texts = torch.cat(torch_dist.nn.functional.all_gather(embedded[:, 1].contiguous()))
+        labels = torch.arange(4) + 4 * dist.get_rank()
+        F.cross_entropy(scale * embedded[:, 0] @ texts.T, labels).backward()
+
+    assert ratios(right) == pytest.approx([1, 1, 1])
+    assert ratios(with_torchs_own_gather) == pytest.approx([1, 1, 1])
+    assert ratios(without_the_factor) == pytest.approx([1 / 3] * 3)
+    return ratios(late_temperature) == pytest.approx([1, 3, 1])
 
 
 def count_messages(state, bucket):
@@ -180,7 +199,7 @@ def accumulated(heading, folder):
     steps([True, False, False], static_graph=True)
     steps([False])
     steps([False], "number == len(micro_batches)", "False")  # the last one inside
-    line = "    with contextlib.nullcontext() if averages else model.no_sync():\n        loss = loss_fn("
+    line = "    with contextlib.nullcontext() if averages else no_sync():\n        loss = loss_fn("
     forward_outside = f"{line}model(inputs))", f"    outputs = model(inputs)\n{line}outputs)"
     steps([False], *forward_outside)
     error = error_of(steps, [False], static_graph=True)
@@ -236,7 +255,7 @@ def muon(heading, folder):
 
 
 def stream(heading, folder):
-    """Two workers for each of three ranks: each example once if the files are equal, as many steps in any case."""
+    """Two workers for each of three ranks: each example once if the files are equal; full batches, as many on each."""
     names = {"IterableDataset": IterableDataset, "get_worker_info": get_worker_info, "DataLoader": DataLoader}
     names |= {"random": random, "itertools": itertools, "seed": 1, "epoch": 2, "batch_size": 5}
 
@@ -249,23 +268,24 @@ def stream(heading, folder):
     assert sorted(torch.cat(found).flatten().tolist()) == sorted(itertools.chain(*files))
     _, found = batches([5] * 6, "seed + epoch", "seed + epoch + dist.get_rank()")
     assert len(set(torch.cat(found).flatten().tolist())) < 30  # some are read twice
-    assert [len(rank) for rank in batches([5, 15, 5, 5, 10, 5, 30])[1]] == [5, 5, 5]
+    assert [rank.shape for rank in batches([6, 14, 5, 5, 10, 5, 30])[1]] == [(5, 5)] * 3
     return "5 files for 6 readers" in error_of(batches, [5] * 5)
 
 
 def by_length(heading, folder):
-    """Neighbours in length share a step: on the next rank each text is longer by 1; and none is read twice."""
+    """Neighbours in length share a step: of each three one is on each rank.  None is read twice, and all in turn."""
     lengths = torch.randperm(95, generator=torch.Generator().manual_seed(0)).tolist()
-    names = {"DataLoader": DataLoader, "random": random, "seed": 1, "epoch": 2, "batch_size": 5}
-    loader = after(heading, lengths=lengths, texts=lengths, **names)["loader"]
-    ranks = torch.stack(dist.gather(torch.stack([*loader])))  # [ranks, steps, texts]
-    sums = ranks.sum(2)
-    return (
-        sorted(ranks.flatten().tolist()) == list(range(90))
-        and torch.equal(sums[1], sums[0] + 5)
-        and torch.equal(sums[2], sums[0] + 10)
-        and sums[0].tolist() != sorted(sums[0].tolist())
-    )
+    read = set()
+    for epoch in range(6):
+        names = {"DataLoader": DataLoader, "random": random, "seed": 1, "epoch": epoch, "batch_size": 5}
+        loader = after(heading, lengths=lengths, texts=lengths, **names)["loader"]
+        ranks = torch.stack(dist.gather(torch.stack([*loader])))  # [ranks, steps, texts]
+        steps = ranks.permute(1, 2, 0).flatten(1)  # each step's texts, from the shortest
+        assert torch.equal(steps, steps.sort(1).values) and (steps[:, -1] - steps[:, 0] < 15 + 5).all()
+        assert steps[:, 0].tolist() != sorted(steps[:, 0].tolist())
+        assert len(steps.flatten().unique()) == 90
+        read |= {*steps.flatten().tolist()}
+    return len(read) == 95
 
 
 def saved(heading, folder):
@@ -313,6 +333,7 @@ CHECKS = {
 
 def in_a_folder_of_its_own(heading, folder):
     here = os.getcwd()
+    os.chdir(folder)
     try:
         return CHECKS[heading](heading, folder)
     finally:
@@ -339,34 +360,48 @@ for cell in sys.argv[1:]:
 """
 
 
+TRAIN = """
+import distributed as dist
+
+def main_worker(local_rank, world_size):
+    dist.init_process_group()
+    pass
+    print(f"rank {dist.get_rank()} of {world_size} on {dist.get_device()}")
+
+if __name__ == "__main__":
+    dist.launch(main_worker)
+"""
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_what_is_typed_in_a_notebook_to_debug_in_kubernetes_and_under_slurm(tmp_path):
     pytest.importorskip("IPython")
     bash = "import subprocess, sys; subprocess.run(['bash', '-c', sys.argv[1]])"
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # torchrun is beside python
+    both = ["rank 0 of 2 on cpu", "rank 1 of 2 on cpu"]
 
     def typed(heading):
         return re.findall(r"```(?:text|sh)\n(.*?)```", next(x for x in SECTIONS if x.startswith(heading)), re.DOTALL)
 
     def prints(program, *args, **variables):
         done = shell("-c", program, *args, cwd=tmp_path, path=[ROOT], PATH=path, **variables)
-        words = "rank 0 of 2 on cpu", "rank 1 of 2 on cpu", "(Pdb) 1", "(Pdb) 2", "BdbQuit", "epoch 4"
+        words = *both, "rank 0 of 1 on cpu", "(Pdb) 1", "(Pdb) 2", "BdbQuit"
         return [word for word in words if word in done.out] or done
 
-    program, joins = (ROOT / "min_DDP.py").read_text(encoding="utf-8"), "init_process_group()\n"
+    assert prints(CELLS, *typed("A function in a notebook")) == both  # they write another train.py
     debug = next(x for x in SECTIONS if x.startswith("breakpoint"))
     with_one, torchrun = re.search("Debug with one: `(.*?)`", debug)[1], re.search("`(torchrun .*?)`", debug)[1]
     for call, keys, line, expected in (
-        ("breakpoint()", "p world_size\nc", with_one, ["(Pdb) 1", "epoch 4"]),
-        ("torch.distributed.breakpoint()", "up\np world_size\nc", torchrun, ["(Pdb) 2", "epoch 4"]),
+        ("breakpoint()", "p world_size\nc", with_one, ["rank 0 of 1 on cpu", "(Pdb) 1"]),
+        ("torch.distributed.breakpoint()", "up\np world_size\nc", torchrun, [*both, "(Pdb) 2"]),
     ):
-        (tmp_path / "train.py").write_text(program.replace(joins, f"{joins}    {call}\n"))
+        (tmp_path / "train.py").write_text("import torch" + TRAIN.replace("pass", call))
         assert prints(bash, f"printf '{keys}\n' | {line}") == expected
-    assert prints(CELLS, *typed("A function in a notebook")) == ["rank 0 of 2 on cpu", "rank 1 of 2 on cpu"]
-    lines = typed("Kubernetes")[0].replace("29500", str(free_port())).replace("min_DDP.py", f"{ROOT}/min_DDP.py")
-    assert prints(bash, f"{lines} wait") == ["epoch 4"]
+    (tmp_path / "train.py").write_text(TRAIN)
+    lines = typed("Kubernetes")[0].replace("29500", str(free_port())).replace("min_DDP.py", "train.py")
+    assert prints(bash, f"{lines} wait") == both
     _, variables = srun_command()
     line = typed("srun torchrun")[0].replace("nodes=2", "nodes=1").replace("per_node=4", "per_node=2")
     line = line.replace("HOST:29500", f"localhost:{free_port()}")
-    assert prints(bash, line, **variables) == ["rank 0 of 2 on cpu", "rank 1 of 2 on cpu"]  # the cells' train.py
+    assert prints(bash, line, **variables) == both

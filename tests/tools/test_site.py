@@ -55,7 +55,7 @@ def test_each_link_leads_somewhere(site):
 def test_pages_fit_a_phone_and_a_screen(site):
     root = "document.documentElement"
     with chromium() as browser:
-        for name, width, scheme in itertools.product(SHOWN, (390, 1200), ("light", "dark")):
+        for name, (width, scheme) in itertools.product(SHOWN, [(390, "dark"), (1200, "light")]):
             size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
             browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
             preferred = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
