@@ -361,13 +361,15 @@ def test_clocks_of_other_machines_are_aligned():
     other["memory"] = [Block(one.kind, one.bytes, one.born + shift, one.freed + shift) for one in other["memory"]]
     for message in other["messages"]:
         message |= {key: message[key] + shift for key in ("issued", "begin", "end")}
+    other["trace"] = [event | {"begin": event["begin"] + shift} for event in other["trace"]]
     text = said(picture_of(shifted, options()))["clocks"]
     found = re.fullmatch(r"rank 2's clock was ([\d.]+) ms ahead of rank 0's.*give or take ([\d.]+) ms", text)
     ahead, uncertain = map(float, found.groups())
 
     def times(one):
         born = [part.born for part in one["memory"] if part.born > 0]
-        return [*one["cuts"], *(span[1] for span in one["lane"]), *born, *(m["begin"] for m in one["messages"])]
+        begins = [event["begin"] for event in one["messages"] + one["trace"]]
+        return [*one["cuts"], *(span[1] for span in one["lane"]), *born, *begins]
 
     gaps = {abs(a - b) for a, b in zip(times(other), times(plain[2]), strict=True)}
     (gap,) = (gap / 1e6 for gap in gaps)  # the same for all

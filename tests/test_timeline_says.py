@@ -1,6 +1,7 @@
 """timeline/: its sentences.  Each says yes, no, or not seen, of programs whose truth is known."""
 
 import itertools
+import re
 
 import pytest
 import torch
@@ -29,6 +30,27 @@ def separate():
     for _ in range(12):
         net(torch.ones(5, 4)).sum().backward()
         optimizer.step()
+
+
+COMPILED = """
+import torch
+net = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(net.parameters(), 0.1)
+
+@torch.compile(backend="eager")
+def forward_and_backward():
+    net(torch.ones(5, 4)).sum().backward()
+
+for _ in range(20):
+    optimizer.zero_grad()
+    forward_and_backward()
+    optimizer.step()
+"""
+
+
+def test_what_is_compiled_in_whole_is_a_warning(tmp_path):
+    done = program(tmp_path, options=["--steps", 3], text=COMPILED)
+    assert re.search(r"^warning +forward and backward not seen", done.out, re.MULTILINE), done
 
 
 # ---------------------------------------------------------------------------------------------- why
