@@ -209,7 +209,7 @@ def ends(local_rank, world_size, how):
         time.sleep(1000)
 
 if __name__ == "__main__":
-    print(dist.launch(main_worker), "is returned")
+    print(dist.launch(main_worker), "is returned", flush=True)  # or it is lost with a rank that torchrun ends
     if sys.argv[1:]:
         dist.launch(ends, sys.argv[1])
 """
