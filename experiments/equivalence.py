@@ -1,6 +1,6 @@
 """Is it the same as one process?  The table of docs/results.md, made by equivalence/ itself.
 
-python -m experiments.equivalence                # all programs, with 3 processes: 8 minutes
+python -m experiments.equivalence                # all programs, with 3 processes: 5 minutes
 python -m experiments.equivalence min_DDP sum    # some
 python -m experiments.equivalence --save         # writes experiments/results/equivalence.md
 """
