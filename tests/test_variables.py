@@ -298,6 +298,7 @@ def start(command, folder, *args, **environment):
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # a background job ignores it
     )
 
 
@@ -325,7 +326,7 @@ def test_what_the_starts_have_in_common_and_in_what_they_differ(name, end, tmp_p
     out, ranks = "", []
     while end != "fails" and len(ranks) < 2 and (line := process.stdout.readline()):
         out += line
-        ranks += re.findall(r"^process (\d+)", line)
+        ranks += re.findall(r"process (\d+)\n", line)  # the launcher's words may stand before it
     if end != "fails":
         process.send_signal(signal.Signals[end])
     out += process.communicate(timeout=100)[0]
