@@ -173,10 +173,11 @@ class Judge:
         if reason := self.why_no_run(alone):
             return Link(WEIGHTS, None, why=reason)
         if all(self.facts.is_forced(k) for k in self.facts.steps):
-            return weights(self.facts, alone)
+            return weights(self.facts, alone, None)
         if self.right is None:
             return Link(WEIGHTS, None, why="one process's optimizer gets other gradients")
-        return weights(self.right.facts, self.right.whole)
+        look = self.with_rounding(self.right)
+        return weights(look.facts, look.whole, look.moved)
 
     def alone(self) -> Alone | None:
         """A run in one process, with the batches of all if there is one."""

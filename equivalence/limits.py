@@ -18,7 +18,7 @@ SMALL_COARSE = 1.0  # in bfloat16 or float16, where a small tensor is mostly rou
 CLEARLY = 10  # a better explanation leaves so many times less; a share's limit is so much stricter
 OWN = 1e-4  # a rank's examples, computed again alone, and its own gradient
 
-# Link 3: the change of each weight.  Where other gradients go in, MOST is the limit.
+# Link 3: the change of each weight.
 UPDATED = 1e-5  # equal numbers go in, but an optimizer may add them up in another order
 DIGITS = 2  # of a weight: a change that is off by so many last digits is not off
 SCHEDULE = 1e-2  # a rate's, over a few steps, if an epoch has another number of steps

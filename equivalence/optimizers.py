@@ -221,6 +221,7 @@ def refuse_if_no_room(step: Step, length: int, processes: int, shelf: Shelf) -> 
     if shelf.path is None:
         return
     tensors = [*step.weights.values(), *step.own.values(), *step.got.values()]
+    tensors += step.unclipped.values()
     noted = sum(tensor.nbytes for tensor in tensors)
     needed = (processes + 2) * length * noted  # the runs in one process are noted, too
     free = shutil.disk_usage(shelf.path).free

@@ -10,7 +10,7 @@ from equivalence import limits, vectors
 from equivalence.facts import Facts
 from equivalence.given import together
 from equivalence.one_batch import most
-from equivalence.replay import Alone
+from equivalence.replay import Alone, moved
 from equivalence.words import Link, apart, some_of
 
 LABEL = "weights"
@@ -26,11 +26,15 @@ class Change(NamedTuple):
     step: int = 0
 
 
-def weights(facts: Facts, alone: Alone) -> Link:
+def weights(facts: Facts, alone: Alone, moved_run: Alone | None) -> Link:
     """alone: one process that got the processes' gradients, where these were equal."""
     is_free = not all(facts.is_forced(k) for k in facts.steps)
-    # Then it got gradients of its own, which are rounded otherwise.
-    limit = most(facts) if is_free else limits.UPDATED
+    limit = limits.UPDATED
+    if is_free:  # it got gradients of its own, which are rounded otherwise
+        if moved_run is None:
+            return Link(LABEL, None, why="in one process the optimizer gets its own gradients")
+        yardstick = between(facts, moved_run, alone)
+        limit = max(limit, min(most(facts), limits.YARDSTICKS * yardstick))
     changes = changes_of(facts, alone)
     changed = {change.step for change in changes if change.size}
     if not changed:
@@ -56,7 +60,7 @@ def changes_of(facts: Facts, alone: Alone) -> list[Change]:
     for k in facts.steps:
         for name, old, news, value_alone in values(facts, alone, k):
             for new in news if name in facts.trained else []:
-                change = change_apart(old, new, value_alone)
+                change = change_apart(old, new, old, value_alone)
                 changes.append(change._replace(name=name, step=k))
     return changes
 
@@ -87,18 +91,32 @@ def of_ranks(facts: Facts, step: int) -> dict[str, list[torch.Tensor]]:
     return tensors
 
 
-def change_apart(old: torch.Tensor, new: torch.Tensor, new_alone: torch.Tensor) -> Change:
+def change_apart(
+    old: torch.Tensor, new: torch.Tensor, old_alone: torch.Tensor, new_alone: torch.Tensor
+) -> Change:
     if not old.is_floating_point() and not old.is_complex():
         return Change()
     digit = limits.DIGITS * torch.finfo(new.dtype).eps * vectors.numbers(new).abs()
     many = vectors.numbers(new) - vectors.numbers(old)
-    one = vectors.numbers(new_alone) - vectors.numbers(old)
+    one = vectors.numbers(new_alone) - vectors.numbers(old_alone)
     size = max(many.norm().item(), one.norm().item())
     far = (many - one).abs()
     if not size or not bool(far.any()):
         return Change(size=size)
     beyond = (far - digit).clamp(min=0).norm().item()
     return Change(beyond / size, size, digit.norm().item() / size)
+
+
+def between(facts: Facts, moved_run: Alone, alone: Alone) -> float:
+    """How far the changes of two runs in one process are apart; the first one was moved."""
+    most_apart = 0.0
+    for k in facts.steps:
+        theirs = moved_run.notes.steps[k + 1].weights
+        for name, old, _, value_alone in values(facts, alone, k):
+            if name in theirs and name in facts.trained:
+                change = change_apart(moved(old, facts.digit), theirs[name], old, value_alone)
+                most_apart = max(most_apart, change.far)
+    return most_apart
 
 
 def buffers(facts: Facts, alone: Alone, limit: float, left_out: tuple) -> list[Line]:
@@ -108,7 +126,7 @@ def buffers(facts: Facts, alone: Alone, limit: float, left_out: tuple) -> list[L
         for name, old, news, value_alone in values(facts, alone, k):
             if name in facts.ranks[0].parameters or name.endswith(left_out):
                 continue
-            far = max(change_apart(old, new, value_alone).far for new in news)
+            far = max(change_apart(old, new, old, value_alone).far for new in news)
             if far > limit:
                 worst = max(worst, far)
                 names.append(name)

@@ -2,6 +2,7 @@
 
 from collections import Counter, defaultdict
 from dataclasses import replace
+from typing import Any
 
 from timeline.data import Message, Recording, ms
 
@@ -9,8 +10,9 @@ TIMES = ("issued", "begin", "until", "end")  # of a message
 END_TOGETHER = ("allreduce", "allgather", "barrier")  # on all ranks at the same time
 
 
-def earlier_message(message: Message, by: int) -> Message:
-    return message | {key: message[key] - by for key in TIMES if key in message}
+def earlier_times(times: Any, by: int) -> Any:
+    """Of a message or an arrow."""
+    return times | {key: times[key] - by for key in TIMES if key in times}
 
 
 def earlier(recording: Recording, by: int) -> Recording:
@@ -23,7 +25,7 @@ def earlier(recording: Recording, by: int) -> Recording:
         "lane": [span.earlier(by) for span in recording["lane"]],
         "idle": [span.earlier(by) for span in recording["idle"]],
         "memory": blocks,
-        "messages": [earlier_message(message, by) for message in recording["messages"]],
+        "messages": [earlier_times(message, by) for message in recording["messages"]],
         "trace": [event | {"begin": event["begin"] - by} for event in recording["trace"]],
     }
 

@@ -5,7 +5,7 @@ import re
 import shlex
 from collections import Counter
 
-from timeline.compare import earlier, match_messages
+from timeline.compare import earlier, earlier_times
 from timeline.data import Picture, Recording, counted
 from timeline.say import findings
 from timeline.steps import Table, memory_curve, step_of, table_of
@@ -19,8 +19,8 @@ def picture_of(recordings: list[Recording], args: argparse.Namespace) -> Picture
     place = number - table.first
     origin = min(steps[place].begin for steps in table.ranks.values())
     moved = [earlier(recording, origin) for recording in recordings]
-    arrows = match_messages(moved)
     numbers = range(number, number + shown)
+    arrows = [arrow for arrow in table.arrows if arrow["step"] in numbers]
     ranks = [rank_of(recording, numbers) for recording in moved]
     picture = {
         "command": shlex.join(["python", "-m", "timeline", *args.command]),
@@ -30,7 +30,7 @@ def picture_of(recordings: list[Recording], args: argparse.Namespace) -> Picture
         "length": sum(table.lengths[place : place + shown]),
         "end": max(rank["cuts"][-1] for rank in ranks),
         "ranks": ranks,
-        "arrows": [arrow for arrow in arrows if arrow["step"] in numbers],
+        "arrows": [earlier_times(arrow, origin) for arrow in arrows],
     }
     return picture | {"findings": findings(picture, recordings, table, reason)}
 
