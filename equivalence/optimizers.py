@@ -1,9 +1,13 @@
 """What a process notes of gradients and optimizers."""
 
+import contextlib
 import inspect
+import math
+import re
 import shutil
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +26,7 @@ from equivalence.own import OwnGradients
 from equivalence.randomness import RandomState, random_state
 from equivalence.shelf import Shelf
 
+MEMORY = "/proc/meminfo"
 PLAIN = (int, float, bool, str, type(None), tuple)
 
 
@@ -217,19 +222,20 @@ class Optimizers(Hooks):
 
 
 def refuse_if_no_room(step: Step, length: int, processes: int, shelf: Shelf) -> None:
-    """A full disk would harm others, too."""
-    if shelf.path is None:
-        return
+    """A full disk would harm others, too; a full memory ends the run without a word."""
     tensors = [*step.weights.values(), *step.own.values(), *step.got.values()]
     tensors += step.unclipped.values()
     noted = sum(tensor.nbytes for tensor in tensors)
     needed = (processes + 2) * length * noted  # the runs in one process are noted, too
-    free = shutil.disk_usage(shelf.path).free
+    free, where = math.inf, "in memory"
+    if shelf.path is not None:
+        free, where = shutil.disk_usage(shelf.path).free, f"on the disk of {shelf.path} (TMPDIR)"
+    else:
+        with contextlib.suppress(OSError, TypeError):  # not on macOS
+            free = 1024 * int(re.search(r"MemAvailable: *(\d+)", Path(MEMORY).read_text())[1])
     if needed > free:
-        raise Refused(
-            f"the notes of all ranks take up to {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are "
-            f"free on the disk of {shelf.path} (TMPDIR): give --steps 2"
-        )
+        text = f"the notes of all ranks take up to {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB"
+        raise Refused(f"{text} are free {where}: give --steps 2")
 
 
 def plain_options(group: dict) -> dict[str, Any]:

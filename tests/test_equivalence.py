@@ -5,7 +5,7 @@ import re
 import signal
 
 import pytest
-from world import ROOT, forker, processes_in, wait_for
+from world import ROOT, forker, free_port, processes_in, wait_for
 
 from demos.ways import WAYS
 from equivalence import limits
@@ -662,10 +662,15 @@ def test_a_mistake_of_its_own_is_not_different(tmp_path):
     assert err.endswith("equivalence: this is a mistake of equivalence's own\n"), err
 
 
-def test_notes_that_do_not_fit_on_the_disk_are_refused(tmp_path):
-    _, _, err = answer(text=program(), cwd=tmp_path, options=["--steps", 10**12], code=2)
-    said = "equivalence: the notes of all ranks take up to .* GB, and .* GB are free on .*: give --steps 2\n"
-    assert re.fullmatch(said, err), err
+@pytest.mark.parametrize("place", ["disk", "memory"])
+def test_notes_that_do_not_fit_are_refused(tmp_path, place):
+    launcher, nproc = {}, 2
+    if place == "memory":  # a launcher's ranks may have no disk in common
+        launcher, nproc = {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}, None
+    options = ["--steps", 10**12]
+    _, _, err = answer(text=program(), nproc=nproc, cwd=tmp_path, options=options, code=2, **launcher)
+    said = "equivalence: the notes of all ranks take up to .* GB, and .* GB are free (in|on) .*: give --steps 2\n"
+    assert re.fullmatch(said, err) and place in err, err
 
 
 @pytest.mark.slow
