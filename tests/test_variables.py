@@ -185,7 +185,7 @@ import os, random, signal, sys, time
 import torch
 IMPORT
 torch.manual_seed(5)
-print("top")
+print("top\\n", end="")  # torchrun starts python -u: only what is one write stays together
 
 def main_worker(local_rank, world_size):
     dist.init_process_group()
@@ -209,7 +209,7 @@ def ends(local_rank, world_size, how):
         time.sleep(1000)
 
 if __name__ == "__main__":
-    print(dist.launch(main_worker), "is returned", flush=True)  # or it is lost with a rank that torchrun ends
+    print(f"{dist.launch(main_worker)} is returned\\n", end="", flush=True)
     if sys.argv[1:]:
         dist.launch(ends, sys.argv[1])
 """
@@ -298,7 +298,6 @@ def start(command, folder, *args, **environment):
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # a background job ignores it
     )
 
 
@@ -326,7 +325,7 @@ def test_what_the_starts_have_in_common_and_in_what_they_differ(name, end, tmp_p
     out, ranks = "", []
     while end != "fails" and len(ranks) < 2 and (line := process.stdout.readline()):
         out += line
-        ranks += re.findall(r"process (\d+)\n", line)  # the launcher's words may stand before it
+        ranks += re.findall(r"process (\d+)\n", line)  # another rank's words may stand before it
     if end != "fails":
         process.send_signal(signal.Signals[end])
     out += process.communicate(timeout=100)[0]
