@@ -361,8 +361,7 @@ def _reduce_in_place(tensor: torch.Tensor, op: str) -> torch.Tensor:
 
 def _write(tensor: torch.Tensor, values: torch.Tensor) -> None:
     if values.data_ptr() != tensor.data_ptr():  # otherwise they are there already
-        with torch.inference_mode(tensor.is_inference()):  # only there such a tensor can be changed
-            tensor.detach().copy_(values)
+        tensor.detach().copy_(values)
 
 
 def gather(tensor: torch.Tensor) -> list[torch.Tensor]:

@@ -267,8 +267,10 @@ def test_numbers_that_just_travel_with_the_check_and_that_just_do_not():
         assert torch.equal(dist.reduce(mine, "sum"), total if dtype == torch.uint8 else total.to(dtype))
         for op, expected in ("sum", total), ("min", mine - rank), ("max", mine - rank + n - 1):
             assert torch.equal(dist.all_reduce(mine.clone(), op), expected.to(dtype)), (dtype, count, op)
-    negative = torch.complex(torch.zeros(3), THREE + rank).conj().imag  # a view with torch's bit for "times -1"
-    assert negative.is_neg() and dist.reduce(negative, "min").tolist() == [1 - n] * 3
+    for count in 1, 3000:  # contiguous views with torch's bit for "times -1"
+        negative = torch._neg_view(torch.full((count,), 1.0 + rank))
+        assert negative.is_neg() and dist.reduce(negative, "min").tolist() == [-n] * count
+        assert dist.all_reduce(negative.clone(), "max").tolist() == [-1] * count
 
 
 @on_ranks(3)
