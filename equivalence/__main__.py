@@ -17,7 +17,6 @@ from instruments import command  # noqa: E402
 from instruments.command import Line  # noqa: E402
 
 import equivalence  # noqa: E402
-from equivalence import progress  # noqa: E402
 
 LEFT_OUT = "an epoch's last batch, evaluation and resume were not looked at"
 
@@ -65,7 +64,7 @@ def compare(args: argparse.Namespace) -> int:
     from instruments import ranks as instrument
     from instruments.rank import Job
 
-    from equivalence.record import Recorder
+    from equivalence.record import observers
     from equivalence.words import refusal_in
 
     started = time.perf_counter()
@@ -84,11 +83,11 @@ def compare(args: argparse.Namespace) -> int:
     is_here = instrument.read_place() is None  # so all ranks will be on this machine
     shelf = str(folder) if is_here else None
     arguments = (args.steps, f"{folder}/log", shelf)
-    job = Job("equivalence", args.command, args.patience, Recorder, arguments)
+    job = Job("equivalence", args.command, args.patience, observers, arguments)
     try:
         return instrument.look_at(job, args.nproc, show)
     except SystemExit as end:  # the program failed
-        progress.show("")
+        command.show("")
         refusal = refusal_in(str(end.code))
         if refusal:
             print(f"equivalence: {refusal}", file=sys.stderr)
@@ -108,14 +107,12 @@ def answer(args: argparse.Namespace, notes: list, folder: Path, started: float) 
     from instruments.ranks import NO_STEP, exit_at_sigterm
 
     from equivalence import verdict
-    from equivalence.alone import Runs
     from equivalence.facts import Facts
     from equivalence.judge import Judge
+    from equivalence.runs import Runs
 
     exit_at_sigterm()
     ranks = [note.value for note in notes]
-    for rank in ranks:
-        rank.open()
     steps = [len(rank.counts) for rank in ranks]
     if max(steps) == 0:
         return unknown(NO_STEP)
@@ -151,7 +148,7 @@ def unknown(text: str) -> int:
 
 
 def say(lines: list[Line]) -> None:
-    progress.show("")
+    command.show("")
     command.say(lines, indent=14)
 
 

@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import hashlib
 import itertools
 import pickle
 from collections.abc import Callable, Mapping
@@ -11,7 +10,7 @@ from typing import Any
 import numpy
 import torch
 import torch.nn.functional as F
-from instruments.tensors import bytes_of, tensors_in
+from instruments.tensors import digest, tensors_in
 from torch import nn
 
 from equivalence.limits import GROUPS
@@ -174,15 +173,6 @@ def count_examples(batch: Any) -> int:
     return 1
 
 
-def digest(batch: Any) -> str:
-    """Equal for equal batches, or tensors."""
-    hashed = hashlib.blake2b(digest_size=16)
-    for tensor in tensors_in(batch):
-        hashed.update(f"{tensor.dtype} {list(tensor.shape)}".encode())
-        hashed.update(bytes_of(tensor))
-    return hashed.hexdigest()
-
-
 def digests_of_examples(batch: Any, examples: list | None = None) -> list[str]:
     """A name for each example, equal for equal ones.  examples: what the batch was made of."""
     if examples:
@@ -190,3 +180,20 @@ def digests_of_examples(batch: Any, examples: list | None = None) -> list[str]:
     count = count_examples(batch)
     tensors = [tensor for tensor in tensors_in(batch) if tensor.dim() and len(tensor) == count]
     return [digest([tensor[row] for tensor in tensors]) for row in range(count)]
+
+
+def plain_copy(value: Any) -> Any:
+    """A copy of what consists of torch's, numpy's and Python's own types; else None."""
+    if type(value) in (str, bytes, int, float, bool):
+        return value
+    if type(value) is torch.Tensor:
+        return value.detach().clone()
+    if isinstance(value, numpy.ndarray | numpy.generic) and value.dtype.kind in "biufc":
+        return value.copy()
+    if type(value) in (list, tuple):
+        parts = [plain_copy(part) for part in value]
+        return None if any(part is None for part in parts) else type(value)(parts)
+    if type(value) is dict:
+        parts = [plain_copy(part) for part in value.values()]
+        return None if any(part is None for part in parts) else dict(zip(value, parts, strict=True))
+    return None

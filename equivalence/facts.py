@@ -1,9 +1,12 @@
 """The notes of run A side by side: whose batches, weights and gradients are equal."""
 
+import contextlib
+
 import torch
+from instruments.tensors import digest, tensors_in
 
 from equivalence import vectors
-from equivalence.batches import count_examples, digest
+from equivalence.batches import count_examples
 from equivalence.notes import Event, Notes, Step
 from equivalence.vectors import Vector
 
@@ -64,6 +67,18 @@ class Facts:
         if not self.keys:
             return 1
         return max(sum(self.examples(rank, k) for rank in self.distinct) for k in self.steps)
+
+    def chosen(self, step: int) -> int:
+        """Which has the smallest batches, that become longest; if all are alike, another each."""
+        sizes = []
+        step = min(step, len(self.steps) - 1)
+        for place, rank in enumerate(self.distinct):
+            values = []
+            for key in self.keys:
+                values += [event.value for event in self.events(rank, key, step)]
+            size = sum(tensor.numel() for tensor in tensors_in(values))
+            sizes.append((size, (place - step) % len(self.distinct)))
+        return sizes.index(min(sizes))
 
     def is_same_work(self) -> bool:
         """Whether ranks' models get the same, and not parts of one batch."""
@@ -163,3 +178,16 @@ def unequal(vector: Vector, other: Vector) -> list[str]:
 
 def are_equal(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     return tensor.shape == other.shape and (tensor.equal(other) or digest(tensor) == digest(other))
+
+
+def together(parts: list, shape: torch.Size) -> torch.Tensor | None:
+    parts = [part for part in parts if part is not None]
+    for part in parts:
+        if part.shape == shape:
+            return part
+    for dimension in range(len(shape) if parts else 0):
+        with contextlib.suppress(RuntimeError, IndexError):
+            whole = torch.cat(parts, dimension)
+            if whole.shape == shape:
+                return whole
+    return None

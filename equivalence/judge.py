@@ -1,10 +1,8 @@
 """Asks the three questions, one after the other, and makes the runs that each needs."""
 
 from equivalence import limits
-from equivalence.alone import Runs
 from equivalence.facts import Facts
-from equivalence.given import Given
-from equivalence.notes import Notes
+from equivalence.notes import Alone, Notes
 from equivalence.one_batch import (
     Look,
     factors,
@@ -14,7 +12,8 @@ from equivalence.one_batch import (
     why_not_joined,
     why_not_joined_well,
 )
-from equivalence.replay import Alone
+from equivalence.runs import Runs
+from equivalence.source import Given
 from equivalence.weights import LABEL as WEIGHTS
 from equivalence.weights import weights
 from equivalence.words import PARTS, Link, apart

@@ -6,10 +6,8 @@ from instruments.tensors import tensors_in
 
 from equivalence import limits, vectors
 from equivalence.batches import counts_up, rows_differ
-from equivalence.facts import Facts
-from equivalence.given import Given, together
-from equivalence.notes import Notes
-from equivalence.replay import Alone
+from equivalence.facts import Facts, together
+from equivalence.notes import Alone, Notes
 from equivalence.vectors import Vector
 from equivalence.words import some_of
 
@@ -208,10 +206,9 @@ def why_not_its_own(look: Look, share: Alone | None) -> str:
     Unless they give that rank's own gradient, or a multiple, the join is wrong, not the program.
     """
     facts = look.facts
-    given = Given(facts, "share")
     for k in facts.comparable():
         if share is not None:
-            rank = facts.distinct[given.chosen(k)]
+            rank = facts.distinct[facts.chosen(k)]
             own = vectors.only(rank.steps[k].own, facts.trained)
             fit = vectors.fit(own, [gradient(facts, share.notes, k, "own")])
         if share is None or fit.left > max(most(facts) / limits.CLEARLY, limits.OWN):

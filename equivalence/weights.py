@@ -7,10 +7,9 @@ import torch
 from instruments.command import Line
 
 from equivalence import limits, vectors
-from equivalence.facts import Facts
-from equivalence.given import together
+from equivalence.facts import Facts, together
+from equivalence.notes import Alone
 from equivalence.one_batch import most
-from equivalence.replay import Alone, moved
 from equivalence.words import Link, apart, some_of
 
 LABEL = "weights"
@@ -114,7 +113,9 @@ def between(facts: Facts, moved_run: Alone, alone: Alone) -> float:
         theirs = moved_run.notes.steps[k + 1].weights
         for name, old, _, value_alone in values(facts, alone, k):
             if name in theirs and name in facts.trained:
-                change = change_apart(moved(old, facts.digit), theirs[name], old, value_alone)
+                change = change_apart(
+                    vectors.moved(old, facts.digit), theirs[name], old, value_alone
+                )
                 most_apart = max(most_apart, change.far)
     return most_apart
 

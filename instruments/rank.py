@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from torch import distributed as torch_dist
 
-from instruments.hooks import Hooks
+from instruments.hooks import Hooks, Observer
 from instruments.meeting import Meeting, Place, Store, wait_until
 from instruments.program import Refused, run_program, show_modules, where, without_our_frames
 
@@ -33,8 +33,8 @@ class Job(NamedTuple):
     tool: str  # the instrument's name
     command: list[str]  # the program and its flags
     patience: float  # seconds without a step
-    make_hooks: Callable[..., Hooks]  # a class, or a function at the top level of a file
-    arguments: tuple  # make_hooks(place, *arguments)
+    make_observers: Callable[..., list[Observer]]  # a function at the top level of a file
+    arguments: tuple  # make_observers(place, *arguments)
 
 
 class Notes(NamedTuple):
@@ -42,7 +42,7 @@ class Notes(NamedTuple):
 
     rank: int
     ending: str  # "finished", "ended", "failed", "stuck", or "stopped" after another one failed
-    value: Any  # what Hooks.notes returned
+    value: Any  # what the first observer's notes() returned
 
 
 def collect(meeting: Meeting, world_size: int) -> list[Notes]:
@@ -77,7 +77,7 @@ class Rank:
     def __init__(self, job: Job, place: Place, meeting: Meeting, show: Callable | None) -> None:
         self.job, self.place, self.meeting = job, place, meeting
         self.show = show if place.rank == 0 else None
-        self.hooks = job.make_hooks(place, *job.arguments)
+        self.hooks = Hooks(job.make_observers(place, *job.arguments))
         self.is_over = threading.Event()  # the program has ended
         self.lock = threading.Lock()
 

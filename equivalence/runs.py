@@ -6,14 +6,14 @@ import os
 import tempfile
 from pathlib import Path
 
+from instruments.hooks import Observer
 from instruments.meeting import Folder, Place
 from instruments.rank import Job, be_rank, collect, leave
 from instruments.ranks import be_started_rank, import_launcher
 
-from equivalence.given import Given
-from equivalence.notes import Notes
-from equivalence.record import Recorder
-from equivalence.replay import Alone, Replayer
+from equivalence.notes import Alone, Notes
+from equivalence.record import observers
+from equivalence.source import Given, Source
 from equivalence.words import refusal_in
 
 
@@ -30,11 +30,9 @@ class Runs:
     def several(self, left_out: tuple) -> list[Notes] | None:
         """Run A once more, without kinds of layers; None: not all ranks came through."""
         arguments = (self.args.steps, f"{self.folder}/log", str(self.folder), left_out)
-        job = Job("equivalence", self.args.command, self.args.patience, Recorder, arguments)
+        job = Job("equivalence", self.args.command, self.args.patience, observers, arguments)
         notes, _ = self.run(be_started_rank, job, self.count)
         ranks = [note.value for note in sorted(notes)]
-        for rank in ranks:
-            rank.open()
         is_complete = len(ranks) == self.count
         is_complete = is_complete and all(len(rank.counts) > self.args.steps for rank in ranks)
         return ranks if is_complete else None
@@ -56,7 +54,7 @@ class Runs:
         command = [*self.args.command, *self.args.alone]
         out = tempfile.mkdtemp(prefix="alone-", dir=self.folder)
         arguments = (given, f"{out}/out", str(self.folder))
-        job = Job("equivalence", command, self.args.patience, Replayer, arguments)
+        job = Job("equivalence", command, self.args.patience, observers_alone, arguments)
         notes, error = self.run(be_alone, job, 1)
         if error or not notes or notes[0].ending in ("failed", "stuck"):
             refusal = refusal_in(error)
@@ -64,11 +62,7 @@ class Runs:
             self.is_hopeless = bool(refusal) or bool(notes) and notes[0].ending == "stuck"
             printed = "".join(map(read, sorted(Path(out).glob("out*"))))
             self.problem = f"{printed}{error}\n"
-        if not notes:
-            return None
-        alone = notes[0].value
-        alone.notes.open()
-        return alone
+        return notes[0].value if notes else None
 
     def run(self, be_process: object, job: Job, count: int) -> tuple[list, str]:
         """The notes that came, and the error."""
@@ -94,6 +88,14 @@ def other_rates(many: Notes, alone: Notes) -> dict[str, int]:
 
 def read(path: Path) -> str:
     return path.read_text(encoding="utf-8", errors="replace")[-3000:]
+
+
+def observers_alone(
+    place: Place, given: Given, log: str, folder: str, terminal: int
+) -> list[Observer]:
+    """What looks at the run in one process."""
+    length = len(given.facts.steps)
+    return observers(place, length, log, folder, given.left_out, Source(given), terminal)
 
 
 def be_alone(job: Job, folder: str) -> None:
