@@ -65,7 +65,7 @@ def compare(args: argparse.Namespace) -> int:
     from instruments.rank import Job
 
     from equivalence.record import observers
-    from equivalence.words import refusal_in
+    from equivalence.verdict import refusal_in
 
     started = time.perf_counter()
     folder = Path(tempfile.mkdtemp(prefix="equivalence-"))
@@ -106,9 +106,7 @@ def compare(args: argparse.Namespace) -> int:
 def answer(args: argparse.Namespace, notes: list, folder: Path, started: float) -> int:
     from instruments.ranks import NO_STEP, exit_at_sigterm
 
-    from equivalence import verdict
-    from equivalence.facts import Facts
-    from equivalence.judge import Judge
+    from equivalence.judge import Judge, only_averaging
     from equivalence.runs import Runs
 
     exit_at_sigterm()
@@ -127,11 +125,11 @@ def answer(args: argparse.Namespace, notes: list, folder: Path, started: float) 
         return unknown("there is only one process: give --nproc 2")
     runs = Runs(args, folder, len(ranks))
     if args.only:
-        code, lines = verdict.only_averaging(Facts(ranks, args.steps))
+        code, lines = only_averaging(ranks, args.steps)
     else:
-        judge = Judge(ranks, args.steps, runs)
-        code, lines = verdict.all_three(judge, args.command)
-        if judge.look is None and code == verdict.UNKNOWN:
+        judge = Judge(ranks, args.steps, runs, args.command)
+        code, lines = judge.all_three()
+        if code == 2:
             sys.stderr.write(runs.problem)
     seconds = f"{time.perf_counter() - started:.0f} s"
     and_one = "" if args.only else " and one"

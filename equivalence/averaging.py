@@ -11,30 +11,39 @@ from equivalence.facts import Facts
 from equivalence.notes import Step
 from equivalence.one_batch import Look
 from equivalence.vectors import Vector
-from equivalence.words import PARTS, Link, apart, percent, some_of
+from equivalence.verdict import Link, apart, percent, some_of
+from equivalence.weights import Changes
 
 Choose = Callable[[Step], Vector]  # which gradients of a step
 
 
-def averaging(facts: Facts, right: Look | None) -> Link:
-    """right: what one process has shown, if link 2 was answered."""
-    if facts.may_have_parts:
-        return Link(LABEL, None, why=PARTS)
-    if not facts.are_own_seen():
-        return Link(LABEL, None, why="the ranks' own gradients were not seen")
-    if not any(rank.steps[0].got for rank in facts.ranks):
-        return Link(LABEL, None, why="the optimizer has parameters of its own")
+def averaging(facts: Facts, right: Look | None, changes: Changes) -> Link:
+    """right: what one process has shown, if link 2 was answered.  changes: of the weights."""
     link = compared(facts, right, lambda step: step.got | step.unclipped)
     if link.is_right and any(step.is_changed for rank in facts.ranks for step in rank.steps):
         link = compared(facts, right, lambda step: step.got)
+    is_other = link.is_right is False and facts.is_free and not facts.unequal
+    if is_other and changes.is_right:  # one process's own changes
+        text = link.text.removeprefix("WRONG: ")
+        text += "; the weights are averaged after the step, which is the same"
+        return Link(LABEL, True, text, max(changes.limit, changes.hidden))
     return link
 
 
+def in_weights(changes: Changes) -> Link:
+    """If the optimizers have parameters of their own, what they got is not seen."""
+    why = "the optimizer has parameters of its own"
+    if changes.why or changes.is_coarse and not changes.is_right:
+        return Link(LABEL, None, why=why)
+    limit = max(changes.limit, changes.hidden) if changes.is_right else changes.worst.far
+    return Link(LABEL, True, f"seen in the weights only: {why}", limit)
+
+
 def compared(facts: Facts, right: Look | None, choose: Choose) -> Link:
-    count = len(facts.own(0))
+    count = len(facts.owns[0])
     even = [[1 / count] * count for _ in facts.steps]
     shares = right.shares if right else even
-    goals = [vectors.combine(facts.own(k), shares[k]) for k in facts.steps]
+    goals = [vectors.combine(facts.owns[k], shares[k]) for k in facts.steps]
     gots = [chosen(facts, k, choose) for k in facts.steps]
     limit = limit_of(facts)
     bad, worst, far = compare(facts, gots, goals, limit)
@@ -50,7 +59,7 @@ def compared(facts: Facts, right: Look | None, choose: Choose) -> Link:
     if len(bad) < len(names):
         others = f"the other {len(names) - len(bad)} of {len(names)} tensors are right"
         place = f" of {some_of(bad)} ({others})"
-    own = [vectors.only(part, set(bad)) for part in facts.own(worst)]
+    own = [vectors.only(part, set(bad)) for part in facts.owns[worst]]
     got = [vectors.only(part, set(bad)) for part in gots[worst]]
     goal = vectors.only(goals[worst], set(bad))
     gradients = Gradients(worst, own, got, goal, shares[worst], place)
@@ -75,7 +84,7 @@ def compare(
     furthest: dict[str, float] = {}
     worst, most = 0, 0.0
     for k, goal in enumerate(goals):
-        sizes, in_step = vectors.mean_lengths(facts.own(k)), 0.0
+        sizes, in_step = vectors.mean_lengths(facts.owns[k]), 0.0
         for name in goal:
             for got in gots[k]:
                 far = vectors.distance_in(name, got, goal, sizes.get(name, 0.0))
@@ -110,7 +119,7 @@ def sent_coarsely(
         most, far = torch.finfo(dtype).eps, 0.0
         for k, goal in enumerate(goals):
             for got in gots[k]:
-                if not is_rounded(got, goal, facts.own(k), torch.finfo(dtype), limit):
+                if not is_rounded(got, goal, facts.owns[k], torch.finfo(dtype), limit):
                     far = math.inf
                 far = max(far, vectors.distance(got, goal))
         if far <= most:
@@ -142,7 +151,7 @@ def is_rounded(
 def changed_as_alone(right: Look, choose: Choose, limit: float) -> Link | None:
     """If one process's optimizer gets the same: the program changes gradients, such as clips."""
     facts, far = right.facts, 0.0
-    for k in facts.comparable():
+    for k in facts.comparable:
         wanted = vectors.only(choose(right.whole.notes.steps[k]), facts.trained)
         for got in chosen(facts, k, choose):
             far = max(far, vectors.distance(got, wanted))

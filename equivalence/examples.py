@@ -6,17 +6,17 @@ from typing import Any
 from instruments.tensors import tensors_in
 
 from equivalence.batches import digests_of_examples
-from equivalence.facts import Facts
+from equivalence.facts import COPIES, PARTS, Facts
 from equivalence.limits import ALIKE, OFTEN
 from equivalence.notes import Event
-from equivalence.words import Link, some_of
+from equivalence.verdict import Link, some_of
 
 LABEL = "examples"
 SAMPLER = "give each its share (a DistributedSampler)"
 
 
 def copies(facts: Facts) -> Link:
-    if facts.has_parts or facts.may_have_parts or not facts.unequal:
+    if facts.model != COPIES or not facts.unequal:
         return Link("copies", True)
     when = "from the start" if facts.first_unequal == 0 else f"after step {facts.first_unequal}"
     text = f"the ranks' weights differ {when}: {some_of(facts.unequal)}"
@@ -28,7 +28,7 @@ def examples(facts: Facts) -> Link:
     if not facts.keys:
         return Link(LABEL, True, "no batch was seen that each step takes")
     count = len(facts.ranks)
-    if facts.has_parts and len(facts.distinct) == 1:
+    if facts.model == PARTS and len(facts.distinct) == 1:
         number = facts.examples(facts.ranks[0], 0)
         text = f"{number} in a step, the same on all {count} ranks, which share one model"
         return Link(LABEL, True, text)
@@ -37,7 +37,7 @@ def examples(facts: Facts) -> Link:
         some = [facts.examples(rank, k) for rank in facts.ranks]
         spread[max(some) - min(some)] = some
     text = " + ".join(map(str, spread[max(spread)])) + " in a step"
-    if facts.is_same_work():
+    if facts.is_same_work:
         who, times = ("both", "twice") if count == 2 else (f"all {count}", f"{count} times")
         if len(facts.distinct) > 1:
             who, times = "some", "again"
@@ -135,7 +135,7 @@ def in_an_epoch(facts: Facts) -> tuple[str, str]:
     owners: Counter = Counter()
     for some in indices:
         owners.update(set(some))
-    slack = 2 * len(indices) + facts.total()  # padding, or a last batch that is left out
+    slack = 2 * len(indices) + facts.total  # padding, or a last batch that is left out
     if owners.total() <= len(owners) + slack:
         return " or in an epoch", ""
     twice = sum(count > 1 for count in owners.values())

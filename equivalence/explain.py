@@ -5,7 +5,7 @@ import dataclasses
 from equivalence import limits, vectors
 from equivalence.facts import Facts
 from equivalence.vectors import Fit, Vector
-from equivalence.words import Link, made_of, percent
+from equivalence.verdict import Link, made_of, percent
 
 LABEL = "averaging"
 DEPENDS = "whether that is right depends on the loss (one batch)"

@@ -80,7 +80,7 @@ class Steps(Observer):
 
     @property
     def is_last(self) -> bool:
-        """Whether no more than this step's weights are to be noted."""
+        """Whether only this step's weights are to be noted."""
         return len(self.noted.steps) > self.length
 
     def new_step(self) -> None:
@@ -239,9 +239,8 @@ class Progress(Observer):
 
 def refuse_if_no_room(step: Step, length: int, processes: int, shelf: Shelf) -> None:
     """A full disk would harm others, too; a full memory ends the run without a word."""
-    tensors = [*step.weights.values(), *step.own.values(), *step.got.values()]
-    tensors += step.unclipped.values()
-    noted = sum(tensor.nbytes for tensor in tensors)
+    vectors = step.weights, step.own, step.got, step.unclipped
+    noted = sum(tensor.nbytes for vector in vectors for tensor in vector.values())
     needed = (processes + 2) * length * noted  # the runs in one process are noted, too
     free, where = math.inf, "in memory"
     if shelf.path is not None:

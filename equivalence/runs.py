@@ -11,10 +11,12 @@ from instruments.meeting import Folder, Place
 from instruments.rank import Job, be_rank, collect, leave
 from instruments.ranks import be_started_rank, import_launcher
 
+from equivalence.facts import Facts
 from equivalence.notes import Alone, Notes
 from equivalence.record import observers
 from equivalence.source import Given, Source
-from equivalence.words import refusal_in
+from equivalence.verdict import refusal_in
+from equivalence.view import facts_of
 
 
 class Runs:
@@ -27,7 +29,7 @@ class Runs:
         self.failure = "the program failed in one process"
         self.is_hopeless = False  # another run would end, or wait, at the same place
 
-    def several(self, left_out: tuple) -> list[Notes] | None:
+    def several(self, left_out: tuple, model: str) -> Facts | None:
         """Run A once more, without kinds of layers; None: not all ranks came through."""
         arguments = (self.args.steps, f"{self.folder}/log", str(self.folder), left_out)
         job = Job("equivalence", self.args.command, self.args.patience, observers, arguments)
@@ -35,13 +37,14 @@ class Runs:
         ranks = [note.value for note in sorted(notes)]
         is_complete = len(ranks) == self.count
         is_complete = is_complete and all(len(rank.counts) > self.args.steps for rank in ranks)
-        return ranks if is_complete else None
+        return facts_of(ranks, self.args.steps, model) if is_complete else None
 
-    def alone(self, given: Given) -> Alone | None:
+    def alone(self, facts: Facts, kind: str, left_out: tuple = ()) -> Alone | None:
         """None: the program failed, or did not come through the steps."""
+        given = Given(facts, kind, left_out)
         result = self.once(dataclasses.replace(given, rates=self.rates))
         if result is not None and not self.rates:
-            self.rates = other_rates(given.facts.ranks[0], result.notes)
+            self.rates = other_rates(facts.ranks[0], result.notes)
             if self.rates:
                 result = self.once(dataclasses.replace(given, rates=self.rates))
         if result is None or len(result.notes.counts) <= self.args.steps:

@@ -13,10 +13,10 @@ from torch import distributed as torch_dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from equivalence.batches import count_examples, digests_of_examples, from_plain, join, plain_copy
-from equivalence.facts import Facts, together
+from equivalence.facts import Facts
 from equivalence.limits import COARSE
 from equivalence.notes import Alone, Event, Notes, RandomState
-from equivalence.vectors import moved
+from equivalence.vectors import moved, together
 
 FORCED = ("whole", "own data")  # here the optimizer gets what the processes' got
 

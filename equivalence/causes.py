@@ -1,0 +1,161 @@
+"""Why link 2 differs: a kind of layer, rounding, a factor, or batches that were joined wrongly."""
+
+from instruments.tensors import tensors_in
+
+from equivalence import limits, vectors
+from equivalence.batches import counts_up, rows_differ
+from equivalence.facts import GOT, Facts
+from equivalence.notes import Alone
+from equivalence.one_batch import Look, Looks, gradient, sides
+from equivalence.verdict import Link, apart, some_of
+
+
+def label(facts: Facts) -> str:
+    return "gradients" if facts.gradients == GOT else "one batch"
+
+
+def unknown(facts: Facts, why: str, text: str = "") -> Link:
+    return Link(label(facts), None, f"not found out: it is {text}" if text else "", why=why)
+
+
+def right(look: Look) -> Link:
+    facts, far = look.facts, apart(look.worst.far, look.worst.limit)
+    text = f"right: that is the gradient of all {facts.total} examples in one batch {far}"
+    if facts.gradients == GOT:
+        text = f"right: one process's {far}"
+    return Link(label(facts), True, text, look.limit)
+
+
+def differs(looks: Looks, look: Look) -> tuple[Link, Look | None]:
+    """A cause is named only if the difference goes when that alone is switched off.
+
+    Returns the look in which nothing differs, too.
+    """
+    facts, worst = look.facts, look.worst
+    batch = "one process's" if facts.gradients == GOT else f"all {facts.total} in one batch"
+    text = f"different from {batch} {apart(worst.far, worst.limit)}"
+    text += f", in {worst.name}" if worst.name else ""
+    kinds = sorted(facts.kinds)
+    if kinds:
+        all_kinds = " and ".join(kinds)
+        without = without_kinds(looks, kinds)
+        if without is None:
+            return unknown(facts, f"the program failed without {all_kinds}", text), None
+        look, far = without, apart(without.worst.far, without.worst.limit)
+        if look.is_right:
+            cause = " and ".join(look.left_out)
+            text += f"; without {cause} {far}"
+            return Link(label(facts), True, text, look.limit, but=cause), look
+        text += f"; without {all_kinds} too {far}"
+    return accused(looks, look, text), None
+
+
+def without_kinds(looks: Looks, kinds: list[str]) -> Look | None:
+    """Without all these layers; if then nothing differs, without the one that is the cause."""
+    without_all = looks.without(tuple(kinds))
+    if without_all is None or not without_all.is_right or len(kinds) == 1:
+        return without_all
+    for kind in kinds:
+        look = looks.without((kind,))
+        if look is None or look.is_right:
+            return look
+    return without_all
+
+
+def accused(looks: Looks, look: Look, text: str) -> Link:
+    """Nothing explains the difference: is it the program's?  What was joined was guessed."""
+    facts = look.facts
+    if any(rank.steps[0].draws for rank in facts.ranks):
+        why = "each step draws random numbers, and one process draws others"
+        return unknown(facts, why, text)
+    look = looks.with_rounding(look)
+    if look.worst.far <= limits.YARDSTICKS * look.worst.rounding:
+        why = "rounding, or another order of the same examples, moves a gradient by"
+        return unknown(facts, f"{why} {look.worst.rounding:.0e}", text)
+    is_direct = facts.gradients == GOT
+    if multiple := factors(look):
+        what = "what the optimizers get" if is_direct else "the mean of the ranks'"
+        return Link(label(facts), False, f"WRONG: {what} is {multiple}")
+    if is_direct:
+        return unknown(facts, "the ranks' own gradients were not seen", text)
+    reason = why_not_joined_well(look)
+    if not reason and not look.is_given:
+        if looks.runs.rates:
+            return unknown(facts, "one process takes another number of batches in a step", text)
+        share = looks.runs.alone(facts, "share", look.left_out)
+        reason = why_not_its_own(look, share)
+    return unknown(facts, reason, text) if reason else Link(label(facts), False, text)
+
+
+def why_not_joined(facts: Facts) -> str:
+    """Why the ranks' batches can't be made one; "" if they can."""
+    for key in facts.keys:
+        shares = [rank.events.get(key, []) for rank in facts.distinct]
+        for events in zip(*shares, strict=False):
+            if all(event.examples for event in events):
+                continue  # the program's own collate_fn makes it
+            if sizes := rows_differ([event.value for event in events]):
+                return f"the tensors of a batch have {sizes} rows, not one for each example"
+    return ""
+
+
+def factors(look: Look) -> str:
+    """If each tensor is a multiple of one process's: that no wrong batch would bring about."""
+    actual, wanted = sides(look.facts, look.whole.notes, look.worst_step.step)
+    names: dict[float, list[str]] = {}
+    for name, goal in wanted.items():
+        fit = vectors.fit({name: actual.get(name, goal * 0)}, [{name: goal}])
+        if fit.left > limits.OWN or goal.numel() < 2 and abs(fit.weights[0] - 1) > limits.OWN:
+            return ""
+        names.setdefault(round(fit.weights[0], 3), []).append(name)
+    if set(names) == {1.0}:
+        return ""
+    texts = [f"{times:.3g} times one process's of {some_of(names[times])}" for times in names]
+    return " and ".join(texts)
+
+
+def why_not_joined_well(look: Look) -> str:
+    """What one batch of the ranks' batches is, was guessed: could the guess be wrong?"""
+    facts = look.facts
+    if are_ragged(facts):
+        return "examples have different shapes: how a batch is padded may be what differs"
+    if look.is_given:
+        return ""
+    if look.whole.is_mixed:
+        return "some batches in one process are the program's own, and others are not"
+    rounding = max(step.apart.most_rounding for step in look.steps)
+    if rounding > limits.YARDSTICKS * facts.most:
+        return f"the same examples have another gradient in another order (apart by {rounding:.0e})"
+    for rank in facts.ranks:
+        for events in rank.events.values():
+            if any(counts_up(event.value) for event in events[:1] if not event.examples):
+                return "a tensor numbers groups of rows, and can't be joined with another rank's"
+    return ""
+
+
+def why_not_its_own(look: Look, share: Alone | None) -> str:
+    """share: a run with one rank's examples, as long as the longest of all.
+
+    Unless they give that rank's own gradient, or a multiple, the join is wrong, not the program.
+    """
+    facts = look.facts
+    for k in facts.comparable:
+        if share is not None:
+            rank = facts.distinct[facts.chosen(k)]
+            own = vectors.only(rank.steps[k].own, facts.trained)
+            fit = vectors.fit(own, [gradient(facts, share.notes, k, "own")])
+        if share is None or fit.left > max(facts.most / limits.CLEARLY, limits.OWN):
+            text = "a rank's examples, computed in one process, don't give that rank's gradient"
+            return f"{text}: it depends on other ranks, on padding, or on something unseen"
+    return ""
+
+
+def are_ragged(facts: Facts) -> bool:
+    """Whether the program's own collate_fn makes batches of examples of different shapes."""
+    shapes: dict[str, set] = {key: set() for key in facts.keys}
+    for rank in facts.ranks:
+        for key, known in shapes.items():
+            for event in rank.events.get(key, []):
+                for example in event.examples or []:
+                    known.add(tuple(tensor.shape for tensor in tensors_in(example)))
+    return any(len(known) > 1 for known in shapes.values())
