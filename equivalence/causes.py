@@ -4,10 +4,11 @@ from instruments.tensors import tensors_in
 
 from equivalence import limits, vectors
 from equivalence.batches import counts_up, rows_differ
-from equivalence.facts import GOT, Facts
+from equivalence.facts import GOT, PARTS, Facts
 from equivalence.notes import Alone
 from equivalence.one_batch import Look, Looks, gradient, sides
 from equivalence.verdict import Link, apart, some_of
+from equivalence.view import are_joined_rightly
 
 
 def label(facts: Facts) -> str:
@@ -76,10 +77,12 @@ def accused(looks: Looks, look: Look, text: str) -> Link:
     if multiple := factors(look):
         what = "what the optimizers get" if is_direct else "the mean of the ranks'"
         return Link(label(facts), False, f"WRONG: {what} is {multiple}")
-    if is_direct:
+    if is_direct and facts.model != PARTS:
         return unknown(facts, "the ranks' own gradients were not seen", text)
     reason = why_not_joined_well(look)
-    if not reason and not look.is_given:
+    if not reason and is_direct:
+        reason = why_not_whole(look)
+    elif not reason and not look.is_given:
         if looks.runs.rates:
             return unknown(facts, "one process takes another number of batches in a step", text)
         share = looks.runs.alone(facts, "share", look.left_out)
@@ -130,6 +133,15 @@ def why_not_joined_well(look: Look) -> str:
         for events in rank.events.values():
             if any(counts_up(event.value) for event in events[:1] if not event.examples):
                 return "a tensor numbers groups of rows, and can't be joined with another rank's"
+    return ""
+
+
+def why_not_whole(look: Look) -> str:
+    """How the ranks' parts make one process's model and batch is a guess, unless it has both."""
+    if not look.is_given:
+        return "one process has other batches than the ranks together"
+    if not are_joined_rightly(look.facts, look.whole):
+        return "one process begins with other weights than the ranks' parts make"
     return ""
 
 

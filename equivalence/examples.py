@@ -28,10 +28,8 @@ def examples(facts: Facts) -> Link:
     if not facts.keys:
         return Link(LABEL, True, "no batch was seen that each step takes")
     count = len(facts.ranks)
-    if facts.model == PARTS and len(facts.distinct) == 1:
-        number = facts.examples(facts.ranks[0], 0)
-        text = f"{number} in a step, the same on all {count} ranks, which share one model"
-        return Link(LABEL, True, text)
+    if facts.model == PARTS:
+        return of_parts(facts)
     spread = {}
     for k in facts.steps:
         some = [facts.examples(rank, k) for rank in facts.ranks]
@@ -57,6 +55,15 @@ def examples(facts: Facts) -> Link:
         return Link(LABEL, False, f"{text}: {SAMPLER}")
     text += " (if the data have no equal examples)"
     return Link(LABEL, None, text, why="some may be on more than one rank")
+
+
+def of_parts(facts: Facts) -> Link:
+    """Ranks that have parts of one model share batches, or don't: the gradients tell if rightly."""
+    text = " + ".join(str(facts.examples(rank, 0)) for rank in facts.distinct) + " in a step"
+    shared = f"all {len(facts.ranks)}" if len(facts.distinct) == 1 else "some"
+    if len(facts.distinct) < len(facts.ranks):
+        text += f", the same on {shared} ranks, which share one model"
+    return Link(LABEL, True, text)
 
 
 def on_two_ranks(facts: Facts) -> tuple[int, int, bool]:

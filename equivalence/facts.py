@@ -1,6 +1,7 @@
 """The notes of run A side by side: whose batches, weights and gradients are equal."""
 
 import dataclasses
+import itertools
 from functools import cached_property
 
 import torch
@@ -9,7 +10,7 @@ from instruments.tensors import digest, tensors_in
 from equivalence import limits, vectors
 from equivalence.batches import count_examples
 from equivalence.notes import Event, Notes
-from equivalence.vectors import Vector, unequal
+from equivalence.vectors import Vector, together, unequal
 
 # What the ranks have:
 COPIES = "copies of one model"
@@ -31,6 +32,7 @@ class Facts:
     ranks: list[Notes]
     steps: range  # that are compared
     model: str
+    parts: frozenset[str] = frozenset()  # the parameters of which the ranks have parts
 
     # --------------------------------------------------------------------------------- examples
 
@@ -101,12 +103,13 @@ class Facts:
     @cached_property
     def is_same_work(self) -> bool:
         """Whether ranks' models get the same, and not parts of one batch."""
-        if len(self.ranks) == len(self.distinct) or self.model == PARTS:
+        if self.model == PARTS:
             return False
-        inputs = set()
+        works: list[tuple] = []  # the inputs of models, and the gradients of the first step
         for rank in self.peers:
-            inputs.add(tuple(step.inputs for step in rank.steps[: len(self.steps)]))
-        return len(inputs) < len(self.peers)
+            inputs = [step.inputs for step in rank.steps[: len(self.steps)]]
+            works.append((inputs, rank.steps[0].own, rank.steps[0].draws))
+        return any(is_same(one, other) for one, other in itertools.combinations(works, 2))
 
     # ----------------------------------------------------------------------- weights, gradients
 
@@ -137,12 +140,12 @@ class Facts:
         names: list[str] = []
         for rank in self.ranks[1:]:
             names += unequal(self.ranks[0].steps[step].weights, rank.steps[step].weights)
-        return [name for name in self.ranks[0].parameters if name in names]
+        return [name for name in self.ranks[0].parameters if name in set(names) - self.parts]
 
     @property
     def comparable(self) -> list[int]:
         """The steps that all ranks begin with equal weights."""
-        return [k for k in self.steps if k < self.first_unequal or self.model == PARTS]
+        return [k for k in self.steps if k < self.first_unequal]
 
     @cached_property
     def owns(self) -> list[list[Vector]]:
@@ -172,7 +175,7 @@ class Facts:
         is_repeated = any(step.is_repeated for step in self.ranks[0].steps)
         if is_repeated or not any(rank.steps[step].got for rank in self.ranks):
             return False
-        return self.model == PARTS or self.have_equal_got[step]
+        return self.have_equal_got[step]
 
     @cached_property
     def have_equal_got(self) -> list[bool]:
@@ -180,7 +183,7 @@ class Facts:
         are_equal = []
         for k in self.steps:
             first, *others = [rank.steps[k].got for rank in self.ranks]
-            are_equal.append(not any(unequal(first, other) for other in others))
+            are_equal.append(not any(set(unequal(first, one)) - self.parts for one in others))
         return are_equal
 
     @property
@@ -207,6 +210,15 @@ class Facts:
         """The number format whose last digit rounds."""
         return torch.bfloat16 if self.is_coarse else torch.float32
 
+    def whole(self, what: str, name: str, step: int, shape: torch.Size) -> torch.Tensor | None:
+        """What the ranks had ("weights" or "got"); put together, if they have parts of it."""
+        for ranks in self.peers, self.ranks:
+            parts = [getattr(rank.steps[step], what).get(name) for rank in ranks]
+            for some in parts, without_repeated(parts):
+                if (tensor := together(some, shape)) is not None:
+                    return tensor
+        return None
+
     def infinite(self) -> str:
         for k in self.steps:
             for rank in self.ranks:
@@ -214,6 +226,19 @@ class Facts:
                 if not all(bool(gradient.isfinite().all()) for gradient in got):
                     return f"infinite or NaN in step {k + 1} on rank {rank.rank}"
         return ""
+
+
+def is_same(work: tuple, other: tuple) -> bool:
+    """Whether two ranks do the same: their gradients tell who takes a part of equal inputs."""
+    (inputs, own, draws), (other_inputs, other_own, _) = work, other
+    if inputs != other_inputs or draws or not own or not other_own:
+        return inputs == other_inputs
+    return vectors.distance(own, other_own) < limits.OWN
+
+
+def without_repeated(tensors: list) -> list:
+    """Ranks that share a batch and a part of the model have the same."""
+    return list({digest(tensor): tensor for tensor in tensors if tensor is not None}.values())
 
 
 def batches_of(rank: Notes) -> tuple:

@@ -60,6 +60,7 @@ class Gradients(Observer):
         self.steps, self.weights, self.shelf = steps, weights, shelf
         self.own = OwnGradients()
         self.slots: dict[tuple[int, str], torch.Tensor] = {}  # parameters, by module and name
+        self.parts: set[int] = set()  # the ids of parameters of which a layer has a part
         self.scale = 1.0  # a GradScaler's
         # Of a parameter's id: its gradient before clip_grad_norm_, and a digest of that after it.
         self.clipped: dict[int, tuple[Any, str]] = {}
@@ -103,6 +104,8 @@ class Gradients(Observer):
             sharded = self.slots.get((id(module), name))
             if tensor is not sharded and hasattr(sharded, "to_local"):
                 self.own.watch(tensor, sharded)
+            if any(placement.is_shard() for placement in getattr(tensor, "placements", ())):
+                self.parts.add(id(sharded))  # tensor parallel: the layer computes with a part
 
     def backward(self, original: Callable) -> Any:
         if sum(call.what == "backward" for call in self.hooks.inside) == 1:
@@ -168,6 +171,10 @@ class Gradients(Observer):
         if id(parameter) in self.clipped:
             step.unclipped[name], left = self.clipped[id(parameter)]
             step.is_changed |= digest(whole(parameter.grad)) != left
+
+    def notes(self, is_own_thread: bool) -> None:
+        parts = [name for name, tensor in self.weights.trained() if id(tensor) in self.parts]
+        self.steps.noted.parts = set(parts)
 
     def note_own(self, name: str, parameter: torch.Tensor) -> None:
         if id(parameter) in self.own.sums:

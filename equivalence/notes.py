@@ -114,6 +114,7 @@ class Notes:
     events: dict[str, list[Event]] = field(default_factory=dict)
     counts: list[dict[str, int]] = field(default_factory=list)  # of events, when optimizers stepped
     parameters: list[str] = field(default_factory=list)  # else a step's weights are buffers
+    parts: set[str] = field(default_factory=set)  # parameters of which a layer has a part (DTensor)
     kinds: set[str] = field(default_factory=set)  # "BatchNorm", "dropout", of layers that train
     is_coarse: bool = False  # a module computes in bfloat16 or float16
     # Of each loader, by its name:

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 from equivalence import limits, vectors
 from equivalence.facts import GOT, Facts
 from equivalence.notes import Alone, Notes
-from equivalence.vectors import Vector, together
+from equivalence.vectors import Vector
 
 
 class Apart(NamedTuple):
@@ -87,7 +87,7 @@ class Looks:
 
     def without(self, kinds: tuple) -> Look | None:
         """Without these kinds of layers, in run A, too."""
-        facts = self.runs.several(kinds, self.facts.model)
+        facts = self.runs.several(kinds, self.facts)
         look = self.at(facts, kinds) if facts else None
         return look if look and look.steps else None
 
@@ -126,8 +126,7 @@ def sides(facts: Facts, alone: Notes, step: int) -> tuple[Vector, Vector]:
         return vectors.mean(facts.owns[step]), gradient(facts, alone, step, "own")
     wanted, actual = gradient(facts, alone, step, "got"), {}
     for name, tensor in wanted.items():
-        parts = [rank.steps[step].got.get(name) for rank in facts.peers]
-        whole = together(parts, tensor.shape)
+        whole = facts.whole("got", name, step, tensor.shape)
         if whole is not None:
             actual[name] = whole
     return actual, wanted

@@ -29,7 +29,7 @@ class Runs:
         self.failure = "the program failed in one process"
         self.is_hopeless = False  # another run would end, or wait, at the same place
 
-    def several(self, left_out: tuple, model: str) -> Facts | None:
+    def several(self, left_out: tuple, known: Facts) -> Facts | None:
         """Run A once more, without kinds of layers; None: not all ranks came through."""
         arguments = (self.args.steps, f"{self.folder}/log", str(self.folder), left_out)
         job = Job("equivalence", self.args.command, self.args.patience, observers, arguments)
@@ -37,7 +37,7 @@ class Runs:
         ranks = [note.value for note in sorted(notes)]
         is_complete = len(ranks) == self.count
         is_complete = is_complete and all(len(rank.counts) > self.args.steps for rank in ranks)
-        return facts_of(ranks, self.args.steps, model) if is_complete else None
+        return facts_of(ranks, self.args.steps, known) if is_complete else None
 
     def alone(self, facts: Facts, kind: str, left_out: tuple = ()) -> Alone | None:
         """None: the program failed, or did not come through the steps."""

@@ -88,10 +88,10 @@ class Given:
 
     def value(self, what: str, name: str, step: int, shape: torch.Size) -> torch.Tensor | None:
         """What the ranks had ("weights" or "got"); put together, if they have parts of it."""
-        ranks = self.facts.peers
-        if self.kind == "share":
-            ranks = [self.facts.distinct[self.facts.chosen(step)]]
-        return together([getattr(rank.steps[step], what).get(name) for rank in ranks], shape)
+        if self.kind != "share":
+            return self.facts.whole(what, name, step, shape)
+        rank = self.facts.distinct[self.facts.chosen(step)]
+        return together([getattr(rank.steps[step], what).get(name)], shape)
 
 
 class Formats(TorchDispatchMode):

@@ -6,39 +6,54 @@ from equivalence.facts import COPIES, PARTS, UNKNOWN, Facts
 from equivalence.notes import Alone, Notes, Step
 
 
-def facts_of(ranks: list[Notes], length: int, model: str = "") -> Facts:
-    """model: what the ranks have, if it is known; else it is seen in the shapes of weights."""
+def facts_of(ranks: list[Notes], length: int, known: Facts | None = None) -> Facts:
+    """known: facts of another run of these processes, which have the same model."""
     completed = [complete(step) for step in zip(*[rank.steps for rank in ranks], strict=False)]
     pairs = zip(ranks, zip(*completed, strict=True), strict=True)
     ranks = [dataclasses.replace(rank, steps=list(steps)) for rank, steps in pairs]
-    facts = Facts(ranks, range(length), model or COPIES)
-    if model:
-        return facts
-    if have_other_shapes(facts.peers):
-        return dataclasses.replace(facts, model=PARTS)
+    if known:
+        return dataclasses.replace(known, ranks=ranks)
+    facts = Facts(ranks, range(length), COPIES)
+    parts = frozenset().union(*(rank.parts for rank in ranks), have_other_shapes(facts))
+    if parts:
+        return dataclasses.replace(facts, model=PARTS, parts=parts)
     return dataclasses.replace(facts, model=UNKNOWN) if facts.first_unequal == 0 else facts
 
 
-def have_other_shapes(peers: list[Notes]) -> bool:
-    """Whether ranks that have the same batches hold different tensors of one model."""
-    shapes = []
-    for rank in peers:
-        weights = rank.steps[0].weights
-        some = [name for name in rank.parameters if name in weights]
-        shapes.append({name: weights[name].shape for name in some})
-    return any(shapes_of_rank != shapes[0] for shapes_of_rank in shapes[1:])
+def have_other_shapes(facts: Facts) -> set[str]:
+    """Parameters whose shapes differ; or that others lack which have the same batches."""
+    names: set[str] = set()
+    first, *others = facts.ranks
+    for rank in others:
+        theirs, own = first.steps[0].weights, rank.steps[0].weights
+        both = theirs.keys() & own.keys()
+        names |= {name for name in both if theirs[name].shape != own[name].shape}
+        if rank in facts.peers:
+            names |= theirs.keys() ^ own.keys()
+    return names & set().union(*(rank.parameters for rank in facts.ranks))
 
 
 def beside_one(facts: Facts, alone: Alone | None) -> Facts:
     """The facts, if one process shows whether weights that differ are copies or parts."""
-    if alone is None:
-        return dataclasses.replace(facts, model=COPIES)
-    first, model = facts.ranks[0].steps[0].weights, COPIES
-    for name, tensor in alone.notes.steps[0].weights.items():
+    first, parts = facts.ranks[0].steps[0].weights, set()
+    for name, tensor in alone.notes.steps[0].weights.items() if alone else []:
         is_other = name not in first or first[name].shape != tensor.shape
         if is_other and name in alone.notes.parameters:
-            model = UNKNOWN if alone.unmatched else PARTS
-    return dataclasses.replace(facts, model=model)
+            parts.add(name)
+    if not parts:
+        return dataclasses.replace(facts, model=COPIES)
+    model = UNKNOWN if alone.unmatched else PARTS
+    return dataclasses.replace(facts, model=model, parts=frozenset(parts))
+
+
+def are_joined_rightly(facts: Facts, alone: Alone) -> bool:
+    """Whether the parts make what one process has before its first step.  Joins are a guess."""
+    theirs = alone.notes.steps[0].weights
+    for name in facts.parts & theirs.keys():
+        whole = facts.whole("weights", name, 0, theirs[name].shape)
+        if whole is None or not whole.equal(theirs[name]):
+            return False
+    return True
 
 
 def complete(ranks: tuple[Step, ...]) -> list[Step]:

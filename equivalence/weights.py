@@ -7,9 +7,8 @@ import torch
 from instruments.command import Line
 
 from equivalence import limits, vectors
-from equivalence.facts import PARTS, Facts
+from equivalence.facts import Facts
 from equivalence.notes import Alone
-from equivalence.vectors import together
 from equivalence.verdict import Link, apart, some_of
 
 LABEL = "weights"
@@ -99,26 +98,17 @@ def values(
     facts: Facts, alone: Alone, step: int
 ) -> Iterator[tuple[str, torch.Tensor, list[torch.Tensor], torch.Tensor]]:
     """Of each weight or buffer: before a step, and after it on each rank and in one process."""
-    before, after = of_ranks(facts, step), of_ranks(facts, step + 1)
     for name, value_alone in alone.notes.steps[step + 1].weights.items():
-        if name not in before or name not in after:
-            continue
-        old, news = together(before[name], value_alone.shape), after[name]
-        if news[0].shape != value_alone.shape:
-            news = [together(news, value_alone.shape)]
+        shape = value_alone.shape
+        old = facts.whole("weights", name, step, shape)
+        news = [rank.steps[step + 1].weights.get(name) for rank in facts.ranks]
+        news = [new for new in news if new is not None]
+        if any(new.shape != shape for new in news):
+            news = [facts.whole("weights", name, step + 1, shape)]
         elif step >= facts.first_unequal:
             news = news[:1]  # one process had rank 0's
-        if old is not None and news[0] is not None:
+        if old is not None and news and news[0] is not None:
             yield name, old, news, value_alone
-
-
-def of_ranks(facts: Facts, step: int) -> dict[str, list[torch.Tensor]]:
-    """Each weight, of all ranks; or its parts."""
-    tensors: dict[str, list[torch.Tensor]] = {}
-    for rank in facts.peers if facts.model == PARTS else facts.ranks:
-        for name, tensor in rank.steps[step].weights.items():
-            tensors.setdefault(name, []).append(tensor)
-    return tensors
 
 
 def change_apart(
