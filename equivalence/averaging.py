@@ -1,6 +1,7 @@
 """Link 1: do the optimizers get the mean of the ranks' own gradients?  Seen in their notes."""
 
 import math
+import re
 from collections.abc import Callable
 
 import torch
@@ -59,11 +60,23 @@ def compared(facts: Facts, right: Look | None, choose: Choose) -> Link:
     if len(bad) < len(names):
         others = f"the other {len(names) - len(bad)} of {len(names)} tensors are right"
         place = f" of {some_of(bad)} ({others})"
-    own = [vectors.only(part, set(bad)) for part in facts.owns[worst]]
-    got = [vectors.only(part, set(bad)) for part in gots[worst]]
-    goal = vectors.only(goals[worst], set(bad))
-    gradients = Gradients(worst, own, got, goal, shares[worst], place)
-    return explain(facts, gradients, is_known=bool(right), far=apart(far, limit))
+
+    def explained(step: int) -> Link:
+        own = [vectors.only(part, set(bad)) for part in facts.owns[step]]
+        got = [vectors.only(part, set(bad)) for part in gots[step]]
+        goal = vectors.only(goals[step], set(bad))
+        gradients = Gradients(step, own, got, goal, shares[step], place)
+        return explain(facts, gradients, is_known=bool(right), far=apart(far, limit))
+
+    link, links = explained(worst), [explained(k) for k in facts.steps]
+    if link.is_right is None or all(without_numbers(one) == without_numbers(link) for one in links):
+        return link
+    same = [str(k + 1) for k in facts.steps if links[k] == link]
+    return link._replace(text=link.text.replace("WRONG:", f"WRONG in step {', '.join(same)}:"))
+
+
+def without_numbers(link: Link) -> str:
+    return re.sub(r"[0-9.e+-]+", "", link.text)
 
 
 def chosen(facts: Facts, step: int, choose: Choose) -> list[Vector]:

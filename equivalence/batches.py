@@ -133,6 +133,25 @@ def join(batches: list, only: int | None = None, order: torch.Generator | None =
     return mapped(joined, batches)
 
 
+def is_made_of(value: Any, parts: list) -> bool:
+    """Whether the ranks' parts, in any order and along any dimension, are all that is in `value`.
+
+    So it is if each rank takes its part of a sequence.  A tensor may be the same everywhere.
+    """
+    is_shared = False
+    for tensors in zip(tensors_in(value), *[tensors_in(part) for part in parts], strict=False):
+        whole, *some = [tensor.detach().cpu() for tensor in tensors]
+        if all(tensor.equal(whole) for tensor in some):
+            continue
+        numbers = torch.cat([tensor.flatten() for tensor in some])
+        if numbers.dtype != whole.dtype or len(numbers) != whole.numel():
+            return False
+        if not numbers.sort().values.equal(whole.flatten().sort().values):
+            return False
+        is_shared = True
+    return is_shared
+
+
 def rows_differ(batches: list) -> str:
     """If tensors that differ between the batches have no row for each example; else ""."""
     counts = [count_examples(batch) for batch in batches]

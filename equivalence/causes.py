@@ -10,6 +10,11 @@ from equivalence.one_batch import Look, Looks, gradient, sides
 from equivalence.verdict import Link, apart, some_of
 from equivalence.view import are_joined_rightly
 
+TOGETHER = "the loss, or a layer, depends on which examples are in a batch together, or on how many"
+OF_PARTS = "what the ranks make of their parts of a batch is not its gradient"
+OWN_DIFFERS = "a rank's examples, computed in one process, don't give that rank's gradient"
+ELSEWHERE = "it depends on other ranks, on padding, or on something unseen"
+
 
 def label(facts: Facts) -> str:
     return "gradients" if facts.gradients == GOT else "one batch"
@@ -21,7 +26,7 @@ def unknown(facts: Facts, why: str, text: str = "") -> Link:
 
 def right(look: Look) -> Link:
     facts, far = look.facts, apart(look.worst.far, look.worst.limit)
-    text = f"right: that is the gradient of all {facts.total} examples in one batch {far}"
+    text = f"right: that is the gradient of all {look.total} examples in one batch {far}"
     if facts.gradients == GOT:
         text = f"right: one process's {far}"
     return Link(label(facts), True, text, look.limit)
@@ -33,7 +38,7 @@ def differs(looks: Looks, look: Look) -> tuple[Link, Look | None]:
     Returns the look in which nothing differs, too.
     """
     facts, worst = look.facts, look.worst
-    batch = "one process's" if facts.gradients == GOT else f"all {facts.total} in one batch"
+    batch = "one process's" if facts.gradients == GOT else f"all {look.total} in one batch"
     text = f"different from {batch} {apart(worst.far, worst.limit)}"
     text += f", in {worst.name}" if worst.name else ""
     kinds = sorted(facts.kinds)
@@ -79,15 +84,19 @@ def accused(looks: Looks, look: Look, text: str) -> Link:
         return Link(label(facts), False, f"WRONG: {what} is {multiple}")
     if is_direct and facts.model != PARTS:
         return unknown(facts, "the ranks' own gradients were not seen", text)
-    reason = why_not_joined_well(look)
-    if not reason and is_direct:
-        reason = why_not_whole(look)
-    elif not reason and not look.is_given:
-        if looks.runs.rates:
-            return unknown(facts, "one process takes another number of batches in a step", text)
-        share = looks.runs.alone(facts, "share", look.left_out)
-        reason = why_not_its_own(look, share)
-    return unknown(facts, reason, text) if reason else Link(label(facts), False, text)
+    if reason := why_not_joined_well(look) or is_direct and why_not_whole(look):
+        return unknown(facts, reason, text)
+    if is_direct or len(facts.distinct) == 1 or look.total < facts.total:
+        return Link(label(facts), False, text, why="" if is_direct else OF_PARTS)
+    if looks.runs.rates:
+        why = "one process takes another number of batches in a step"
+        return Link(label(facts), False, text) if look.is_given else unknown(facts, why, text)
+    share = looks.runs.alone(facts, "share", look.left_out)
+    if is_its_own(look, share):
+        return Link(label(facts), False, f"{text}, though each share gives its own", why=TOGETHER)
+    if look.is_given and share is not None:  # nothing was joined
+        return Link(label(facts), False, text, why=OWN_DIFFERS)
+    return unknown(facts, f"{OWN_DIFFERS}: {ELSEWHERE}", text)
 
 
 def why_not_joined(facts: Facts) -> str:
@@ -111,10 +120,11 @@ def factors(look: Look) -> str:
         if fit.left > limits.OWN or goal.numel() < 2 and abs(fit.weights[0] - 1) > limits.OWN:
             return ""
         names.setdefault(round(fit.weights[0], 3), []).append(name)
-    if set(names) == {1.0}:
-        return ""
-    texts = [f"{times:.3g} times one process's of {some_of(names[times])}" for times in names]
-    return " and ".join(texts)
+    right = names.pop(1.0, [])
+    texts = [f"{times:.3g} times one process's" for times in names]
+    if right or len(names) > 1:
+        texts = [f"{times:.3g} times one process's of {some_of(names[times])}" for times in names]
+    return " and ".join(texts) + " (the others are right)" * bool(texts and right)
 
 
 def why_not_joined_well(look: Look) -> str:
@@ -145,21 +155,19 @@ def why_not_whole(look: Look) -> str:
     return ""
 
 
-def why_not_its_own(look: Look, share: Alone | None) -> str:
+def is_its_own(look: Look, share: Alone | None) -> bool:
     """share: a run with one rank's examples, as long as the longest of all.
 
-    Unless they give that rank's own gradient, or a multiple, the join is wrong, not the program.
+    Unless they give that rank's own gradient, or a multiple, the join may be wrong.
     """
     facts = look.facts
-    for k in facts.comparable:
-        if share is not None:
-            rank = facts.distinct[facts.chosen(k)]
-            own = vectors.only(rank.steps[k].own, facts.trained)
-            fit = vectors.fit(own, [gradient(facts, share.notes, k, "own")])
-        if share is None or fit.left > max(facts.most / limits.CLEARLY, limits.OWN):
-            text = "a rank's examples, computed in one process, don't give that rank's gradient"
-            return f"{text}: it depends on other ranks, on padding, or on something unseen"
-    return ""
+    for k in facts.comparable if share else []:
+        rank = facts.distinct[facts.chosen(k)]
+        own = vectors.only(rank.steps[k].own, facts.comparable_names(k))
+        wanted = vectors.only(gradient(facts, share.notes, k, "own"), set(own))
+        if vectors.fit(own, [wanted]).left > max(facts.most / limits.CLEARLY, limits.OWN):
+            return False
+    return share is not None
 
 
 def are_ragged(facts: Facts) -> bool:

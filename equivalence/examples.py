@@ -23,26 +23,34 @@ def copies(facts: Facts) -> Link:
     return Link("copies", False, text)
 
 
-def examples(facts: Facts) -> Link:
-    """Is each example on one rank?"""
+def examples(facts: Facts, total: int = 0) -> Link:
+    """Is each example on one rank?  total: how many one process has in a step; 0: not known."""
     if not facts.keys:
         return Link(LABEL, True, "no batch was seen that each step takes")
-    count = len(facts.ranks)
     if facts.model == PARTS:
         return of_parts(facts)
     spread = {}
     for k in facts.steps:
         some = [facts.examples(rank, k) for rank in facts.ranks]
         spread[max(some) - min(some)] = some
-    text = " + ".join(map(str, spread[max(spread)])) + " in a step"
+    most = spread[max(spread)]
+    text = " + ".join(map(str, most)) + " in a step"
     if facts.is_same_work:
+        count = len(facts.ranks)
         who, times = ("both", "twice") if count == 2 else (f"all {count}", f"{count} times")
         if len(facts.distinct) > 1:
             who, times = "some", "again"
         text += f": {who} ranks have the same, and do the same work {times}: {SAMPLER}"
         return Link(LABEL, False, text)
-    if len(facts.distinct) < count:
+    if len(facts.distinct) < len(facts.ranks):
         return Link(LABEL, True, f"{text}: of the same batch each rank takes its part")
+    if 0 < total < sum(most):
+        return Link(LABEL, True, f"{text}: of the same {total} examples each rank takes its part")
+    return of_shares(facts, text)
+
+
+def of_shares(facts: Facts, text: str) -> Link:
+    """In data parallelism an example is on one rank only, in the steps and in an epoch."""
     steps = f"{len(facts.steps)} steps"
     twice, total, is_proven = on_two_ranks(facts)
     epoch, shared = in_an_epoch(facts)

@@ -122,6 +122,12 @@ class Facts:
                 names |= set(step.options)
         return names
 
+    def comparable_names(self, step: int) -> set[str]:
+        """Those whose gradients are computed with equal weights: copies may differ after a step."""
+        if step + 1 < self.first_unequal:
+            return self.trained
+        return self.trained.difference(*(rank.steps[step].late for rank in self.ranks))
+
     @cached_property
     def first_unequal(self) -> int:
         """Before which step parameters differ first; all steps + 1 if none do."""

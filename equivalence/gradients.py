@@ -64,7 +64,11 @@ class Gradients(Observer):
         self.scale = 1.0  # a GradScaler's
         # Of a parameter's id: its gradient before clip_grad_norm_, and a digest of that after it.
         self.clipped: dict[int, tuple[Any, str]] = {}
-        steps.at_new_step.append(self.clipped.clear)
+        self.has_stepped = False  # an optimizer has, since this step began
+        steps.at_new_step.append(self.new_step)
+
+    def new_step(self) -> None:
+        self.clipped, self.has_stepped = {}, False
 
     def installed(self) -> None:
         handle = nn_module.register_module_forward_hook(self.watch_unsharded)
@@ -152,6 +156,8 @@ class Gradients(Observer):
             step.options[one.name] = plain_options(one.group)
         if self.steps.is_last:
             return
+        if self.has_stepped:
+            step.late |= {one.name for one in owned}
         for one in owned:
             if one.is_its:
                 self.note_got(one.name, one.parameter)
@@ -161,6 +167,9 @@ class Gradients(Observer):
         for name, tensor in self.weights.trained():  # another rank's optimizer may have the others
             if name not in step.options:
                 self.note_own(name, tensor)
+
+    def optimizer_ends(self, optimizer: Any) -> None:
+        self.has_stepped |= not self.hooks.is_in("optimizer")
 
     def note_got(self, name: str, parameter: torch.Tensor) -> None:
         step = self.steps.step

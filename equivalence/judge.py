@@ -35,7 +35,7 @@ def only_averaging(ranks: list[Notes], length: int) -> tuple[int, list[Line]]:
     if not unseen:
         first = averaging(facts, None, weights.Changes("one process was not asked"))
     if first.text and first.is_right is None:  # no other link will tell
-        first = first._replace(is_right=False)
+        first = first._replace(is_right=False, why="")
     links = [examples(facts), copies(facts), options(facts, None, []), first]
     text = "AVERAGING RIGHT: the ranks have one model, and average their gradients; a difference"
     right = Verdict(SAME, f"{text} above {first.limit:.0e} would have been seen")
@@ -61,9 +61,9 @@ class Judge:
     @cached_property
     def why_no_batch(self) -> str:
         """Why the ranks' batches can't be made one."""
-        if not self.facts.keys:
-            return "no batch was seen that each step takes from the same place"
-        return causes.why_not_joined(self.facts)
+        return (
+            "" if self.facts.keys else "no batch was seen that each step takes from the same place"
+        )
 
     @cached_property
     def look(self) -> Look | None:
@@ -92,7 +92,10 @@ class Judge:
     def tested(self) -> tuple[Link, Look | None]:
         """Link 2, and the look in which nothing differs."""
         facts, look = self.facts, self.look
-        reason = self.why_no_batch or self.why_no_run(look.whole)
+        reason = self.why_no_batch
+        if not reason and not (self.is_run(look.whole) and look.is_given):
+            reason = causes.why_not_joined(facts)
+        reason = reason or self.why_no_run(look.whole)
         if not reason and not self.runs.rates and look.whole.notes.counts != facts.ranks[0].counts:
             reason = "one process takes its batches in other steps (a GradScaler's?)"
         if not reason and not look.steps:
@@ -147,12 +150,12 @@ class Judge:
     def all_three(self) -> tuple[int, list[Line]]:
         """The exit code, and the lines."""
         facts = self.facts
-        links = [examples(facts), copies(facts)]
         if bad := facts.infinite():
-            links.append(Link("gradients", None, why=bad))
+            links = [examples(facts), copies(facts), Link("gradients", None, why=bad)]
             verdict = conclude(links)
             return verdict.code, lines_of(verdict, links, [])
-        links += [self.settings, *self.links()]
+        total = self.look.total if self.look and self.is_run(self.look.whole) else 0
+        links = [examples(facts, total), copies(facts), self.settings, *self.links()]
         others = self.buffers(links)
         verdict = conclude(links, " (but for buffers)" * bool(others))
         return verdict.code, lines_of(verdict, links, others + random_numbers(facts))

@@ -100,6 +100,7 @@ class Step:
     options: dict[str, dict[str, Any]] = field(default_factory=dict)  # by parameter
     inputs: str = ""  # a digest of what the models were called with
     draws: set[str] = field(default_factory=set)  # generators used after the batch
+    late: set[str] = field(default_factory=set)  # gradients that came after an optimizer's step
     is_repeated: bool = False  # an optimizer has asked for gradients more than once
 
 
@@ -136,6 +137,7 @@ class Alone(NamedTuple):
     has_coarse_optimizer: bool  # it computes in bfloat16 or float16
     is_joined: bool  # it had batches that were made of the ranks'; else it had these itself
     is_mixed: bool  # it had both in one step
+    rows: dict[str, int]  # of its own batches in the first step, by where they come from
 
 
 # ------------------------------------------------------------------------------- large tensors

@@ -57,6 +57,12 @@ class Look(NamedTuple):
         return not self.whole.is_joined or len(self.facts.distinct) == 1
 
     @property
+    def total(self) -> int:
+        """Examples in a step: as one process has them itself, or those of all ranks."""
+        own = self.whole.rows.get(self.facts.keys[0], 0)
+        return self.facts.total if self.whole.is_joined or not own else own
+
+    @property
     def limit(self) -> float:
         return max(step.apart.limit for step in self.steps)
 
@@ -100,9 +106,10 @@ def measured(look: Look) -> Look:
 
 def measure(look: Look, step: int) -> Measured:
     facts = look.facts
+    names, reordered = facts.comparable_names(step), None
     parts = facts.owns[step] if facts.gradients != GOT else []
-    actual, wanted = sides(facts, look.whole.notes, step)
-    reordered = None
+    parts = [vectors.only(part, names) for part in parts]
+    actual, wanted = (vectors.only(side, names) for side in sides(facts, look.whole.notes, step))
     if look.moved:
         reordered = gradient(facts, look.moved.notes, step, "own" if parts else "got")
     count, sizes = len(parts), vectors.mean_lengths(parts)

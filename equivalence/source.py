@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -12,7 +13,14 @@ from instruments.tensors import digest, local
 from torch import distributed as torch_dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from equivalence.batches import count_examples, digests_of_examples, from_plain, join, plain_copy
+from equivalence.batches import (
+    count_examples,
+    digests_of_examples,
+    from_plain,
+    is_made_of,
+    join,
+    plain_copy,
+)
 from equivalence.facts import Facts
 from equivalence.limits import COARSE
 from equivalence.notes import Alone, Event, Notes, RandomState
@@ -28,9 +36,12 @@ class Batch(NamedTuple):
     examples: list | None  # or these, for the program's own collate_fn
     state: RandomState
     is_equal: bool  # on all ranks, such as numbers of rows: these are no examples
+    parts: list  # what the ranks had
 
-    def has_examples_of(self, value: Any, examples: list | None) -> bool:
-        """Whether the program's batch has the same ones, in any order: then it is as good."""
+    def is_in(self, value: Any, examples: list | None) -> bool:
+        """Whether the program's batch has the same examples: then it is as good."""
+        if not examples and len(self.parts) > 1 and is_made_of(value, self.parts):
+            return True
         theirs = digests_of_examples(value, examples if self.examples else None)
         return sorted(digests_of_examples(self.value, self.examples)) == sorted(theirs)
 
@@ -75,16 +86,17 @@ class Given:
     def union(self, events: list[Event], only: int | None, number: int) -> Batch:
         order = torch.Generator().manual_seed(number) if self.kind == "moved" else None
         state = events[only or 0].state
-        is_equal = len(events) > 1 and len({digest(event.value) for event in events}) == 1
+        values = [event.value for event in events]
+        is_equal = len(values) > 1 and len({digest(value) for value in values}) == 1
         if not all(event.examples for event in events):
-            value = join([event.value for event in events], only, order)
-            return Batch(value, None, state, is_equal)
+            value = join(values, only, order)
+            return Batch(value, None, state, is_equal, values)
         examples = []
         for event in events if only is None else [events[only]]:
             examples += event.examples
         if order is not None:
             examples = [examples[row] for row in torch.randperm(len(examples), generator=order)]
-        return Batch(None, examples, state, is_equal)
+        return Batch(None, examples, state, is_equal, values)
 
     def value(self, what: str, name: str, step: int, shape: torch.Size) -> torch.Tensor | None:
         """What the ranks had ("weights" or "got"); put together, if they have parts of it."""
@@ -117,6 +129,7 @@ class Source(Observer):
         self.own_in = -1  # the last step in which a batch was left as it is
         self.joined_in = -1  # and in which one was replaced
         self.is_mixed = False
+        self.rows: Counter = Counter()
         self.is_global = False  # alone the program takes as many examples as all ranks together
 
     def patches(self) -> list[tuple[Any, str, Callable]]:
@@ -138,22 +151,24 @@ class Source(Observer):
     ) -> tuple[Any, RandomState] | None:
         """In place of the run's batch of this number, and the random state; None: its own."""
         batch = self.given.batch(key, number)
-        if batch is None or self.keeps_own(batch, step, value, iterator, examples):
+        if batch is None or self.keeps_own(batch, key, step, value, iterator, examples):
             return None
         if batch.examples:
             return iterator._collate_fn(plain_copy(batch.examples)), batch.state
         return from_plain(batch.value, own=value), batch.state
 
     def keeps_own(
-        self, batch: Batch, step: int, value: Any, iterator: Any, examples: list | None
+        self, batch: Batch, key: str, step: int, value: Any, iterator: Any, examples: list | None
     ) -> bool:
         """Whether the program's own batch is as good: it invents nothing."""
         if self.given.kind == "share":
             return False
         if iterator is None and batch.is_equal and self.is_global:
             return True
-        if self.joined_in != step and batch.has_examples_of(value, examples):
+        if self.joined_in != step and batch.is_in(value, examples):
             self.own_in, self.is_global = step, True
+            if step == 1:
+                self.rows[key] += len(examples or []) or count_examples(value)
             return True
         self.joined_in = step
         self.is_mixed |= self.own_in == step
@@ -190,7 +205,8 @@ class Source(Observer):
     def found(self, noted: Notes) -> Alone:
         noted.events = {}
         unmatched = sorted(name for name, is_matched in self.matched.items() if not is_matched)
-        return Alone(noted, unmatched, self.formats.are_coarse, self.joined_in >= 0, self.is_mixed)
+        is_joined, is_coarse = self.joined_in >= 0, self.formats.are_coarse
+        return Alone(noted, unmatched, is_coarse, is_joined, self.is_mixed, dict(self.rows))
 
 
 def put_gradient(parameter: torch.Tensor, value: torch.Tensor) -> None:

@@ -7,7 +7,6 @@ from instruments.command import Line
 from equivalence import limits
 
 SAME, DIFFERENT, UNKNOWN = 0, 1, 2  # exit codes
-BATCH = "the loss, or a layer, depends on which examples are in a batch together"
 BY_DESIGN = {
     "BatchNorm": ": each process normalises its own share",
     "dropout": ", which draws other numbers in each process",
@@ -22,7 +21,7 @@ class Link(NamedTuple):
     text: str = ""  # its line; "" if it has none
     limit: float = 0.0  # a difference above it would have been seen
     but: str = ""  # "BatchNorm": the only thing that differs
-    why: str = ""  # why it was not found out
+    why: str = ""  # why it was not found out, or why it is wrong
 
     @property
     def line(self) -> list[Line]:
@@ -39,9 +38,10 @@ class Verdict(NamedTuple):
 def problem(links: list[Link], other: str) -> Verdict | None:
     """What is wrong, or else what is not known.  other: from what it is different."""
     wrong = list(dict.fromkeys(link.label for link in links if link.is_right is False))
-    if wrong == ["one batch"]:
-        return Verdict(DIFFERENT, f"DIFFERENT from {other}: {BATCH}")
     if wrong:
+        causes = [link.why for link in links if link.is_right is False and link.why]
+        if causes and len(wrong) == 1:
+            return Verdict(DIFFERENT, f"DIFFERENT from {other}: {causes[0]}")
         return Verdict(DIFFERENT, f"DIFFERENT from {other} in: {', '.join(wrong)}")
     labels: dict[str, list[str]] = {}  # by what is not known
     for link in links:

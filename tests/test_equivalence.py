@@ -14,7 +14,8 @@ pytestmark = pytest.mark.timeout(240)
 
 SAME = "THE SAME as one process, up to rounding; a difference above 1e-05 would have been seen"
 DIFFERENT = "DIFFERENT from one process in: "
-BATCH = "DIFFERENT from one process: the loss, or a layer, depends on which examples are in a batch together"
+BATCH = "DIFFERENT from one process: "
+TOGETHER = BATCH + "the loss, or a layer, depends on which examples are in a batch together, or on how many"
 NORM = "THE SAME, but for BatchNorm: each process normalises its own share; else a difference above 1e-05 .*"
 DROPOUT = "THE SAME, but for dropout, which draws other numbers in each process; else a difference above .*"
 OWN = "each rank's optimizer gets the gradients of its own share"
@@ -97,7 +98,8 @@ def program(**parts):
 
 def case(verdict, lines=None, nproc=3, options=(), **parts):
     """verdict, lines: patterns of what is said, by label; the program has these parts."""
-    return {"verdict": verdict, **(lines or {})}, nproc, options, program(**parts)
+    nprocs = nproc if isinstance(nproc, tuple) else (nproc,)
+    return {"verdict": verdict, **(lines or {})}, nprocs, options, program(**parts)
 
 
 def contrast(gather=""):
@@ -176,6 +178,46 @@ class Part(nn.Module):
         self.a, self.b = (nn.Parameter(part.clone()) for part in parts)
     def forward(self, x): return all_reduce((x @ self.a.T).tanh() @ self.b.T)
 net = Part(); SIZE = 24"""
+TENSOR_PARALLEL = """
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+net, mesh = nn.Sequential(nn.Linear(8, 24), nn.Tanh(), nn.Linear(24, 4)), init_device_mesh('cpu', (n,))
+net = parallelize_module(net, mesh, {'0': ColwiseParallel(), '2': RowwiseParallel()})"""
+EXPERTS = """
+from torch.distributed._functional_collectives import all_to_all_single_autograd
+def exchange(x): return all_to_all_single_autograd(x, None, None, dist.group.WORLD)
+class Experts(nn.Module):  # row k of each example goes to expert k
+    def __init__(self):
+        super().__init__()
+        self.first, weight = nn.Linear(8, 8), torch.randn(6, 8, 4)
+        self.experts = nn.Parameter(weight.chunk(n)[rank].clone())
+    def forward(self, x):
+        rows = self.first(x).unsqueeze(0) * torch.arange(1, 7).view(6, 1, 1)
+        rows = exchange(rows).view(n, 6 // n, -1, 8)
+        return exchange(torch.einsum('reki,eio->reko', rows, self.experts).reshape(6, -1, 4)).tanh().sum(0)
+net = Experts()"""
+SEQUENCE = """
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(8, 8) for _ in range(3))
+    def forward(self, x):
+        if inside: x = x.chunk(n, 1)[rank]
+        keys, values = Gathered.apply(self.key(x)), Gathered.apply(self.value(x))
+        return F.softmax(self.query(x) @ keys.mT, -1) @ values
+class Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        parts = [torch.empty_like(x) for _ in range(n)]
+        dist.all_gather(parts, x.contiguous())
+        return torch.cat(parts, 1)
+    @staticmethod
+    def backward(ctx, gradient):
+        gradient = gradient.contiguous()
+        if not forgets: dist.all_reduce(gradient)
+        return gradient.chunk(n, 1)[rank]
+net = Attention()
+batches = [(torch.randn(4, 12, 8), torch.randn(4, 12, 8)) for _ in range(20)]"""
 MINE = """
 data = TensorDataset(*data[:40])
 class Mine:
@@ -256,6 +298,24 @@ CASES = {
         before=NEXT,
         got="for p in net.parameters(): p.grad.clamp_(-0.01, 0.01)",
     ),
+    "first_of_two": case(  # not averaged: what comes after it in a step has other weights on each rank
+        DIFFERENT + "copies, averaging",
+        {"averaging": f"WRONG: {OWN} of .*: nobody averages them", "one batch": "right: .*"},
+        nproc=(2, 3),
+        model="net",
+        begin="other = nn.Linear(8, 8)",
+        optimizer="torch.optim.SGD(other.parameters(), 1.0)",
+        ready="second = torch.optim.SGD(net.parameters(), 0.1)",
+        loss="F.cross_entropy(net(other(x)), y)",
+        stepped=f"net.zero_grad(); F.cross_entropy(net(other(x)), y).backward(); {AVERAGE}; second.step()",
+    ),
+    "third_step": case(
+        DIFFERENT + "copies, averaging",
+        {"averaging": f"WRONG in step 3: {OWN}: nobody averages them", "copies": ".* differ after step 3: .*"},
+        nproc=(2, 3),
+        model="net",
+        got=f"if step != 2: {AVERAGE}",
+    ),
     # ---- link 2: one batch
     "norm": case(NORM, begin="net.insert(1, nn.BatchNorm1d(32))"),
     "frozen_norm": case(  # dropout is the cause
@@ -272,9 +332,15 @@ CASES = {
         ),
     ),
     "contrastive_of_each": case(
-        BATCH,
+        TOGETHER,
         {"averaging": "right: .*", "one batch": "different from all 24 in one batch .*"},
         **contrast(),
+    ),
+    "pace": case(  # that a rank's number sets
+        BATCH + "a rank's examples, computed in one process, don't give that rank's gradient",
+        {"averaging": "right: .*"},
+        nproc=(2, 3),
+        loss="(F.cross_entropy(model(x), y, reduction='none') ** (1 + rank)).mean()",
     ),
     "noise": case(
         "NOT FOUND OUT: one batch: each step draws random numbers, and one process draws others",
@@ -420,6 +486,71 @@ net.register_buffer('usual', torch.zeros(8))""",
         model="net",
         backward="(loss / n).backward()",
     ),
+    "tensor_parallel": case(
+        SAME,
+        {"examples": r"24 in a step, the same on all \d ranks, which share one model", "gradients": "right: .*"},
+        nproc=(2, 3),
+        begin=TENSOR_PARALLEL,
+        loader="DataLoader(data, 24)",
+        model="net",
+    ),
+    "tensor_parallel_times": case(
+        DIFFERENT + "gradients",
+        {"gradients": "WRONG: what the optimizers get is [23] times one process's"},
+        nproc=(2, 3),
+        begin=TENSOR_PARALLEL,
+        loader="DataLoader(data, 24)",
+        model="net",
+        backward="(loss * n).backward()",
+    ),
+    "experts": case(
+        SAME,
+        {"examples": r"\d+ [+] \d+.* in a step", "gradients": "right: .*"},
+        nproc=(2, 3),
+        begin=EXPERTS,
+        model="net",
+        got="average(net.first.parameters()); net.experts.grad /= n",
+    ),
+    "experts_summed": case(
+        DIFFERENT + "gradients",
+        {"gradients": "WRONG: what the optimizers get is [23] times one process's of experts .the others are right."},
+        nproc=(2, 3),
+        begin=EXPERTS,
+        model="net",
+        got="average(net.first.parameters())",
+    ),
+    "sequence": case(  # of which each rank has a part
+        SAME,
+        {"examples": r".* in a step: of the same 4 examples each rank takes its part", "averaging": "right: .*"},
+        nproc=(2, 3),
+        begin="forgets = inside = False" + SEQUENCE,
+        loader="batches",
+        model="net",
+        before="x, y = x.chunk(n, 1)[rank], y.chunk(n, 1)[rank]",
+        loss="F.mse_loss(net(x), y)",
+        got=AVERAGE,
+    ),
+    "sequence_inside": case(  # all of it comes into the model
+        SAME,
+        {"examples": ".* in a step: of the same batch each rank takes its part"},
+        nproc=(2, 3),
+        begin="forgets, inside = False, True" + SEQUENCE,
+        loader="DataLoader(batches, None)",
+        model="net",
+        loss="F.mse_loss(net(x), y.chunk(n, 1)[rank])",
+        got=AVERAGE,
+    ),
+    "sequence_forgets": case(  # the gradients of other ranks' losses
+        BATCH + "what the ranks make of their parts of a batch is not its gradient",
+        {"averaging": "right: .*"},
+        nproc=(2, 3),
+        begin="forgets, inside = True, False" + SEQUENCE,
+        loader="batches",
+        model="net",
+        before="x, y = x.chunk(n, 1)[rank], y.chunk(n, 1)[rank]",
+        loss="F.mse_loss(net(x), y)",
+        got=AVERAGE,
+    ),
     "same_examples": case(
         DIFFERENT + "examples",
         {"examples": ".*: all 3 ranks have the same, and do the same work 3 times: give each its share .*"},
@@ -471,7 +602,8 @@ net.register_buffer('usual', torch.zeros(8))""",
     ),
     "fsdp1": case(
         "NOT FOUND OUT: averaging, one batch, weights: the ranks have parts of .* .FSDP1. Use fully_shard.",
-        begin="from torch.distributed.fsdp import FullyShardedDataParallel as FSDP",
+        begin="""from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+net[0] = nn.Linear(8, 32, bias=False)  # so that its parts are padded""",
         model="FSDP(net, device_id=torch.device('cpu'))",
         optimizer="torch.optim.SGD(model.parameters(), 0.1)",
     ),
@@ -502,20 +634,21 @@ CODES = {"THE SAME": 0, "AVERAGING RIGHT": 0, "DIFFERENT": 1, "NOT FOUND OUT": 2
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in CASES])
 def test_programs(name, tmp_path):
-    patterns, nproc, options, text = CASES[name]
-    flags = ("--size", 24 // nproc) if name == "schedule" else ()
-    code, lines, err = answer(*flags, text=text, nproc=nproc, cwd=tmp_path, options=options)
-    for label, pattern in patterns.items():
-        assert re.fullmatch(pattern, lines.get(label, "")), (label, lines, err)
-    assert code == next(CODES[words] for words in CODES if lines["verdict"].startswith(words))
+    patterns, nprocs, options, text = CASES[name]
+    for nproc in nprocs:
+        flags = ("--size", 24 // nproc) if name == "schedule" else ()
+        code, lines, err = answer(*flags, text=text, nproc=nproc, cwd=tmp_path, options=options)
+        for label, pattern in patterns.items():
+            assert re.fullmatch(pattern, lines.get(label, "")), (nproc, label, lines, err)
+        assert code == next(CODES[words] for words in CODES if lines["verdict"].startswith(words))
 
 
 SAYS = {  # of the wrong ways: the verdict, and a line that names the cause
     "sum": ("averaging", "averaging", "WRONG: 3 times one process's gradients: summed, not averaged"),
     "divided_twice": ("averaging", "averaging", "WRONG: 1/3 of one process's .* divided by the number of processes.*"),
     "lr_times_processes": ("learning rate, weights", "learning rate", "0.[23] with 3 processes, 0.1 with one .*"),
-    "uneven": ("averaging", "averaging", "WRONG: the shares count .*: the mean of means is not the mean .*"),
-    "tokens": ("averaging", "averaging", "WRONG: the shares count .*: the mean of means is not the mean .*"),
+    "uneven": ("averaging", "averaging", "WRONG.*: the shares count .*: the mean of means is not the mean .*"),
+    "tokens": ("averaging", "averaging", "WRONG.*: the shares count .*: the mean of means is not the mean .*"),
     "no_sync": ("copies, averaging", "averaging", f"WRONG: {OWN}: nobody averages them"),
     "dropout_seed": (None, "note", "all ranks draw the same random numbers, .*: seed them differently"),
     "clip": ("averaging", "averaging", "WRONG: clip_grad_norm_ got other gradients on each rank: average them .*"),
