@@ -68,10 +68,12 @@ def compared(facts: Facts, right: Look | None, choose: Choose) -> Link:
         gradients = Gradients(step, own, got, goal, shares[step], place)
         return explain(facts, gradients, is_known=bool(right), far=apart(far, limit))
 
-    link, links = explained(worst), [explained(k) for k in facts.steps]
-    if link.is_right is None or all(without_numbers(one) == without_numbers(link) for one in links):
+    link = explained(worst)
+    links = {k: explained(k) for k in facts.steps if not goals[k].keys().isdisjoint(bad)}
+    kinds = {without_numbers(one) for one in links.values()}
+    if link.is_right is None or len(kinds) == 1:
         return link
-    same = [str(k + 1) for k in facts.steps if links[k] == link]
+    same = [str(k + 1) for k, one in links.items() if one == link]
     return link._replace(text=link.text.replace("WRONG:", f"WRONG in step {', '.join(same)}:"))
 
 

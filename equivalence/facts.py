@@ -58,18 +58,14 @@ class Facts:
         return [key for key in self.ranks[0].events if self.rate(key)]
 
     def rate(self, key: str) -> int:
-        """Batches from there in a step; the largest number, if a GradScaler has skipped steps.
-
-        0 if some steps load none.
-        """
-        rates = [self.ranks[0].rate(key, k) for k in self.steps]
-        return max(rates) if min(rates) else 0
+        """Batches from there in a step; 0 if not each step takes one."""
+        return self.ranks[0].rate(key)
 
     def events(self, rank: Notes, key: str, step: int) -> list[Event]:
         """Those of a step; if some were loaded in advance, those that came in its place."""
         rate, first = self.rate(key), self.ranks[0]
         last = (step + 1) * rate
-        if any(first.rate(key, k) != rate for k in self.steps):
+        if set(rates := first.rates(key)) != {rate} and min(rates):
             last = first.counts[step].get(key, 0)  # skipped steps come first
         return rank.events.get(key, [])[max(0, last - rate) : last]
 

@@ -96,7 +96,7 @@ class Judge:
         if not reason and not (self.is_run(look.whole) and look.is_given):
             reason = causes.why_not_joined(facts)
         reason = reason or self.why_no_run(look.whole)
-        if not reason and not self.runs.rates and look.whole.notes.counts != facts.ranks[0].counts:
+        if not reason and not self.runs.rates and not in_the_same_steps(look):
             reason = "one process takes its batches in other steps (a GradScaler's?)"
         if not reason and not look.steps:
             reason = "the ranks' weights differ from the start"
@@ -166,6 +166,15 @@ class Judge:
             return []
         left_out = AVERAGES if "BatchNorm" in self.facts.kinds else ()
         return weights.buffers(self.facts, self.look.whole, self.tested[0].limit, left_out)
+
+
+def in_the_same_steps(look: Look) -> bool:
+    """Whether one process takes the batches in the steps in which the ranks take theirs."""
+    many, alone = look.facts.ranks[0], look.whole.notes
+    if many.counts == alone.counts:
+        return True
+    ahead = [key for key in look.facts.keys if many.reads_ahead(key) or alone.reads_ahead(key)]
+    return bool(ahead) and all(many.rate(key) == alone.rate(key) for key in look.facts.keys)
 
 
 def random_numbers(facts: Facts) -> list[Line]:

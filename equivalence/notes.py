@@ -3,6 +3,7 @@
 import functools
 import hashlib
 import io
+import itertools
 import pickle
 import random
 import threading
@@ -16,6 +17,7 @@ from instruments.tensors import bytes_of, digest, whole
 
 from equivalence.vectors import Vector
 
+AHEAD = 4  # steps whose batches a loader may have read in advance
 LARGE = 1_000_000  # bytes: a smaller tensor stays in memory
 
 
@@ -124,9 +126,29 @@ class Notes:
     ends: dict[str, str] = field(default_factory=dict)  # a digest of the data set's; "": not known
     redraws: set[str] = field(default_factory=set)  # its sampler may take an example again
 
-    def rate(self, key: str, step: int = 0) -> int:
-        """How many events came between this step of the optimizer and the next."""
-        return self.counts[step + 1].get(key, 0) - self.counts[step].get(key, 0)
+    def rates(self, key: str) -> list[int]:
+        """How many events came between each step of the optimizer and the next."""
+        totals = [count.get(key, 0) for count in self.counts]
+        return [after - before for before, after in itertools.pairwise(totals)]
+
+    def rate(self, key: str) -> int:
+        """How many events a step takes; 0 if it is none, or not the same in each step.
+
+        A GradScaler skips steps, so the largest number counts.  A loader that reads ahead has none
+        in the last steps of an epoch: then after step k the total is k times the rate, or a little
+        more.
+        """
+        rates = self.rates(key)
+        if not rates or min(rates):
+            return max(rates, default=0)
+        totals = [count.get(key, 0) for count in self.counts]
+        rate = min(total // (k + 1) for k, total in enumerate(totals))
+        ahead = max(total - (k + 1) * rate for k, total in enumerate(totals))
+        return rate if any(rates) and ahead <= AHEAD * rate else 0
+
+    def reads_ahead(self, key: str) -> bool:
+        """Whether a loader has, as some step needed no more from it."""
+        return self.rate(key) > 0 and min(self.rates(key)) == 0
 
 
 class Alone(NamedTuple):

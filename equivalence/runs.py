@@ -83,8 +83,6 @@ class Runs:
 
 def other_rates(many: Notes, alone: Notes) -> dict[str, int]:
     """How many batches one process takes in a step, if the processes take others; else {}."""
-    if len(alone.counts) < 2:
-        return {}
     rates = {key: alone.rate(key) for key in many.events}
     return rates if any(rates[key] not in (0, many.rate(key)) for key in rates) else {}
 

@@ -151,14 +151,18 @@ class Source(Observer):
     ) -> tuple[Any, RandomState] | None:
         """In place of the run's batch of this number, and the random state; None: its own."""
         batch = self.given.batch(key, number)
-        if batch is None or self.keeps_own(batch, key, step, value, iterator, examples):
+        if batch is None:
+            return None
+        if self.keeps_own(batch, step, value, iterator, examples):
+            if number < self.given.facts.rate(key):  # of the first step
+                self.rows[key] += len(examples or []) or count_examples(value)
             return None
         if batch.examples:
             return iterator._collate_fn(plain_copy(batch.examples)), batch.state
         return from_plain(batch.value, own=value), batch.state
 
     def keeps_own(
-        self, batch: Batch, key: str, step: int, value: Any, iterator: Any, examples: list | None
+        self, batch: Batch, step: int, value: Any, iterator: Any, examples: list | None
     ) -> bool:
         """Whether the program's own batch is as good: it invents nothing."""
         if self.given.kind == "share":
@@ -167,8 +171,6 @@ class Source(Observer):
             return True
         if self.joined_in != step and batch.is_in(value, examples):
             self.own_in, self.is_global = step, True
-            if step == 1:
-                self.rows[key] += len(examples or []) or count_examples(value)
             return True
         self.joined_in = step
         self.is_mixed |= self.own_in == step

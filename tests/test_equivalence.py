@@ -63,7 +63,7 @@ loader = {loader}
 model = {model}
 optimizer = {optimizer}
 {ready}
-for epoch in range(3):
+for epoch in range(5):
     for step, (x, y) in enumerate(loader):
         {before}
         loss = {loss}
@@ -641,6 +641,27 @@ def test_programs(name, tmp_path):
         for label, pattern in patterns.items():
             assert re.fullmatch(pattern, lines.get(label, "")), (nproc, label, lines, err)
         assert code == next(CODES[words] for words in CODES if lines["verdict"].startswith(words))
+
+
+AHEAD = """
+class Ahead:
+    def __iter__(self):
+        ready = []
+        for batch in DataLoader(data, SIZE, sampler=DistributedSampler(data)):
+            ready.append(batch)
+            if len(ready) > depth: yield ready.pop(0)
+        yield from ready
+data = TensorDataset(*data[:24 * epoch_steps])"""
+
+
+@pytest.mark.parametrize("depth", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("epoch_steps", [1, pytest.param(2, marks=pytest.mark.slow), 3])
+def test_a_loader_that_reads_ahead(depth, epoch_steps, tmp_path):
+    """As Accelerate's does; in the last steps of an epoch it loads nothing."""
+    begin = f"depth, epoch_steps = {depth}, {epoch_steps}" + AHEAD
+    for nproc in 2, 3:
+        _, lines, _ = answer(text=program(begin=begin, loader="Ahead()"), nproc=nproc, cwd=tmp_path, code=0)
+        assert lines["verdict"] == SAME and re.match(" all 24 examples", lines["one batch"].split("of", 1)[1]), lines
 
 
 SAYS = {  # of the wrong ways: the verdict, and a line that names the cause
