@@ -12,7 +12,7 @@ from equivalence.facts import Facts
 from equivalence.notes import Step
 from equivalence.one_batch import Look
 from equivalence.vectors import Vector
-from equivalence.verdict import Link, apart, percent, some_of
+from equivalence.verdict import Figures, Link, percent, some_of
 from equivalence.weights import Changes
 
 Choose = Callable[[Step], Vector]  # which gradients of a step
@@ -48,10 +48,11 @@ def compared(facts: Facts, right: Look | None, choose: Choose) -> Link:
     gots = [chosen(facts, k, choose) for k in facts.steps]
     limit = limit_of(facts)
     bad, worst, far = compare(facts, gots, goals, limit)
+    figures = Figures(far, limit)
     if not bad:
         clipped = ", clipped" if any(step.unclipped for step in facts.ranks[0].steps) else ""
-        text = f"right: the optimizers get {in_shares(shares)}{clipped} {apart(far, limit)}"
-        return Link(LABEL, True, text, limit)
+        text = f"right: the optimizers get {in_shares(shares)}{clipped} {figures}"
+        return Link(LABEL, True, text, limit, figures=figures)
     if link := sent_coarsely(facts, gots, goals, limit):
         return link
     if right and (link := changed_as_alone(right, choose, limit)):
@@ -66,7 +67,7 @@ def compared(facts: Facts, right: Look | None, choose: Choose) -> Link:
         got = [vectors.only(part, set(bad)) for part in gots[step]]
         goal = vectors.only(goals[step], set(bad))
         gradients = Gradients(step, own, got, goal, shares[step], place)
-        return explain(facts, gradients, is_known=bool(right), far=apart(far, limit))
+        return explain(facts, gradients, bool(right), figures)
 
     link = explained(worst)
     links = {k: explained(k) for k in facts.steps if not goals[k].keys().isdisjoint(bad)}
@@ -140,7 +141,8 @@ def sent_coarsely(
         if far <= most:
             name = str(dtype).removeprefix("torch.")
             text = "right: the optimizers get the mean of the ranks' gradients, rounded on the way"
-            return Link(LABEL, True, f"{text} to {name} {apart(far, most)}", most)
+            figures = Figures(far, most)
+            return Link(LABEL, True, f"{text} to {name} {figures}", most, figures=figures)
     return None
 
 
@@ -174,4 +176,5 @@ def changed_as_alone(right: Look, choose: Choose, limit: float) -> Link | None:
     if far > limit:
         return None
     text = "right: the optimizers get the mean of the ranks' gradients, changed as in one process"
-    return Link(LABEL, True, f"{text} {apart(far, limit)}", limit)
+    figures = Figures(far, limit)
+    return Link(LABEL, True, f"{text} {figures}", limit, figures=figures)

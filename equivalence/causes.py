@@ -7,7 +7,7 @@ from equivalence.batches import counts_up, rows_differ
 from equivalence.facts import GOT, PARTS, Facts
 from equivalence.notes import Alone
 from equivalence.one_batch import Look, Looks, gradient, sides
-from equivalence.verdict import Link, apart, some_of
+from equivalence.verdict import Figures, Link, some_of
 from equivalence.view import are_joined_rightly
 
 TOGETHER = "the loss, or a layer, depends on which examples are in a batch together, or on how many"
@@ -20,16 +20,20 @@ def label(facts: Facts) -> str:
     return "gradients" if facts.gradients == GOT else "one batch"
 
 
+def figures_of(look: Look) -> Figures:
+    return Figures(look.worst.far, look.worst.limit)
+
+
 def unknown(facts: Facts, why: str, text: str = "") -> Link:
     return Link(label(facts), None, f"not found out: it is {text}" if text else "", why=why)
 
 
 def right(look: Look) -> Link:
-    facts, far = look.facts, apart(look.worst.far, look.worst.limit)
-    text = f"right: that is the gradient of all {look.total} examples in one batch {far}"
+    facts, figures = look.facts, figures_of(look)
+    text = f"right: that is the gradient of all {look.total} examples in one batch {figures}"
     if facts.gradients == GOT:
-        text = f"right: one process's {far}"
-    return Link(label(facts), True, text, look.limit)
+        text = f"right: one process's {figures}"
+    return Link(label(facts), True, text, look.limit, figures=figures)
 
 
 def differs(looks: Looks, look: Look) -> tuple[Link, Look | None]:
@@ -39,7 +43,7 @@ def differs(looks: Looks, look: Look) -> tuple[Link, Look | None]:
     """
     facts, worst = look.facts, look.worst
     batch = "one process's" if facts.gradients == GOT else f"all {look.total} in one batch"
-    text = f"different from {batch} {apart(worst.far, worst.limit)}"
+    text = f"different from {batch} {figures_of(look)}"
     text += f", in {worst.name}" if worst.name else ""
     kinds = sorted(facts.kinds)
     if kinds:
@@ -47,13 +51,13 @@ def differs(looks: Looks, look: Look) -> tuple[Link, Look | None]:
         without = without_kinds(looks, kinds)
         if without is None:
             return unknown(facts, f"the program failed without {all_kinds}", text), None
-        look, far = without, apart(without.worst.far, without.worst.limit)
+        look, figures = without, figures_of(without)
         if look.is_right:
             cause = " and ".join(look.left_out)
-            text += f"; without {cause} {far}"
-            return Link(label(facts), True, text, look.limit, but=cause), look
-        text += f"; without {all_kinds} too {far}"
-    return accused(looks, look, text), None
+            text += f"; without {cause} {figures}"
+            return Link(label(facts), True, text, look.limit, cause, figures=figures), look
+        text += f"; without {all_kinds} too {figures}"
+    return accused(looks, look, text)._replace(figures=figures_of(look)), None
 
 
 def without_kinds(looks: Looks, kinds: list[str]) -> Look | None:

@@ -1,7 +1,6 @@
 """What comes into the program: batches of its DataLoaders, a model's inputs, a loss's targets."""
 
 import functools
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -11,24 +10,11 @@ from distributed import unwrap_model
 from instruments.hooks import Observer
 from instruments.tensors import digest, tensors_in
 from torch import nn
-from torch.utils import data as torch_data
-from torch.utils.data import Subset, dataloader
-from torch.utils.data._utils import collate, fetch
 
-from equivalence.batches import plain_copy, to_plain
-from equivalence.limits import LARGEST_EPOCH
-from equivalence.notes import (
-    Event,
-    Notes,
-    RandomState,
-    digest_of_ends,
-    random_state,
-    set_random_state,
-)
+from equivalence.batches import to_plain
+from equivalence.loaders import Loaders
+from equivalence.notes import Event, RandomState, random_state, set_random_state
 
-IN_TURN = (torch_data.SequentialSampler, torch_data.DistributedSampler)  # they draw nothing
-KEPT = "equivalence: a batch, and its examples"  # a class of ours could not be sent
-TORCHS_COLLATE = (collate.default_collate, collate.default_convert)
 LOSSES = [name for name in dir(F) if name.endswith("_loss") or name in ("cross_entropy", "kl_div")]
 LOSSES += ["binary_cross_entropy", "binary_cross_entropy_with_logits"]
 
@@ -47,15 +33,8 @@ class Data(Observer):
         self.has_taught, self.known_state = False, None
 
     def patches(self) -> list[tuple[Any, str, Callable]]:
-        loaders = self.loaders
-        patches = [
-            (dataloader._BaseDataLoaderIter, "_next_index", loaders.draw),
-            (fetch._MapDatasetFetcher, "fetch", loaders.fetch),
-            (fetch._IterableDatasetFetcher, "fetch", loaders.fetch),
-            (dataloader._SingleProcessDataLoaderIter, "_next_data", loaders.unpack),
-            (dataloader._MultiProcessingDataLoaderIter, "_next_data", loaders.unpack),
-        ]
-        return patches + [(F, name, functools.partial(self.loss, name)) for name in LOSSES]
+        losses = [(F, name, functools.partial(self.loss, name)) for name in LOSSES]
+        return self.loaders.patches() + losses
 
     def note_draws(self) -> None:
         """Since data came in last, in this step."""
@@ -130,115 +109,3 @@ class Data(Observer):
     def notes(self, is_own_thread: bool) -> None:
         if is_own_thread:
             self.steps.noted.ends = self.loaders.ends()
-
-
-class Loaders:
-    """Each has a name: "loader 0" is the first that was asked for a batch."""
-
-    def __init__(self, noted: Notes) -> None:
-        self.noted = noted
-        self.owners: list[weakref.ref] = []  # a loader's sampler, or its iterator
-        self.rounds: dict[str, int] = {}
-        self.datasets: dict[str, Any] = {}
-        self.names: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # of iterators
-        self.waiting: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # indices drawn
-        self.examples: list | None = None  # of the last batch, if its collate_fn is not torch's
-
-    def name_of(self, iterator: Any) -> str:
-        """A new one takes the name of one that is gone: many programs build one for each epoch."""
-        if iterator in self.names:
-            return self.names[iterator]
-        sampler = iterator._index_sampler
-        is_list = isinstance(sampler, (list, tuple, range))  # which no weak reference refers to
-        own = iterator if is_list else sampler
-        known = [owner() for owner in self.owners]
-        same = [number for number, owner in enumerate(known) if owner is own]
-        gone = [number for number, owner in enumerate(known) if owner is None]
-        number = [*same, *gone, len(known)][0]
-        self.owners[number : number + 1] = [weakref.ref(own)]
-        name = f"loader {number}"
-        self.rounds[name] = self.rounds.get(name, 0) + 1
-        self.names[iterator] = name
-        if name not in self.datasets:
-            self.datasets[name] = iterator._dataset
-            self.noted.batch_sizes[name] = getattr(sampler, "batch_size", None) or 0
-            self.noted.epochs[name] = epoch_of(iterator)
-        inner = getattr(sampler, "sampler", None)
-        if getattr(inner, "replacement", False):
-            self.noted.redraws.add(name)
-        return name
-
-    def ends(self) -> dict[str, str]:
-        """Of each data set, to know whether ranks have the same one.  The program is over."""
-        digests = {}
-        for name, dataset in self.datasets.items():
-            whole, _ = in_whole(dataset, [])
-            digests[name] = digest_of_ends(whole) if self.noted.epochs[name] else ""
-        return digests
-
-    def draw(self, original: Callable, iterator: Any) -> Any:
-        """The indices of a batch, perhaps in advance."""
-        indices = original(iterator)
-        if iterator._dataset_kind == dataloader._DatasetKind.Map and isinstance(indices, list):
-            _, drawn = in_whole(iterator._dataset, indices)
-            self.waiting.setdefault(iterator, []).append(drawn)
-        return indices
-
-    def indices_of(self, iterator: Any) -> tuple:
-        """Of the batch that was just loaded."""
-        waiting = self.waiting.get(iterator)
-        return tuple(waiting.pop(0)) if waiting else ()
-
-    def fetch(self, original: Callable, fetcher: Any, index: Any) -> Any:
-        """Keep the examples from which the program's own collate_fn makes a batch.
-
-        This may be in a worker process, which was forked from the one that notes.
-        """
-        own = fetcher.collate_fn
-        if own in TORCHS_COLLATE or not fetcher.auto_collation:
-            return original(fetcher, index)
-        kept: list | None = None
-
-        def keep(examples: list) -> Any:
-            nonlocal kept
-            is_each = type(examples) is list and len(examples) == len(index)  # or __getitems__'s
-            kept = plain_copy(examples) if is_each else None
-            state = random_state()
-            batch = own(examples)
-            if random_state().other_than(state):
-                kept = None  # from the same examples it makes another batch each time
-            return batch
-
-        fetcher.collate_fn = keep
-        try:
-            batch = original(fetcher, index)
-        finally:
-            fetcher.collate_fn = own
-        return batch if kept is None else (KEPT, batch, kept)
-
-    def unpack(self, original: Callable, iterator: Any) -> Any:
-        """What the program gets of it."""
-        batch = original(iterator)
-        self.examples = None
-        if type(batch) is tuple and batch and isinstance(batch[0], str) and batch[0] == KEPT:
-            _, batch, self.examples = batch
-        return batch
-
-
-def in_whole(dataset: Any, indices: list) -> tuple[Any, list]:
-    """The whole data set, if this is a Subset, and the indices' numbers in it."""
-    while type(dataset) is Subset:  # as random_split makes them
-        indices = [dataset.indices[index] for index in indices]
-        dataset = dataset.dataset
-    return dataset, [int(index) for index in indices if isinstance(index, int)]
-
-
-def epoch_of(iterator: Any) -> list:
-    """All indices of an epoch, if the sampler is torch's own and draws nothing; else []."""
-    sampler = getattr(iterator._index_sampler, "sampler", None)
-    if type(sampler) is torch_data.RandomSampler and not sampler.replacement:
-        sampler = torch_data.SequentialSampler(sampler.data_source)  # the same, in order
-    is_own = type(iterator._index_sampler) is torch_data.BatchSampler and type(sampler) in IN_TURN
-    if not is_own or len(sampler) > LARGEST_EPOCH:
-        return []
-    return in_whole(iterator._dataset, list(sampler))[1]

@@ -146,7 +146,7 @@ def in_an_epoch(facts: Facts) -> tuple[str, str]:
     is_one_dataset = len(ends) == 1 and all(ends)
     is_known = all(indices) and all(len(set(some)) == len(some) for some in indices)
     if not (is_known and is_one_dataset):
-        return " (of an epoch not seen)", ""
+        return " (the epoch's length is not known)", ""
     owners: Counter = Counter()
     for some in indices:
         owners.update(set(some))

@@ -221,13 +221,16 @@ class Facts:
                     return tensor
         return None
 
-    def infinite(self) -> str:
-        for k in self.steps:
-            for rank in self.ranks:
-                got = rank.steps[k].got.values()
-                if not all(bool(gradient.isfinite().all()) for gradient in got):
+
+def infinite(ranks: list[Notes], length: int) -> str:
+    """The first gradient that is not finite, a rank's own before those that were averaged."""
+    for k in range(min(length, *(len(rank.steps) for rank in ranks))):
+        for what in "own", "got":
+            for rank in ranks:
+                gradients = getattr(rank.steps[k], what).values()
+                if not all(bool(gradient.isfinite().all()) for gradient in gradients):
                     return f"infinite or NaN in step {k + 1} on rank {rank.rank}"
-        return ""
+    return ""
 
 
 def is_same(work: tuple, other: tuple) -> bool:

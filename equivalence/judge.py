@@ -8,12 +8,12 @@ from instruments.command import Line
 from equivalence import causes, weights
 from equivalence.averaging import averaging, in_weights
 from equivalence.examples import copies, examples
-from equivalence.facts import GOT, NONE_GOT, OWN, UNKNOWN, Facts
+from equivalence.facts import GOT, NONE_GOT, OWN, UNKNOWN, Facts, infinite
 from equivalence.layers import AVERAGES
 from equivalence.notes import Alone, Notes
 from equivalence.one_batch import Look, Looks
 from equivalence.options import options
-from equivalence.verdict import SAME, Link, Verdict, conclude, lines_of, problem
+from equivalence.verdict import SAME, Answer, Link, Verdict, conclude, problem
 from equivalence.view import beside_one, facts_of
 
 PARTS = (
@@ -26,7 +26,7 @@ NONE_SEEN = "the optimizer has parameters of its own"
 NOT_ASKED = "whether one process computes the same (one batch, weights) was not asked"
 
 
-def only_averaging(ranks: list[Notes], length: int) -> tuple[int, list[Line]]:
+def only_averaging(ranks: list[Notes], length: int) -> Answer:
     """What the processes' notes alone say."""
     facts = facts_of(ranks, length)
     why = {UNKNOWN: COPIES_OR_PARTS, GOT: NOT_SEEN, NONE_GOT: NONE_SEEN}
@@ -37,10 +37,11 @@ def only_averaging(ranks: list[Notes], length: int) -> tuple[int, list[Line]]:
     if first.text and first.is_right is None:  # no other link will tell
         first = first._replace(is_right=False, why="")
     links = [examples(facts), copies(facts), options(facts, None, []), first]
-    text = "AVERAGING RIGHT: the ranks have one model, and average their gradients; a difference"
-    right = Verdict(SAME, f"{text} above {first.limit:.0e} would have been seen")
-    verdict = problem(links, "ranks that train one model with the mean of their gradients") or right
-    return verdict.code, lines_of(verdict, links, [Line("note", NOT_ASKED)])
+    text = f"AVERAGING RIGHT in the {length} steps compared: the ranks have one model, and average"
+    text += f" their gradients; the test notices differences larger than {first.limit:.0e}"
+    other = "ranks that train one model with the mean of their gradients"
+    verdict = problem(links, other) or Verdict(SAME, text)
+    return Answer(verdict, links, [Line("note", NOT_ASKED)])
 
 
 class Judge:
@@ -147,18 +148,16 @@ class Judge:
         links = [ask() for ask in asked[self.facts.gradients]]
         return [*links, weights.weights(self.changes, links[0], self.settings)]
 
-    def all_three(self) -> tuple[int, list[Line]]:
-        """The exit code, and the lines."""
-        facts = self.facts
-        if bad := facts.infinite():
+    def all_three(self) -> Answer:
+        facts, length = self.facts, len(self.facts.steps)
+        if bad := infinite(facts.ranks, length):
             links = [examples(facts), copies(facts), Link("gradients", None, why=bad)]
-            verdict = conclude(links)
-            return verdict.code, lines_of(verdict, links, [])
+            return Answer(conclude(links, length), links, [])
         total = self.look.total if self.look and self.is_run(self.look.whole) else 0
         links = [examples(facts, total), copies(facts), self.settings, *self.links()]
         others = self.buffers(links)
-        verdict = conclude(links, " (but for buffers)" * bool(others))
-        return verdict.code, lines_of(verdict, links, others + random_numbers(facts))
+        verdict = conclude(links, length, " (but for buffers)" * bool(others))
+        return Answer(verdict, links, others + random_numbers(facts) + worker_seeds(facts))
 
     def buffers(self, links: list[Link]) -> list[Line]:
         is_wrong = any(link.is_right is False and link.label == "averaging" for link in links)
@@ -192,3 +191,12 @@ def random_numbers(facts: Facts) -> list[Line]:
         return []
     text = "all ranks draw the same random numbers, so they have the same dropout masks (or noise)"
     return [Line("note", f"{text}: seed them differently")]
+
+
+def worker_seeds(facts: Facts) -> list[Line]:
+    """Whether loader workers of ranks with other examples draw the same random numbers."""
+    seeds = [tuple(rank.worker_seeds.values()) for rank in facts.distinct]
+    if len(seeds) < 2 or not seeds[0] or len(set(seeds)) > 1:
+        return []
+    text = "the loader workers of all ranks draw the same random numbers (augmentation): give each"
+    return [Line("note", f"{text} rank's DataLoader a generator with a seed of its own")]

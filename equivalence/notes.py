@@ -124,6 +124,7 @@ class Notes:
     batch_sizes: dict[str, int] = field(default_factory=dict)  # 0: not known
     epochs: dict[str, list] = field(default_factory=dict)  # all indices, of torch's own samplers
     ends: dict[str, str] = field(default_factory=dict)  # a digest of the data set's; "": not known
+    worker_seeds: dict[str, int] = field(default_factory=dict)  # of workers that draw numbers
     redraws: set[str] = field(default_factory=set)  # its sampler may take an example again
 
     def rates(self, key: str) -> list[int]:

@@ -1,6 +1,7 @@
 """The answers to the links; the verdict from all of them; names and numbers as lines say them."""
 
-from typing import NamedTuple
+import math
+from typing import Any, NamedTuple
 
 from instruments.command import Line
 
@@ -13,6 +14,17 @@ BY_DESIGN = {
 }
 
 
+class Figures(NamedTuple):
+    """The largest difference, relative to its tensor's size; below the threshold it is rounding."""
+
+    difference: float
+    threshold: float
+
+    def __str__(self) -> str:
+        below = f"below {self.threshold:.0e} it is rounding"
+        return f"(largest difference {self.difference:.0e}; {below})"
+
+
 class Link(NamedTuple):
     """The answer to one question."""
 
@@ -22,6 +34,7 @@ class Link(NamedTuple):
     limit: float = 0.0  # a difference above it would have been seen
     but: str = ""  # "BatchNorm": the only thing that differs
     why: str = ""  # why it was not found out, or why it is wrong
+    figures: Figures | None = None
 
     @property
     def line(self) -> list[Line]:
@@ -33,6 +46,32 @@ class Verdict(NamedTuple):
 
     code: int  # of the program's exit
     text: str
+
+
+class Answer(NamedTuple):
+    """What is said, as lines or as one object of JSON."""
+
+    verdict: Verdict
+    links: list[Link]
+    notes: list[Line]
+
+    def lines(self) -> list[Line]:
+        lines = [Line("verdict", self.verdict.text)]
+        for link in self.links:
+            lines += link.line
+        return lines + self.notes
+
+    def as_json(self) -> dict[str, Any]:
+        """Under names that stay: docs/equivalence.md explains them."""
+        links, states = [], {True: "right", False: "wrong", None: "not found out"}
+        for link in self.links:
+            answer = {"name": link.label, "state": states[link.is_right], "text": link.text}
+            for field, value in zip(Figures._fields, link.figures or (None, None), strict=True):
+                answer[field] = value if value is None or math.isfinite(value) else None
+            links.append(answer | {"but_for": link.but or None, "why": link.why or None})
+        name = ["same", "different", "not found out"][self.verdict.code]
+        notes = [note.text for note in self.notes]
+        return {"verdict": name, "text": self.verdict.text, "links": links, "notes": notes}
 
 
 def problem(links: list[Link], other: str) -> Verdict | None:
@@ -51,26 +90,25 @@ def problem(links: list[Link], other: str) -> Verdict | None:
     return Verdict(UNKNOWN, f"NOT FOUND OUT: {'; '.join(reasons)}") if reasons else None
 
 
-def conclude(links: list[Link], but: str = "") -> Verdict:
+def unknown(text: str) -> Answer:
+    return Answer(Verdict(UNKNOWN, f"NOT FOUND OUT: {text}"), [], [])
+
+
+def conclude(links: list[Link], steps: int, but: str = "") -> Verdict:
+    """steps: that were compared."""
     if bad := problem(links, "one process"):
         return bad
     limit = max(link.limit for link in links)
     if limit > limits.SEEN:
-        text = f"NOT FOUND OUT: nothing differs, but only differences above {limit:.0e} can be seen"
-        return Verdict(UNKNOWN, text)
-    seen_above = f"a difference above {limit:.0e} would have been seen"
+        text = f"nothing differs, but the test notices only differences larger than {limit:.0e}"
+        return Verdict(UNKNOWN, f"NOT FOUND OUT: {text}")
+    notices = f"the test notices differences larger than {limit:.0e}"
+    same = f"THE SAME as one process in the {steps} steps compared"
     causes = [link.but for link in links if link.but]
     if causes:
-        text = f"THE SAME, but for {causes[0]}{BY_DESIGN.get(causes[0], '')}{but}"
-        return Verdict(SAME, f"{text}; else {seen_above}")
-    return Verdict(SAME, f"THE SAME as one process, up to rounding{but}; {seen_above}")
-
-
-def lines_of(verdict: Verdict, links: list[Link], more: list[Line]) -> list[Line]:
-    lines = [Line("verdict", verdict.text)]
-    for link in links:
-        lines += link.line
-    return lines + more
+        text = f"{same}, but for {causes[0]}{BY_DESIGN.get(causes[0], '')}{but}"
+        return Verdict(SAME, f"{text}; apart from that {notices}")
+    return Verdict(SAME, f"{same}, up to rounding{but}; {notices}")
 
 
 # ----------------------------------------------------------------------------------------- words
@@ -80,10 +118,6 @@ def refusal_in(error: str) -> str:
     """Why a run of ours was refused, without its rank and our name; "" if it was not."""
     text = error.partition("failed first: ")[2] or error
     return text.partition("equivalence: ")[2] if text.startswith("equivalence: ") else ""
-
-
-def apart(far: float, limit: float) -> str:
-    return f"(apart by {far:.0e}; up to {limit:.0e} is rounding)"
 
 
 def made_of(weights: list[float]) -> str:

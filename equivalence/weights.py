@@ -9,7 +9,7 @@ from instruments.command import Line
 from equivalence import limits, vectors
 from equivalence.facts import Facts
 from equivalence.notes import Alone
-from equivalence.verdict import Link, apart, some_of
+from equivalence.verdict import Figures, Link, some_of
 
 LABEL = "weights"
 
@@ -54,7 +54,7 @@ def measured(facts: Facts, alone: Alone, moved_run: Alone | None) -> Changes:
         return Changes("no step changes the weights")
     worst = max(changes, key=lambda change: change.far)
     what = "as in one process" if is_free else "as in one process that gets these gradients"
-    text = f"{what} {apart(worst.far, limit)}"
+    text = f"{what} {Figures(worst.far, limit)}"
     skipped = [str(k + 1) for k in facts.steps if k not in changed]
     if skipped:
         text += f"; not in step {', '.join(skipped)}, where nothing changes"
@@ -67,9 +67,10 @@ def weights(changes: Changes, gradients: Link, settings: Link) -> Link:
     if changes.why:
         return Link(LABEL, None, why=changes.why)
     far, name = changes.worst.far, changes.worst.name
+    figures = Figures(far, changes.limit)
     if changes.is_right:
         limit = max(changes.limit, changes.hidden)
-        return Link(LABEL, True, f"right: they change {changes.text}", limit)
+        return Link(LABEL, True, f"right: they change {changes.text}", limit, figures=figures)
     if changes.is_coarse:
         text = f"not found out: they don't change {changes.text}: {name}"
         return Link(LABEL, None, text, why="the optimizer computes in bfloat16 or float16")
@@ -79,8 +80,9 @@ def weights(changes: Changes, gradients: Link, settings: Link) -> Link:
         return Link(LABEL, None, why="not looked at, as the rates differ")
     if settings.is_right and settings.text and far <= 2 * limits.SCHEDULE:
         text = "they change as in one process, but for the schedule's other rates"
-        return Link(LABEL, True, f"{text} (apart by {far:.0e})", far)
-    return Link(LABEL, False, f"WRONG: they don't change {changes.text}: {name}", far)
+        return Link(LABEL, True, f"{text} {figures}", far, figures=figures)
+    text = f"WRONG: they don't change {changes.text}: {name}"
+    return Link(LABEL, False, text, far, figures=figures)
 
 
 def changes_of(facts: Facts, alone: Alone) -> list[Change]:
@@ -154,5 +156,5 @@ def buffers(facts: Facts, alone: Alone, limit: float, left_out: tuple) -> list[L
                 names.append(name)
     if not names:
         return []
-    text = f"{some_of(names)} don't change as in one process {apart(worst, limit)}: does a process "
-    return [Line("buffers", f"{text}look at its own examples only?")]
+    text = f"{some_of(names)} don't change as in one process {Figures(worst, limit)}"
+    return [Line("buffers", f"{text}: does a process look at its own examples only?")]

@@ -1,5 +1,6 @@
 """equivalence/: what it says of programs whose truth is known, with two processes and three."""
 
+import json
 import os
 import re
 import signal
@@ -12,12 +13,13 @@ from equivalence import limits
 
 pytestmark = pytest.mark.timeout(240)
 
-SAME = "THE SAME as one process, up to rounding; a difference above 1e-05 would have been seen"
+COMPARED = "THE SAME as one process in the 3 steps compared, "
+SAME = COMPARED + "up to rounding; the test notices differences larger than 1e-05"
 DIFFERENT = "DIFFERENT from one process in: "
 BATCH = "DIFFERENT from one process: "
 TOGETHER = BATCH + "the loss, or a layer, depends on which examples are in a batch together, or on how many"
-NORM = "THE SAME, but for BatchNorm: each process normalises its own share; else a difference above 1e-05 .*"
-DROPOUT = "THE SAME, but for dropout, which draws other numbers in each process; else a difference above .*"
+NORM = COMPARED + "but for BatchNorm: each process normalises its own share; apart from that .* larger than 1e-05"
+DROPOUT = COMPARED + "but for dropout, which draws other numbers in each process; apart from that the test notices .*"
 OWN = "each rank's optimizer gets the gradients of its own share"
 
 
@@ -274,8 +276,8 @@ CASES = {
         got="average(net[0].parameters())" + CLIP,
     ),
     "bfloat16": case(
-        "THE SAME as one process, up to rounding; a difference above 8e-03 would have been seen",
-        {"averaging": "right: .* rounded on the way to bfloat16 .apart by .*; up to 8e-03 is rounding."},
+        COMPARED + "up to rounding; the test notices differences larger than 8e-03",
+        {"averaging": "right: .* rounded on the way to bfloat16 .largest difference .*; below 8e-03 it is rounding."},
         model="net",
         got=f"for p in net.parameters(): p.grad = p.grad.bfloat16().float()\n{AVERAGE}",
     ),
@@ -369,8 +371,8 @@ CASES = {
         model="model",
     ),
     "skipped": case(  # float16, whose first steps overflow
-        "THE SAME as one process, up to rounding; .*",
-        {"averaging": "right: the optimizers get the mean of the ranks' gradients .apart .*"},
+        COMPARED + "up to rounding; .*",
+        {"averaging": "right: the optimizers get the mean of the ranks' gradients .largest .*"},
         ready="scaler = torch.amp.GradScaler('cpu', init_scale=3e38)",
         backward="scaler.scale(loss).backward()",
         step="scaler.step(optimizer); scaler.update()",
@@ -402,7 +404,7 @@ CASES = {
     ),
     "objects": case(  # of the program's own classes; one process alone draws others
         SAME,
-        {"examples": r"8 \+ 8 \+ 8 in a step, none on two ranks in 3 steps .of an epoch not seen."},
+        {"examples": r"8 \+ 8 \+ 8 in a step, none on two ranks in 3 steps .the epoch's length is not known."},
         begin=OBJECTS,
         loader="batches",
         loss="model(x).square().mean()",
@@ -439,10 +441,10 @@ CASES = {
         stepped="for p in net.parameters(): dist.all_reduce(p.data); p.data /= n",
     ),
     "warm_up": case(  # each rank has data of its own; and a buffer of averages
-        r"THE SAME as one process, up to rounding .but for buffers.; a difference above .*",
+        COMPARED + "up to rounding .but for buffers.; the test notices .*",
         {
             "weights": "right: .*; not in step 1, where nothing changes",
-            "examples": r"8 \+ 8 \+ 8 in a step, none on two ranks in 3 steps .of an epoch not seen.",
+            "examples": r"8 \+ 8 \+ 8 in a step, none on two ranks in 3 steps .the epoch's length is not known.",
             "buffers": "usual don't change as in one process .*",
         },
         begin="""data = TensorDataset(*(one[rank::n] for one in data.tensors))
@@ -578,6 +580,12 @@ net.register_buffer('usual', torch.zeros(8))""",
     "NaN": case(
         "NOT FOUND OUT: gradients: infinite or NaN in step 1 on rank 0", backward="(loss * float('nan')).backward()"
     ),
+    "NaN_later": case(  # rank 1 has it, and then no rank makes a step
+        "NOT FOUND OUT: gradients: infinite or NaN in step 2 on rank 1; not all ranks came through 4 steps .*",
+        nproc=(2, 3),
+        before="if step == 1 and rank == 1: x = x * float('nan')",
+        step="epoch or step > 1 or optimizer.step()",
+    ),
     "few": case(
         "NOT FOUND OUT: .* 4 steps of an optimizer .rank 0: 3, rank 1: 3, rank 2: 3.: .* fewer --steps",
         stepped="if step == 2: sys.exit()",
@@ -614,7 +622,7 @@ net[0] = nn.Linear(8, 32, bias=False)  # so that its parts are padded""",
     ),
     # ---- one question only
     "only": case(
-        "AVERAGING RIGHT: .*; a difference above 2e-06 would have been seen",
+        "AVERAGING RIGHT in the 3 steps compared: .*; the test notices differences larger than 2e-06",
         {"note": "whether one process computes the same .one batch, weights. was not asked"},
         options=("--only", "averaging"),
         before="if n == 1: raise ValueError('not alone')",
@@ -662,6 +670,23 @@ def test_a_loader_that_reads_ahead(depth, epoch_steps, tmp_path):
     for nproc in 2, 3:
         _, lines, _ = answer(text=program(begin=begin, loader="Ahead()"), nproc=nproc, cwd=tmp_path, code=0)
         assert lines["verdict"] == SAME and re.match(" all 24 examples", lines["one batch"].split("of", 1)[1]), lines
+
+
+NOISY = """
+class Noisy(TensorDataset):
+    def __getitem__(self, row):
+        x, y = super().__getitem__(row)
+        return x + torch.randn(8), y
+data = Noisy(*data.tensors)"""
+SEEDED = ", generator=torch.Generator().manual_seed(5 + rank)"
+
+
+@pytest.mark.parametrize(("begin", "remedy", "has_note"), [(NOISY, "", True), (NOISY, SEEDED, False), ("", "", False)])
+def test_equal_seeds_of_loader_workers_are_a_note(begin, remedy, has_note, tmp_path):
+    loader = f"DataLoader(data, SIZE, sampler=DistributedSampler(data), num_workers=1{remedy})"
+    for nproc in 2, 3:
+        _, lines, _ = answer(text=program(begin=begin, loader=loader), nproc=nproc, cwd=tmp_path, code=0)
+        assert ("the loader workers of all ranks draw the same" in lines["note"]) == has_note, lines
 
 
 SAYS = {  # of the wrong ways: the verdict, and a line that names the cause
@@ -792,6 +817,33 @@ def test_a_terminal_shows_which_step_of_which_run_and_not_what_the_program_print
     os.close(terminal)
 
 
+def test_the_answer_as_json(tmp_path):
+    """Right, wrong, not found out, an error; in the folder where the command was given."""
+    file, moves = tmp_path / "answer.json", "os.mkdir(f'of {rank} of {n}'); os.chdir(f'of {rank} of {n}')\n"
+    for verdict, state, parts in (
+        ("same", "right", {"begin": moves}),
+        ("different", "wrong", {"backward": "(loss * n).backward()"}),
+        ("not found out", "right", {"loss": "F.cross_entropy(model(x + torch.randn_like(x)), y)"}),
+        ("not found out", None, {"stepped": "if step == 2: sys.exit()"}),
+        ("error", None, {"begin": "raise ValueError('as planned')"}),
+        ("error", None, {"begin": "torch.multiprocessing.spawn(print)"}),
+    ):
+        file.unlink(missing_ok=True)
+        code, lines, _ = answer(text=program(**parts), cwd=tmp_path, options=("--json", file.name))
+        found = json.loads(file.read_text())
+        assert found["verdict"] == verdict and found["program"] == ["train.py"], found
+        assert code == {"same": 0, "different": 1}.get(verdict, 2)
+        if verdict != "error":
+            assert found["text"] == lines["verdict"] and found["processes"] == 2
+            links = {link["name"]: link for link in found["links"]}
+            assert state is None or links["averaging"]["state"] == state, found
+            assert all(
+                (0 <= link["difference"] <= link["threshold"])
+                for link in links.values()
+                if link["difference"] and link["state"] == "right"
+            ), found
+
+
 def test_bad_flags_are_one_line(tmp_path):
     (tmp_path / "train.py").write_text("")
     for given in (
@@ -801,6 +853,7 @@ def test_bad_flags_are_one_line(tmp_path):
         "--nproc 1 train.py",
         "train.py --nproc 3",
         "--only x train.py",
+        "--json nowhere/file train.py",
         "--alone ' train.py",
     ):
         done = forker().run(ROOT / "equivalence", *given.split(), cwd=tmp_path)
