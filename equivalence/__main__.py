@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from equivalence.verdict import Answer
 
 FAILED = "the program failed with several processes"
-LEFT_OUT = "not looked at: an epoch's last batch, evaluation, resume"
+LEFT_OUT = "not looked at: the rest of an epoch (--epoch follows it), evaluation, resume"
+NO_GRADIENTS = "gradients and weights were not looked at"
 
 
 def parse_args() -> argparse.Namespace:
@@ -33,6 +34,7 @@ def parse_args() -> argparse.Namespace:
     add("--nproc", type=int, help="processes (default: one for each GPU; without a GPU, 2)")
     add("--steps", type=int, default=3, help="to compare (default: %(default)s)")
     add("--only", choices=["averaging"], help="without runs in one process: only this question")
+    add("--epoch", action="store_true", help="follow one epoch: each example once, on one rank?")
     add("--alone", default="", help='flags for the run in one process: --alone="--nproc 1"')
     add("--json", metavar="FILE", help="write the answer as one object of JSON, too")
     add("--patience", type=float, default=120, help="seconds without a step (default: %(default)s)")
@@ -74,6 +76,7 @@ def compare(args: argparse.Namespace) -> int:
     from instruments import ranks as instrument
     from instruments.rank import Job
 
+    from equivalence import epoch
     from equivalence.record import observers
     from equivalence.verdict import refusal_in
 
@@ -95,6 +98,8 @@ def compare(args: argparse.Namespace) -> int:
     shelf = str(folder) if is_here else None
     arguments = (args.steps, f"{folder}/log", shelf)
     job = Job("equivalence", args.command, args.patience, observers, arguments)
+    if args.epoch:
+        job = job._replace(make_observers=epoch.observers, arguments=(f"{folder}/log",))
     try:
         return instrument.look_at(job, args.nproc, show)
     except SystemExit as end:  # the program failed
@@ -114,6 +119,7 @@ def compare(args: argparse.Namespace) -> int:
 def answer(args: argparse.Namespace, notes: list, folder: Path) -> "Answer":
     from instruments.ranks import NO_STEP, exit_at_sigterm
 
+    from equivalence import epoch
     from equivalence.facts import infinite
     from equivalence.judge import Judge, only_averaging
     from equivalence.runs import Runs
@@ -121,6 +127,8 @@ def answer(args: argparse.Namespace, notes: list, folder: Path) -> "Answer":
 
     exit_at_sigterm()
     ranks = [note.value for note in notes]
+    if args.epoch:
+        return epoch.answer(ranks)
     steps = [len(rank.counts) for rank in ranks]
     if max(steps) == 0:
         return unknown(NO_STEP)
@@ -148,13 +156,18 @@ def say(args: argparse.Namespace, found: "Answer", processes: int, started: floa
 
     seconds, lines = time.perf_counter() - started, found.lines()
     if found.links:
-        and_one = "" if args.only else " and one"
-        text = f"{shlex.join(args.command)}: {processes} processes{and_one}, {args.steps} steps"
+        and_one = "" if args.only or args.epoch else " and one"
+        length = "one epoch" if args.epoch else f"{args.steps} steps"
+        text = f"{shlex.join(args.command)}: {processes} processes{and_one}, {length}"
         lines.insert(1, Line("program", f"{text} ({seconds:.0f} s)"))
-        lines.append(Line("note", LEFT_OUT))
+        lines.append(Line("note", NO_GRADIENTS if args.epoch else LEFT_OUT))
     command.show("")
     command.say(lines, indent=14)
-    more = {"processes": processes, "steps": args.steps, "seconds": round(seconds, 1)}
+    more = {
+        "processes": processes,
+        "steps": None if args.epoch else args.steps,
+        "seconds": round(seconds, 1),
+    }
     write(args, found.as_json() | more | {"torch": torch.__version__})
     return found.verdict.code
 

@@ -28,4 +28,5 @@ COARSE = 1e-4  # a number format with a larger last digit is coarse
 ALIKE = 0.05  # of examples that a program draws itself, so many may be alike by chance
 OFTEN = 0.2  # and in each step so many are not
 GROUPS = 3  # numbers that count up to less may be labels, and not the numbers of groups
+FOLLOWED = 200_000  # examples that --epoch remembers; of more it takes a sample
 LARGEST_EPOCH = 10_000_000  # indices that are listed

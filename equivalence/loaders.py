@@ -20,8 +20,9 @@ TORCHS_COLLATE = (collate.default_collate, collate.default_convert)
 class Loaders:
     """Each has a name: "loader 0" is the first that was asked for a batch."""
 
-    def __init__(self, noted: Notes) -> None:
-        self.noted = noted
+    def __init__(self, noted: Notes, largest: int = LARGEST_EPOCH) -> None:
+        """largest: an epoch of more examples is not listed."""
+        self.noted, self.largest = noted, largest
         self.owners: list[weakref.ref] = []  # a loader's sampler, or its iterator
         self.rounds: dict[str, int] = {}
         self.datasets: dict[str, Any] = {}
@@ -56,7 +57,7 @@ class Loaders:
         if name not in self.datasets:
             self.datasets[name] = iterator._dataset
             self.noted.batch_sizes[name] = getattr(sampler, "batch_size", None) or 0
-            self.noted.epochs[name] = epoch_of(iterator)
+            self.noted.epochs[name] = epoch_of(iterator, self.largest)
         inner = getattr(sampler, "sampler", None)
         if getattr(inner, "replacement", False):
             self.noted.redraws.add(name)
@@ -135,12 +136,12 @@ def in_whole(dataset: Any, indices: list) -> tuple[Any, list]:
     return dataset, [int(index) for index in indices if isinstance(index, int)]
 
 
-def epoch_of(iterator: Any) -> list:
+def epoch_of(iterator: Any, largest: int) -> list:
     """All indices of an epoch, if the sampler is torch's own and draws nothing; else []."""
     sampler = getattr(iterator._index_sampler, "sampler", None)
     if type(sampler) is torch_data.RandomSampler and not sampler.replacement:
         sampler = torch_data.SequentialSampler(sampler.data_source)  # the same, in order
     is_own = type(iterator._index_sampler) is torch_data.BatchSampler and type(sampler) in IN_TURN
-    if not is_own or len(sampler) > LARGEST_EPOCH:
+    if not is_own or len(sampler) > largest:
         return []
     return in_whole(iterator._dataset, list(sampler))[1]

@@ -65,6 +65,8 @@ class Given:
             return None
         shares = [rank.events.get(key, []) for rank in self.facts.distinct]
         before = self.facts.rate(key)
+        if self.rates and not before:  # which of the ranks' it would be is not known
+            return None
         now = self.rates.get(key, before)
         events = [share[number] for share in shares if number < len(share)]
         if now != before:  # it takes fewer or more batches in a step: each is of so many events
