@@ -4,12 +4,13 @@ import json
 import os
 import re
 import signal
+from collections import Counter
 
 import pytest
 from world import ROOT, forker, free_port, processes_in, wait_for
 
 from demos.ways import WAYS
-from equivalence import limits
+from equivalence import epoch, limits
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -714,6 +715,118 @@ def test_ways(way):
         _, lines, _ = answer("-m", "demos.ways", way, "--right", nproc=3, cwd=ROOT, code=0)
         assert re.fullmatch(DROPOUT if way == "dropout_seed" else SAME, lines["verdict"]), lines
         assert "seed them differently" not in str(lines)
+
+
+# --------------------------------------------------------------------------------------------- one whole epoch
+
+SET_EPOCH = "loader.sampler.set_epoch(epoch + 1)"  # inside of an epoch: for the next one
+SHORT = "data = TensorDataset(*data[:475])"  # so the sampler pads, and a batch is shorter
+UNEQUAL = """
+first = range(260)  # rank 0 has more
+rows = first if rank == 0 else range(260, 480)[rank - 1 :: n - 1]"""
+TWICE = """
+class Shard:
+    def __init__(self, inner): self.inner = inner
+    def __iter__(self): return (row for k, row in enumerate(self.inner) if k % n == rank)
+    def __len__(self): return len(self.inner) // n"""
+EPOCHS = {  # the exit code, and what is said by label; of programs with these parts
+    "right": (0, {"examples": "480 came of 480, each once, on one rank", "order": ".* has another one"}, {}),
+    "padded": (0, {"examples": r"47[5-7] came of 475, each once, on one rank"}, {"begin": SHORT}),
+    "in_turn": (
+        0,
+        {"order": "the second epoch has the same one, and none is shuffled"},
+        {"loader": "DataLoader(data, SIZE, sampler=DistributedSampler(data, shuffle=False))", "before": ""},
+    ),
+    "workers": (
+        0,
+        {"examples": "480 came of 480, each once, on one rank"},
+        {"loader": "DataLoader(data, SIZE, sampler=DistributedSampler(data), num_workers=1, persistent_workers=True)"},
+    ),
+    "no_set_epoch": (1, {"order": ".* though it is shuffled: call sampler.set_epoch.epoch. .*"}, {"before": ""}),
+    "sharded_twice": (
+        1,
+        {"examples": r"(\d+) came of 480, only \1 different ones: (240|320) never come, as if each rank took .*"},
+        {
+            "begin": TWICE,
+            "loader": "DataLoader(data, SIZE, sampler=Shard(DistributedSampler(data)))",
+            "before": SET_EPOCH.replace("sampler", "sampler.inner"),
+        },
+    ),
+    "same_examples": (
+        1,
+        {"examples": r"(960|1440) came of 480; 480 are on more than one rank: .*"},
+        {"loader": "DataLoader(data, SIZE, shuffle=True)", "before": ""},
+    ),
+    "unequal": (  # rank 0 has a batch more; nobody averages, so it does not wait
+        1,
+        {"batches": r"\d\d . .*: rank \d has \d+, rank 0 \d+: ranks with more wait for the others for ever"},
+        {"begin": UNEQUAL, "loader": "DataLoader(data, SIZE, sampler=rows)", "model": "net", "before": ""},
+    ),
+    "hangs": (  # in the last step of rank 0
+        1,
+        {"batches": r"\d+ . .* or more: rank \d has \d+, rank 0 \d+: ranks with more wait for the others for ever"},
+        {
+            "begin": UNEQUAL,
+            "loader": "DataLoader(data, SIZE, sampler=rows)",
+            "before": "if rank and epoch: time.sleep(1000)",
+        },
+    ),
+    "stream": (
+        1,
+        {"examples": "(960|1440) came; 480 are on more than one rank: .*"},
+        {"begin": STREAM, "loader": "DataLoader(Stream(), SIZE)", "before": ""},
+    ),
+    "stream_dealt_out": (
+        0,
+        {"examples": "480 came, each once, on one rank"},
+        {
+            "begin": "import itertools"
+            + STREAM.replace("(data[", "itertools.islice((data[").replace(
+                "(k + 4 * rank) % 480] for k in range(480))", "k] for k in range(480)), rank, None, n)"
+            ),
+            "loader": "DataLoader(Stream(), SIZE)",
+            "before": "",
+        },
+    ),
+    "leaves": (
+        2,
+        {"verdict": "NOT FOUND OUT: batches: no rank came to the end of its loader.*"},
+        {"stepped": "if step == 9: break"},
+    ),
+    "in_the_loop": (
+        2,
+        {"verdict": "NOT FOUND OUT: no DataLoader was seen: batches that a program makes in its loop .*"},
+        {"loader": "[(torch.randn(8, 8), torch.randint(4, (8,))) for _ in range(20)]", "before": ""},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == "right" else pytest.mark.slow) for n in EPOCHS])
+def test_one_epoch(name, tmp_path):
+    code, patterns, parts = EPOCHS[name]
+    for nproc in 2, 3:
+        text = program(**{"before": SET_EPOCH, **parts})
+        options = ("--epoch", "--patience", 8 if name == "hangs" else 120)
+        _, lines, err = answer(text=text, nproc=nproc, cwd=tmp_path, code=code, options=options)
+        for label, pattern in patterns.items():
+            assert re.fullmatch(pattern, lines.get(label, "")), (nproc, label, lines, err)
+        if code == 1:
+            assert lines["verdict"] == f"DIFFERENT from one process in an epoch in: {next(iter(patterns))}"
+
+
+def test_of_a_large_epoch_a_sample_is_followed(tmp_path, monkeypatch):
+    """In it an example is on all ranks, or on none."""
+    monkeypatch.setattr(epoch, "FOLLOWED", 100)
+    whole, shares = epoch.Sample(), [epoch.Sample() for _ in range(3)]
+    for number in range(30_000):
+        whole.add(number)
+        shares[number % 3].add(number)
+    every = max(sample.every for sample in (whole, *shares))
+    for sample in whole, *shares:
+        sample.thin(every)
+        assert len(sample.counts) <= 100
+    assert sum((sample.counts for sample in shares), Counter()) == whole.counts
+    assert 0.5 < len(whole.counts) * every / 30_000 < 2
 
 
 # -------------------------------------------------------------------------------------- how small a difference
