@@ -79,9 +79,12 @@ class Rank:
         self.show = show if place.rank == 0 else None
         self.hooks = Hooks(job.make_observers(place, *job.arguments))
         self.is_over = threading.Event()  # the program has ended
+        self.is_stuck = False
         self.lock = threading.Lock()
 
     def leave(self, ending: str, is_own_thread: bool = True) -> None:
+        if self.is_stuck and ending == "failed":
+            return  # as another one that was stuck has ended first, with its connections
         notes = Notes(self.place.rank, ending, self.hooks.notes(is_own_thread))
         self.meeting.put(f"rank {self.place.rank}", notes)
 
@@ -153,6 +156,7 @@ class Rank:
         made = f"rank {self.place.rank} made no step for {patience:g} s, after {hooks.steps}"
         self.say(f"{made}; it stands in {standing}")
         self.leave("stuck", is_own_thread=False)
+        self.is_stuck = True
         wait_until(self.all_are_here, MOMENT, self.report)
         self.show_all()
         self.wait_until_shown()
