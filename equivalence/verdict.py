@@ -70,8 +70,9 @@ class Answer(NamedTuple):
                 answer[field] = value if value is None or math.isfinite(value) else None
             links.append(answer | {"but_for": link.but or None, "why": link.why or None})
         name = ["same", "different", "not found out"][self.verdict.code]
-        notes = [note.text for note in self.notes]
-        return {"verdict": name, "text": self.verdict.text, "links": links, "notes": notes}
+        notices = max((link.limit for link in self.links), default=0.0) or None
+        found = {"verdict": name, "text": self.verdict.text, "links": links}
+        return found | {"notices": notices, "notes": [note.text for note in self.notes]}
 
 
 def problem(links: list[Link], other: str) -> Verdict | None:

@@ -11,6 +11,7 @@ from world import ROOT, forker, free_port, processes_in, wait_for
 
 from demos.ways import WAYS
 from equivalence import epoch, limits
+from equivalence.notes import LARGE
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -991,6 +992,34 @@ def test_notes_that_do_not_fit_are_refused(tmp_path, place):
     _, _, err = answer(text=program(), nproc=nproc, cwd=tmp_path, options=options, code=2, **launcher)
     said = "equivalence: the notes of all ranks take up to .* GB, and .* GB are free (in|on) .*: give --steps 2\n"
     assert re.fullmatch(said, err) and place in err, err
+
+
+WIDE = """
+import glob
+WIDTH = {} // 32  # a float32 has 4 bytes, and the layer 8 inputs
+net = nn.Sequential(nn.Linear(8, WIDTH, bias=False), nn.Tanh(), nn.Linear(WIDTH, 4))"""
+FILES = "open(f'files of {rank}', 'w').write(' '.join(glob.glob(os.environ['TMPDIR'] + '/equivalence-*/*.tensor')))"
+
+
+@pytest.mark.parametrize("size", [LARGE - 32, LARGE])
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_large_tensor_is_kept_in_a_file_and_read(size, times, tmp_path):
+    """On each side of the size; a wrong one is found in it, too."""
+    parts = {"begin": WIDE.format(size), "backward": f"(loss * ({times} if n > 1 else 1)).backward()"}
+    text = program(**parts, stepped=f"if n > 1: {FILES}")
+    (tmp_path / "tmp").mkdir()
+    _, lines, _ = answer(text=text, nproc=3, cwd=tmp_path, code=times - 1, TMPDIR=tmp_path / "tmp")
+    assert lines["verdict"] == (SAME if times == 1 else DIFFERENT + "averaging"), lines
+    assert bool((tmp_path / "files of 0").read_text()) == (size == LARGE)
+
+
+@pytest.mark.parametrize("largest", [159, 160])
+def test_the_largest_epoch_that_is_listed(largest, tmp_path):
+    before = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from equivalence import limits; sys.path.pop(0)\n"
+    before += f"limits.LARGEST_EPOCH = {largest}"
+    _, lines, _ = answer(text=program(), nproc=3, cwd=tmp_path, code=0, before=before)
+    seen = " or in an epoch" if largest == 160 else " (the epoch's length is not known)"
+    assert lines["examples"] == f"8 + 8 + 8 in a step, none on two ranks in 3 steps{seen}"
 
 
 @pytest.mark.slow
