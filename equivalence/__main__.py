@@ -120,10 +120,10 @@ def answer(args: argparse.Namespace, notes: list, folder: Path) -> "Answer":
     from instruments.ranks import NO_STEP, exit_at_sigterm
 
     from equivalence import epoch
-    from equivalence.facts import infinite
     from equivalence.judge import Judge, only_averaging
     from equivalence.runs import Runs
     from equivalence.verdict import unknown
+    from equivalence.view import infinite
 
     exit_at_sigterm()
     ranks = [note.value for note in notes]

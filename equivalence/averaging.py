@@ -115,7 +115,8 @@ def compare(
 
 def in_shares(shares: list[list[float]]) -> str:
     even = [1 / len(shares[0])] * len(shares[0])
-    if all(vectors.near(weights, [1.0] * len(weights), limits.COEFFICIENT) for weights in shares):
+    is_sum = [vectors.near(weights, [1.0] * len(weights), limits.COEFFICIENT) for weights in shares]
+    if all(is_sum) and len(even) > 1:
         return "the sum of what the ranks' examples contribute"
     for number, weights in enumerate(shares):
         if not vectors.near(weights, even, limits.COEFFICIENT):

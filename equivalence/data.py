@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from distributed import unwrap_model
-from instruments.hooks import Observer
+from instruments.observer import Observer
 from instruments.tensors import digest, tensors_in
 from torch import nn
 

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 from instruments.command import show
-from instruments.hooks import Observer
 from instruments.meeting import Place
+from instruments.observer import Observer
 from instruments.program import Finished
 
 from equivalence.batches import digests_of_examples, to_plain
@@ -78,11 +78,7 @@ class Follower(Observer):
         self.is_whole, self.are_numbers = False, True
 
     def installed(self) -> None:
-        """What the program prints goes into a file."""
-        undo = self.hooks.undo
-        file = undo.enter_context(open(self.log, "w", encoding="utf-8"))  # noqa: SIM115
-        undo.enter_context(contextlib.redirect_stdout(file))
-        undo.enter_context(contextlib.redirect_stderr(file))
+        self.print_into(self.log)
 
     def patches(self) -> list[tuple[Any, str, Callable]]:
         return self.loaders.patches()

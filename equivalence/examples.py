@@ -6,7 +6,7 @@ from typing import Any
 from instruments.tensors import tensors_in
 
 from equivalence.batches import digests_of_examples
-from equivalence.facts import COPIES, PARTS, Facts
+from equivalence.facts import PARTS, UNKNOWN, Facts
 from equivalence.limits import ALIKE, OFTEN
 from equivalence.notes import Event
 from equivalence.verdict import Link, some_of
@@ -16,7 +16,7 @@ SAMPLER = "give each its share (a DistributedSampler)"
 
 
 def copies(facts: Facts) -> Link:
-    if facts.model != COPIES or not facts.unequal:
+    if facts.model == UNKNOWN or not facts.unequal:
         return Link("copies", True)
     when = "from the start" if facts.first_unequal == 0 else f"after step {facts.first_unequal}"
     text = f"the ranks' weights differ {when}: {some_of(facts.unequal)}"

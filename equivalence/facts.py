@@ -222,17 +222,6 @@ class Facts:
         return None
 
 
-def infinite(ranks: list[Notes], length: int) -> str:
-    """The first gradient that is not finite, a rank's own before those that were averaged."""
-    for k in range(min(length, *(len(rank.steps) for rank in ranks))):
-        for what in "own", "got":
-            for rank in ranks:
-                gradients = getattr(rank.steps[k], what).values()
-                if not all(bool(gradient.isfinite().all()) for gradient in gradients):
-                    return f"infinite or NaN in step {k + 1} on rank {rank.rank}"
-    return ""
-
-
 def is_same(work: tuple, other: tuple) -> bool:
     """Whether two ranks do the same: their gradients tell who takes a part of equal inputs."""
     (inputs, own, draws), (other_inputs, other_own, _) = work, other

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from instruments.hooks import Observer
+from instruments.observer import Observer
 from instruments.tensors import digest, parameters_of, whole
 from torch import nn
 from torch.nn.modules import module as nn_module

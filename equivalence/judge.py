@@ -8,13 +8,13 @@ from instruments.command import Line
 from equivalence import causes, weights
 from equivalence.averaging import averaging, in_weights
 from equivalence.examples import copies, examples
-from equivalence.facts import GOT, NONE_GOT, OWN, UNKNOWN, Facts, infinite
+from equivalence.facts import GOT, NONE_GOT, OWN, UNKNOWN, Facts
 from equivalence.layers import AVERAGES
 from equivalence.notes import Alone, Notes
 from equivalence.one_batch import Look, Looks
 from equivalence.options import options
 from equivalence.verdict import SAME, Answer, Link, Verdict, conclude, problem
-from equivalence.view import beside_one, facts_of
+from equivalence.view import beside_one, facts_of, infinite
 
 PARTS = (
     "the ranks have parts of one process's model, and how these make it was not seen (FSDP1? Use "

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from instruments.hooks import Observer
+from instruments.observer import Observer
 from instruments.tensors import tensors_in
 from torch import nn
 

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 
 import torch
 from instruments.command import show
-from instruments.hooks import Observer, plain_name
+from instruments.hooks import plain_name
 from instruments.meeting import Place
+from instruments.observer import Observer
 from instruments.program import Finished, Refused
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -217,11 +218,7 @@ class Progress(Observer):
         self.steps, self.shelf, self.log, self.terminal = steps, shelf, log, terminal
 
     def installed(self) -> None:
-        """What the program prints goes into a file."""
-        undo = self.hooks.undo
-        file = undo.enter_context(open(self.log, "w", encoding="utf-8"))  # noqa: SIM115
-        undo.enter_context(contextlib.redirect_stdout(file))
-        undo.enter_context(contextlib.redirect_stderr(file))
+        self.print_into(self.log)
 
     def gradients_are_there(self, optimizer: Any, is_again: bool) -> None:
         noted, length = self.steps.noted, self.steps.length

@@ -6,8 +6,8 @@ import os
 import tempfile
 from pathlib import Path
 
-from instruments.hooks import Observer
 from instruments.meeting import Folder, Place
+from instruments.observer import Observer
 from instruments.rank import Job, be_rank, collect, leave
 from instruments.ranks import be_started_rank, import_launcher
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from instruments.hooks import Observer
+from instruments.observer import Observer
 from instruments.program import Refused
 from instruments.tensors import digest, local
 from torch import distributed as torch_dist

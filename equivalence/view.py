@@ -69,3 +69,14 @@ def complete(ranks: tuple[Step, ...]) -> list[Step]:
                         unclipped.setdefault(name, owner.unclipped[name])
         completed.append(dataclasses.replace(rank, got=got, unclipped=unclipped))
     return completed
+
+
+def infinite(ranks: list[Notes], length: int) -> str:
+    """The first gradient that is not finite, a rank's own before those that were averaged."""
+    for k in range(min(length, *(len(rank.steps) for rank in ranks))):
+        for what in "own", "got":
+            for rank in ranks:
+                gradients = getattr(rank.steps[k], what).values()
+                if not all(bool(gradient.isfinite().all()) for gradient in gradients):
+                    return f"infinite or NaN in step {k + 1} on rank {rank.rank}"
+    return ""

@@ -22,8 +22,8 @@ from typing import NamedTuple
 
 from experiments import measured, slow_link
 from instruments.command import say
-from instruments.hooks import Observer
 from instruments.meeting import Place
+from instruments.observer import Observer
 from instruments.rank import Job
 from instruments.ranks import look_at
 from timeline.data import KINDS

@@ -1,14 +1,5 @@
 """Tells observers what the program does: it loads, computes, makes a step of an optimizer.
 
-An observer is a subclass of Observer.  It writes the methods that it wants, and nothing else:
-
-    class Counter(Observer):
-        def forward_begins(self, module, args, kwargs):
-            self.count += 1
-
-    with Hooks([Counter()]).installed():
-        run_program(["train.py"])
-
 What happens in other threads, and while torch.compile looks at the program, is not told.
 """
 
@@ -27,6 +18,7 @@ from torch.nn.modules import module as nn_module
 from torch.optim import optimizer as torch_optimizer
 from torch.utils.data import dataloader
 
+from instruments.observer import Observer
 from instruments.program import Refused
 
 
@@ -35,60 +27,6 @@ class Open(NamedTuple):
 
     what: str  # "forward", "backward", "load" or "optimizer"
     of: Any = None  # the module, the loader's iterator, or the optimizer
-
-
-class Observer:
-    """What an instrument wants to know: the methods that it overrides.  Here they do nothing.
-
-    A step begins with the first batch after the optimizer's step; if the program has no
-    DataLoader, right after the optimizer's step.  `step_begins` is called at both places.  The
-    last call before the first optimizer steps again is the one that counts.
-    """
-
-    hooks: "Hooks"
-
-    def installed(self) -> None:
-        """The program is about to run.  What `self.hooks.undo` holds is undone at its end."""
-
-    def patches(self) -> list[tuple[Any, str, Callable]]:
-        """(place, name, function): function(original, *args, **kwargs) replaces place.name."""
-        return []
-
-    def is_ours(self) -> bool:
-        """Whether a call in another thread than the program's first one is to be told."""
-        return False
-
-    def step_begins(self, is_sure: bool) -> None:
-        """A step begins here.  Not sure: perhaps with a batch that comes later."""
-
-    def load(self, iterator: Any, original: Callable) -> Any:
-        """Return the next batch of a DataLoader: that of original(), or another one."""
-        return original()
-
-    def forward_begins(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple | None:
-        """A module is called by no other module.  May return other args, and change kwargs."""
-
-    def forward_ends(self, module: nn.Module, args: tuple, output: Any) -> None:
-        """The call has ended; after an exception the output is None."""
-
-    def backward(self, original: Callable) -> Any:
-        """torch.autograd.backward, Tensor.backward or torch.autograd.grad was called."""
-        return original()
-
-    def optimizer_begins(self, optimizer: Any) -> None:
-        """An optimizer's step begins: the first one's, or another's, perhaps inside it."""
-
-    def gradients_are_there(self, optimizer: Any, is_again: bool) -> None:
-        """An optimizer that is inside no other is about to use them.
-
-        With a closure: after each call of the closure.  is_again: not the first call in this step.
-        """
-
-    def optimizer_ends(self, optimizer: Any) -> None:
-        """An optimizer's step has ended."""
-
-    def notes(self, is_own_thread: bool) -> Any:
-        """What was noted, for `ranks`.  Another thread asks if the program hangs."""
 
 
 class Hooks:

@@ -19,8 +19,9 @@ from typing import Any, NamedTuple
 
 from torch import distributed as torch_dist
 
-from instruments.hooks import Hooks, Observer
+from instruments.hooks import Hooks
 from instruments.meeting import Meeting, Place, Store, wait_until
+from instruments.observer import Observer
 from instruments.program import Refused, run_program, show_modules, where, without_our_frames
 
 MOMENT = 5  # seconds that a rank which has failed waits for the others' notes

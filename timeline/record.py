@@ -14,8 +14,8 @@ import torch
 from torch import distributed as torch_dist
 from torch import nn
 
-from instruments.hooks import Observer
 from instruments.meeting import Place
+from instruments.observer import Observer
 from instruments.program import Finished, Refused
 from instruments.tensors import local, parameters_of, size_in_bytes
 from timeline.data import Message, Noted, Recording, Span, recorded_steps
