@@ -19,7 +19,7 @@ DIVIDED = (
 
 @dataclasses.dataclass
 class Gradients:
-    """Of the step in which the optimizers' are furthest from the goal, the tensors that are."""
+    """Gradients of one step: those tensors in which the optimizers' are not the goal."""
 
     step: int
     own: list[Vector]

@@ -42,7 +42,7 @@ class Facts:
 
     @cached_property
     def peers(self) -> list[Notes]:
-        """Those that have rank 0's batches: they may have parts of one model."""
+        """The ranks that have rank 0's batches: they may have parts of one model."""
         pairs = zip(self.ranks, self.batches, strict=True)
         return [rank for rank, own in pairs if own == self.batches[0]]
 
@@ -62,7 +62,7 @@ class Facts:
         return self.ranks[0].rate(key)
 
     def events(self, rank: Notes, key: str, step: int) -> list[Event]:
-        """Those of a step; if some were loaded in advance, those that came in its place."""
+        """A step's events; if some were loaded in advance, the events in its place."""
         rate, first = self.rate(key), self.ranks[0]
         last = (step + 1) * rate
         if set(rates := first.rates(key)) != {rate} and min(rates):
@@ -119,7 +119,7 @@ class Facts:
         return names
 
     def comparable_names(self, step: int) -> set[str]:
-        """Those whose gradients are computed with equal weights: copies may differ after a step."""
+        """Parameters whose gradients need only equal weights: copies may differ after a step."""
         if step + 1 < self.first_unequal:
             return self.trained
         return self.trained.difference(*(rank.steps[step].late for rank in self.ranks))
@@ -195,7 +195,7 @@ class Facts:
 
     @property
     def kinds(self) -> set[str]:
-        """Of layers that train."""
+        """Kinds of layers that train."""
         return set().union(*(rank.kinds for rank in self.ranks))
 
     @property

@@ -140,7 +140,7 @@ class Gradients(Observer):
         return norm
 
     def before_clip(self, parameter: torch.Tensor) -> tuple[Any, str]:
-        """Its gradient, and a digest; before the first of several clips, if no more was done."""
+        """A parameter's gradient, and a digest; before the first of several clips in a row."""
         now = digest(whole(parameter.grad))  # of all of a DTensor, as ranks must agree
         gradient, left = self.clipped.get(id(parameter), (None, ""))
         return (gradient if now == left else self.shelf.keep(parameter.grad)), now

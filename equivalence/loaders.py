@@ -64,7 +64,7 @@ class Loaders:
         return name
 
     def ends(self) -> dict[str, str]:
-        """Of each data set, to know whether ranks have the same one.  The program is over."""
+        """A digest of each data set's ends: do ranks have the same one?  The program is over."""
         digests = {}
         for name, dataset in self.datasets.items():
             whole, _ = in_whole(dataset, [])
@@ -80,7 +80,7 @@ class Loaders:
         return indices
 
     def indices_of(self, iterator: Any) -> tuple:
-        """Of the batch that was just loaded."""
+        """The numbers of the examples in the batch that was just loaded."""
         waiting = self.waiting.get(iterator)
         return tuple(waiting.pop(0)) if waiting else ()
 

@@ -15,14 +15,14 @@ import numpy
 import torch
 from instruments.tensors import bytes_of, digest, whole
 
+from equivalence.limits import AHEAD
 from equivalence.vectors import Vector
 
-AHEAD = 4  # steps whose batches a loader may have read in advance
 LARGE = 1_000_000  # bytes: a smaller tensor stays in memory
 
 
 class RandomState(NamedTuple):
-    """Of torch (the CPU's and this process's GPU's), Python and numpy."""
+    """States of the generators of torch (the CPU's and this GPU's), Python and numpy."""
 
     cpu: torch.Tensor
     gpu: torch.Tensor | None
@@ -66,7 +66,7 @@ class Content(pickle.Pickler):
 
 
 def digest_of_ends(dataset: Any) -> str:
-    """Of its first and last example: equal on all ranks that have one data set."""
+    """A digest of the first and last example: equal on ranks that have one data set."""
     state, content = random_state(), io.BytesIO()
     try:
         random.seed(0)
@@ -108,7 +108,7 @@ class Step:
 
 @dataclass
 class Notes:
-    """Of one process."""
+    """What one process has noted."""
 
     rank: int
     world_size: int

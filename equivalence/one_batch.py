@@ -68,7 +68,7 @@ class Look(NamedTuple):
 
     @property
     def shares(self) -> list[list[float]]:
-        """How much each rank's gradient counts in one process's; the last steps are like others."""
+        """Each rank's weight in one process's gradient; steps not measured repeat the last."""
         weights = [step.weights for step in self.steps]
         return weights + [weights[-1]] * (len(self.facts.steps) - len(weights))
 

@@ -76,7 +76,7 @@ class Steps(Observer):
 
     @property
     def number(self) -> int:
-        """Of the step, from 0; those after the last one that is noted count as this one."""
+        """The step's number, from 0; later steps than the last noted one have its number."""
         return min(len(self.noted.steps) - 1, self.length)
 
     @property
@@ -185,7 +185,7 @@ class Weights(Observer):
         return pairs
 
     def owned_by(self, optimizer: Any) -> list[Owned]:
-        """Its parameters; or all models', if it has none of them."""
+        """An optimizer's parameters; or all models', if it has none of these."""
         models, names = self.trained(), {}
         for name, tensor in models:
             names.setdefault(id(tensor), name)

@@ -25,7 +25,7 @@ class Change(NamedTuple):
 
 
 class Changes(NamedTuple):
-    """Those of all weights in all steps, in one sentence; or why they were not measured."""
+    """Changes of all weights in all steps, in one sentence; or why they were not measured."""
 
     why: str = ""
     text: str = ""
@@ -86,7 +86,7 @@ def weights(changes: Changes, gradients: Link, settings: Link) -> Link:
 
 
 def changes_of(facts: Facts, alone: Alone) -> list[Change]:
-    """Of all weights in all steps."""
+    """Changes of all weights in all steps."""
     changes = []
     for k in facts.steps:
         for name, old, news, value_alone in values(facts, alone, k):
@@ -99,7 +99,7 @@ def changes_of(facts: Facts, alone: Alone) -> list[Change]:
 def values(
     facts: Facts, alone: Alone, step: int
 ) -> Iterator[tuple[str, torch.Tensor, list[torch.Tensor], torch.Tensor]]:
-    """Of each weight or buffer: before a step, and after it on each rank and in one process."""
+    """Each weight or buffer: before a step, and after it on each rank and in one process."""
     for name, value_alone in alone.notes.steps[step + 1].weights.items():
         shape = value_alone.shape
         old = facts.whole("weights", name, step, shape)
@@ -144,7 +144,7 @@ def between(facts: Facts, moved_run: Alone, alone: Alone) -> float:
 
 
 def buffers(facts: Facts, alone: Alone, limit: float, left_out: tuple) -> list[Line]:
-    """Those that a layer changes otherwise: with the examples of its own process, it may be."""
+    """Buffers that a layer updates differently, perhaps from its own process's examples only."""
     limit, worst, names = max(limits.MOST, limit), 0.0, []
     for k in facts.comparable:
         for name, old, news, value_alone in values(facts, alone, k):

@@ -47,7 +47,7 @@ class Hooks:
         self._has_gradients = False  # those of the optimizer's step that has begun were told
 
     def notes(self, is_own_thread: bool) -> Any:
-        """Those of the first observer, after all others have completed theirs."""
+        """Notes of the first observer, after all others have completed theirs."""
         for observer in reversed(self.observers):
             noted = observer.notes(is_own_thread)
         return noted
