@@ -33,8 +33,9 @@ def parse_args() -> argparse.Namespace:
     add = parser.add_argument
     add("--nproc", type=int, help="processes (default: one for each GPU; without a GPU, 2)")
     add("--steps", type=int, default=3, help="to compare (default: %(default)s)")
-    add("--only", choices=["averaging"], help="without runs in one process: only this question")
-    add("--epoch", action="store_true", help="follow one epoch: each example once, on one rank?")
+    one = parser.add_mutually_exclusive_group().add_argument
+    one("--only", choices=["averaging"], help="without runs in one process: only this question")
+    one("--epoch", action="store_true", help="follow one epoch: each example once, on one rank?")
     add("--alone", default="", help='flags for the run in one process: --alone="--nproc 1"')
     add("--json", metavar="FILE", help="write the answer as one object of JSON, too")
     add("--patience", type=float, default=120, help="seconds without a step (default: %(default)s)")

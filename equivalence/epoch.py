@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from instruments.command import show
+from instruments.command import Line, show
 from instruments.meeting import Place
 from instruments.observer import Observer
 from instruments.program import Finished
@@ -20,6 +20,7 @@ from equivalence.verdict import SAME, Answer, Link, Verdict, problem, unknown
 FIRST = 64  # examples that tell whether the second epoch has another order
 GOLDEN = 0x9E3779B97F4A7C15  # times a number, modulo 2**64: as good as random
 NO_LOADER = "no DataLoader was seen: batches that a program makes in its loop can't be followed"
+OTHERS = "other DataLoaders, too, gave batches to train with: only the first one was followed"
 FLAG = "give each rank its share, once (a DistributedSampler, or islice of a stream)"
 
 
@@ -58,7 +59,7 @@ class Epoch(NamedTuple):
     are_numbers: bool  # of examples in the data set; else digests
     length: int  # of the data set; 0: it has none
     data: str  # a digest of the data set's ends
-    has_loader: bool
+    loaders: int  # that gave batches to train with: the first is followed
 
 
 def observers(place: Place, log: str) -> list[Observer]:
@@ -72,7 +73,7 @@ class Follower(Observer):
         self.place, self.log = place, log
         self.noted = Notes(place.rank, place.world_size)
         self.loaders = Loaders(self.noted, largest=0)
-        self.name = ""  # of the loader
+        self.name, self.names = "", set()  # of the loader; of all that give batches to train with
         self.batches = self.examples = self.largest = self.length = 0
         self.sample, self.first, self.second = Sample(), [], []
         self.is_whole, self.are_numbers = False, True
@@ -88,6 +89,7 @@ class Follower(Observer):
             return original()
         name = self.loaders.name_of(iterator)
         self.name = self.name or name
+        self.names.add(name)
         if name != self.name:
             return original()
         is_left = not self.is_whole and self.loaders.rounds[name] > 1
@@ -136,7 +138,7 @@ class Follower(Observer):
             self.are_numbers,
             self.length,
             data,
-            bool(self.name),
+            len(self.names),
         )
 
 
@@ -144,12 +146,13 @@ class Follower(Observer):
 
 
 def answer(ranks: list[Epoch]) -> Answer:
-    if not any(rank.has_loader for rank in ranks):
+    if not any(rank.loaders for rank in ranks):
         return unknown(NO_LOADER)
     links = [batches(ranks), examples(ranks), order(ranks)]
     verdict = problem(links, "one process in an epoch")
     text = "RIGHT in one whole epoch: each example came once, on one rank"
-    return Answer(verdict or Verdict(SAME, text), links, [])
+    more = max(rank.loaders for rank in ranks) > 1
+    return Answer(verdict or Verdict(SAME, text), links, [Line("note", OTHERS)] * more)
 
 
 def batches(ranks: list[Epoch]) -> Link:

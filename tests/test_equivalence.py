@@ -798,6 +798,11 @@ EPOCHS = {  # the exit code, and what is said by label; of programs with these p
             "before": "",
         },
     ),
+    "two_loaders": (
+        0,
+        {"note": "other DataLoaders, too, gave batches to train with: only the first one was followed"},
+        {"begin": "more = iter(DataLoader(data, 1))", "stepped": "next(more)"},
+    ),
     "leaves": (
         2,
         {"verdict": "NOT FOUND OUT: batches: no rank came to the end of its loader.*"},
@@ -977,6 +982,7 @@ def test_bad_flags_are_one_line(tmp_path):
         "train.py --nproc 3",
         "--only x train.py",
         "--json nowhere/file train.py",
+        "--epoch --only averaging train.py",
         "--alone ' train.py",
     ):
         done = forker().run(ROOT / "equivalence", *given.split(), cwd=tmp_path)
