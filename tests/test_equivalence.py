@@ -302,6 +302,16 @@ CASES = {
         before=NEXT,
         got="for p in net.parameters(): p.grad.clamp_(-0.01, 0.01)",
     ),
+    "hooks": case(  # of the program, that send messages
+        SAME,
+        {"averaging": "right: .*"},
+        begin="""def mean(gradient):
+    gradient = gradient.clone()
+    dist.all_reduce(gradient)
+    return gradient / n
+for p in net.parameters(): p.register_hook(mean)""",
+        model="net",
+    ),
     "first_of_two": case(  # not averaged: what comes after it in a step has other weights on each rank
         DIFFERENT + "copies, averaging",
         {"averaging": f"WRONG: {OWN} of .*: nobody averages them", "one batch": "right: .*"},
