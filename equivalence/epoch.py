@@ -3,7 +3,8 @@
 import contextlib
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from instruments.command import Line, show
@@ -45,21 +46,22 @@ class Sample:
         self.counts = Counter({one: count for one, count in self.counts.items() if self.has(one)})
 
 
-class Epoch(NamedTuple):
+@dataclass
+class Epoch:
     """What one rank has noted of its loader's first epoch, and of how the second one begins."""
 
     rank: int
-    batches: int
-    largest: int  # batch
-    examples: int
-    sample: Sample
-    first: list  # examples of the first epoch, in their order
-    second: list  # and of the second one
-    is_whole: bool  # the loader has come to its end
-    are_numbers: bool  # of examples in the data set; else digests
-    length: int  # of the data set; 0: it has none
-    data: str  # a digest of the data set's ends
-    loaders: int  # that gave batches to train with: the first is followed
+    batches: int = 0
+    largest: int = 0  # batch
+    examples: int = 0
+    sample: Sample = field(default_factory=Sample)
+    first: list = field(default_factory=list)  # examples of the first epoch, in their order
+    second: list = field(default_factory=list)  # and of the second one
+    is_whole: bool = False  # the loader has come to its end
+    are_numbers: bool = True  # of examples in the data set; else digests
+    length: int = 0  # of the data set; 0: it has none
+    data: str = ""  # a digest of the data set's ends
+    loaders: set[str] = field(default_factory=set)  # that gave batches to train with
 
 
 def observers(place: Place, log: str) -> list[Observer]:
@@ -71,12 +73,9 @@ class Follower(Observer):
 
     def __init__(self, place: Place, log: str) -> None:
         self.place, self.log = place, log
-        self.noted = Notes(place.rank, place.world_size)
-        self.loaders = Loaders(self.noted, largest=0)
-        self.name, self.names = "", set()  # of the loader; of all that give batches to train with
-        self.batches = self.examples = self.largest = self.length = 0
-        self.sample, self.first, self.second = Sample(), [], []
-        self.is_whole, self.are_numbers = False, True
+        self.noted = Epoch(place.rank)
+        self.loaders = Loaders(Notes(place.rank, place.world_size), largest=0)
+        self.name = ""  # of the loader
 
     def installed(self) -> None:
         self.print_into(self.log)
@@ -87,59 +86,46 @@ class Follower(Observer):
     def load(self, iterator: Any, original: Callable) -> Any:
         if not torch.is_grad_enabled():
             return original()
-        name = self.loaders.name_of(iterator)
+        noted, name = self.noted, self.loaders.name_of(iterator)
         self.name = self.name or name
-        self.names.add(name)
+        noted.loaders.add(name)
         if name != self.name:
             return original()
-        is_left = not self.is_whole and self.loaders.rounds[name] > 1
-        if is_left or self.is_whole and len(self.second) >= len(self.first):
+        is_left = not noted.is_whole and self.loaders.rounds[name] > 1
+        if is_left or noted.is_whole and len(noted.second) >= len(noted.first):
             raise Finished
         try:
             batch = original()
         except StopIteration:
-            if self.is_whole and self.second:
+            if noted.second:
                 raise Finished from None  # an epoch of a few examples
-            self.is_whole = True
+            noted.is_whole = True
             raise
         self.follow(iterator, batch)
         return batch
 
     def follow(self, iterator: Any, batch: Any) -> None:
-        indices = self.loaders.indices_of(iterator)
+        noted, indices = self.noted, self.loaders.indices_of(iterator)
         examples = indices or digests_of_examples(to_plain(batch), self.loaders.examples)
-        if self.is_whole:
-            self.second += examples[: len(self.first) - len(self.second)]
+        if noted.is_whole:
+            noted.second += examples[: len(noted.first) - len(noted.second)]
             return
-        self.are_numbers &= bool(indices)
-        self.batches, self.examples = self.batches + 1, self.examples + len(examples)
-        self.largest = max(self.largest, len(examples))
-        self.first += examples[: FIRST - len(self.first)]
+        noted.are_numbers &= bool(indices)
+        noted.batches, noted.examples = noted.batches + 1, noted.examples + len(examples)
+        noted.largest = max(noted.largest, len(examples))
+        noted.first += examples[: FIRST - len(noted.first)]
         for example in examples:
-            self.sample.add(example)
+            noted.sample.add(example)
         with contextlib.suppress(TypeError):  # a stream has no length
-            self.length = len(iterator._dataset)
+            noted.length = len(iterator._dataset)
         if self.place.rank == 0:
-            show(f"equivalence: {self.place.world_size} processes, batch {self.batches}")
+            show(f"equivalence: {self.place.world_size} processes, batch {noted.batches}")
 
     def notes(self, is_own_thread: bool) -> Epoch:
-        data = ""
-        if is_own_thread and self.length:
-            data = digest_of_ends(in_whole(self.loaders.datasets[self.name], [])[0])
-        return Epoch(
-            self.place.rank,
-            self.batches,
-            self.largest,
-            self.examples,
-            self.sample,
-            self.first,
-            self.second,
-            self.is_whole,
-            self.are_numbers,
-            self.length,
-            data,
-            len(self.names),
-        )
+        if is_own_thread and self.noted.length:
+            dataset, _ = in_whole(self.loaders.datasets[self.name], [])
+            self.noted.data = digest_of_ends(dataset)
+        return self.noted
 
 
 # --------------------------------------------------------------------------------- the answer
@@ -151,7 +137,7 @@ def answer(ranks: list[Epoch]) -> Answer:
     links = [batches(ranks), examples(ranks), order(ranks)]
     verdict = problem(links, "one process in an epoch")
     text = "RIGHT in one whole epoch: each example came once, on one rank"
-    more = max(rank.loaders for rank in ranks) > 1
+    more = any(len(rank.loaders) > 1 for rank in ranks)
     return Answer(verdict or Verdict(SAME, text), links, [Line("note", OTHERS)] * more)
 
 

@@ -250,6 +250,22 @@ CASES = {
         step="try: optimizer.step(closure)\nexcept Exception: pass",
     ),
     # ---- link 1: averaging
+    "repeated": case(  # one process's optimizer can't be given several gradients in a step
+        COMPARED + "up to rounding; .*",
+        {"averaging": "right: .*", "weights": "right: they change as in one process .largest .*"},
+        model="net",
+        optimizer="torch.optim.LBFGS(net.parameters(), 0.1, max_iter=2)",
+        loss="0",
+        backward="def closure():\n    optimizer.zero_grad(); loss = F.cross_entropy(model(x), y)\n    loss.backward()",
+        got=f"    {AVERAGE}; return loss",
+        step="optimizer.step(closure)",
+    ),
+    "zero": case(  # an optimizer inside an optimizer
+        SAME,
+        {"weights": "right: they change as in one process that gets these gradients .*"},
+        begin="from torch.distributed.optim import ZeroRedundancyOptimizer",
+        optimizer="ZeroRedundancyOptimizer(net.parameters(), torch.optim.Adam, lr=0.1)",
+    ),
     "sum_then_clip": case(
         DIFFERENT + "averaging",
         {"averaging": "WRONG: 3 times one process's gradients: summed, not averaged"},
