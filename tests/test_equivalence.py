@@ -319,13 +319,13 @@ CASES = {
         got="for p in net.parameters(): p.grad.clamp_(-0.01, 0.01)",
     ),
     "hooks": case(  # of the program, that send messages
-        SAME,
-        {"averaging": "right: .*"},
-        begin="""def mean(gradient):
+        DIFFERENT + "averaging",
+        {"averaging": "WRONG: 3 times one process's gradients: summed, not averaged", "one batch": "right: .*"},
+        begin="""def total(gradient):
     gradient = gradient.clone()
     dist.all_reduce(gradient)
-    return gradient / n
-for p in net.parameters(): p.register_hook(mean)""",
+    return gradient
+for p in net.parameters(): p.register_hook(total)""",
         model="net",
     ),
     "first_of_two": case(  # not averaged: what comes after it in a step has other weights on each rank
