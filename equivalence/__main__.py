@@ -1,6 +1,7 @@
 """The command line."""
 
 import argparse
+import json
 import os
 import shlex
 import shutil
@@ -9,6 +10,7 @@ import tempfile
 import time
 import traceback
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 if not __package__:  # as `python PATH/equivalence`, from any folder
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -17,9 +19,13 @@ from instruments import command  # noqa: E402
 from instruments.command import Line  # noqa: E402
 
 import equivalence  # noqa: E402
-from equivalence import progress  # noqa: E402
 
-LEFT_OUT = "an epoch's last batch, evaluation and resume were not looked at"
+if TYPE_CHECKING:
+    from equivalence.verdict import Answer
+
+FAILED = "the program failed with several processes"
+LEFT_OUT = "not looked at: the rest of an epoch (--epoch follows it), evaluation, resume"
+NO_GRADIENTS = "gradients and weights were not looked at"
 
 
 def parse_args() -> argparse.Namespace:
@@ -27,8 +33,11 @@ def parse_args() -> argparse.Namespace:
     add = parser.add_argument
     add("--nproc", type=int, help="processes (default: one for each GPU; without a GPU, 2)")
     add("--steps", type=int, default=3, help="to compare (default: %(default)s)")
-    add("--only", choices=["averaging"], help="without runs in one process: only this question")
+    one = parser.add_mutually_exclusive_group().add_argument
+    one("--only", choices=["averaging"], help="without runs in one process: only this question")
+    one("--epoch", action="store_true", help="follow one epoch: each example once, on one rank?")
     add("--alone", default="", help='flags for the run in one process: --alone="--nproc 1"')
+    add("--json", metavar="FILE", help="write the answer as one object of JSON, too")
     add("--patience", type=float, default=120, help="seconds without a step (default: %(default)s)")
     args = command.read(parser)
     try:
@@ -39,6 +48,10 @@ def parse_args() -> argparse.Namespace:
         parser.error("give a program, such as mnist_ddp.py --dataset synthetic")
     if args.steps < 2 or not args.patience > 0 or (args.nproc is not None and args.nproc < 2):
         parser.error("--nproc and --steps must be at least 2, and --patience greater than 0")
+    if args.json:
+        args.json = Path(args.json).absolute()  # a program may change the folder
+        if args.json.is_dir() or not args.json.parent.is_dir():
+            parser.error(f"--json: {args.json} can't be written")
     return args
 
 
@@ -53,8 +66,7 @@ def main() -> int:
         return 130
     except Exception:  # 1 would mean: different
         traceback.print_exc()
-        print("equivalence: this is a mistake of equivalence's own", file=sys.stderr)
-        code = 2
+        code = failed(args, "this is a mistake of equivalence's own")
     leave(code)
     return code
 
@@ -65,16 +77,18 @@ def compare(args: argparse.Namespace) -> int:
     from instruments import ranks as instrument
     from instruments.rank import Job
 
-    from equivalence.record import Recorder
-    from equivalence.words import refusal_in
+    from equivalence import epoch
+    from equivalence.record import observers
+    from equivalence.verdict import refusal_in
 
     started = time.perf_counter()
     folder = Path(tempfile.mkdtemp(prefix="equivalence-"))
 
     def show(notes: list) -> int:
         if any(note.ending == "failed" for note in notes):
+            write(args, {"verdict": "error", "text": FAILED})
             return 2  # its error follows
-        return answer(args, sorted(notes), folder, started)
+        return say(args, answer(args, sorted(notes), folder), len(notes), started)
 
     torch.set_num_threads(1)  # or nothing could be forked after it
     # On GPUs another batch size may mean another kernel, which rounds otherwise.
@@ -84,75 +98,94 @@ def compare(args: argparse.Namespace) -> int:
     is_here = instrument.read_place() is None  # so all ranks will be on this machine
     shelf = str(folder) if is_here else None
     arguments = (args.steps, f"{folder}/log", shelf)
-    job = Job("equivalence", args.command, args.patience, Recorder, arguments)
+    job = Job("equivalence", args.command, args.patience, observers, arguments)
+    if args.epoch:
+        job = job._replace(make_observers=epoch.observers, arguments=(f"{folder}/log",))
     try:
         return instrument.look_at(job, args.nproc, show)
     except SystemExit as end:  # the program failed
-        progress.show("")
-        refusal = refusal_in(str(end.code))
-        if refusal:
-            print(f"equivalence: {refusal}", file=sys.stderr)
-            return 2
+        command.show("")
+        if refusal := refusal_in(str(end.code)):
+            return failed(args, refusal)
         if isinstance(end.code, str):
             for log in sorted(folder.glob("log*")):
                 sys.stderr.write(log.read_text(encoding="utf-8", errors="replace")[-2000:])
             print(end.code, file=sys.stderr)
-            print("equivalence: the program failed with several processes", file=sys.stderr)
-            return 2
+            return failed(args, FAILED)
         raise
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def answer(args: argparse.Namespace, notes: list, folder: Path, started: float) -> int:
+def answer(args: argparse.Namespace, notes: list, folder: Path) -> "Answer":
     from instruments.ranks import NO_STEP, exit_at_sigterm
 
-    from equivalence import verdict
-    from equivalence.alone import Runs
-    from equivalence.facts import Facts
-    from equivalence.judge import Judge
+    from equivalence import epoch
+    from equivalence.judge import Judge, only_averaging
+    from equivalence.runs import Runs
+    from equivalence.verdict import unknown
+    from equivalence.view import infinite
 
     exit_at_sigterm()
     ranks = [note.value for note in notes]
-    for rank in ranks:
-        rank.open()
+    if args.epoch:
+        return epoch.answer(ranks)
     steps = [len(rank.counts) for rank in ranks]
     if max(steps) == 0:
         return unknown(NO_STEP)
     is_stuck = any(note.ending == "stuck" for note in notes)
     if len(ranks) < ranks[0].world_size or is_stuck or min(steps) <= args.steps:
         each = ", ".join(f"rank {rank.rank}: {len(rank.counts)}" for rank in ranks)
-        return unknown(
-            f"not all ranks came through {args.steps + 1} steps of an optimizer ({each}): let them "
-            "make more, or give fewer --steps"
-        )
+        came = f"not all ranks came through {args.steps + 1} steps of an optimizer ({each})"
+        if bad := infinite(ranks, min(steps)):
+            return unknown(f"gradients: {bad}; {came}")
+        return unknown(f"{came}: let them make more, or give fewer --steps")
     if len(ranks) < 2:
         return unknown("there is only one process: give --nproc 2")
-    runs = Runs(args, folder, len(ranks))
     if args.only:
-        code, lines = verdict.only_averaging(Facts(ranks, args.steps))
-    else:
-        judge = Judge(ranks, args.steps, runs)
-        code, lines = verdict.all_three(judge, args.command)
-        if judge.look is None and code == verdict.UNKNOWN:
-            sys.stderr.write(runs.problem)
-    seconds = f"{time.perf_counter() - started:.0f} s"
-    and_one = "" if args.only else " and one"
-    program = f"{shlex.join(args.command)}: {len(ranks)} processes{and_one}, {args.steps} steps"
-    lines.insert(1, Line("program", f"{program} ({seconds})"))
-    lines.append(Line("note", f"{args.steps} steps; {LEFT_OUT}"))
-    say(lines)
-    return code
+        return only_averaging(ranks, args.steps)
+    runs = Runs(args, folder, len(ranks))
+    found = Judge(ranks, args.steps, runs, args.command).all_three()
+    if found.verdict.code == 2:
+        sys.stderr.write(runs.problem)
+    return found
 
 
-def unknown(text: str) -> int:
-    say([Line("verdict", f"NOT FOUND OUT: {text}")])
+def say(args: argparse.Namespace, found: "Answer", processes: int, started: float) -> int:
+    """Print the answer, and write it; returns the exit code."""
+    import torch
+
+    seconds, lines = time.perf_counter() - started, found.lines()
+    if found.links:
+        and_one = "" if args.only or args.epoch else " and one"
+        length = "one epoch" if args.epoch else f"{args.steps} steps"
+        text = f"{shlex.join(args.command)}: {processes} processes{and_one}, {length}"
+        lines.insert(1, Line("program", f"{text} ({seconds:.0f} s)"))
+        lines.append(Line("note", NO_GRADIENTS if args.epoch else LEFT_OUT))
+    command.show("")
+    command.say(lines, indent=14)
+    more = {
+        "processes": processes,
+        "steps": None if args.epoch else args.steps,
+        "seconds": round(seconds, 1),
+    }
+    write(args, found.as_json() | more | {"torch": torch.__version__})
+    return found.verdict.code
+
+
+def failed(args: argparse.Namespace, text: str) -> int:
+    print(f"equivalence: {text}", file=sys.stderr)
+    write(args, {"verdict": "error", "text": text})
     return 2
 
 
-def say(lines: list[Line]) -> None:
-    progress.show("")
-    command.say(lines, indent=14)
+def write(args: argparse.Namespace, found: dict) -> None:
+    """One object of JSON, complete or absent."""
+    if args.json:
+        about = {"program": args.command, "python": sys.version.split()[0]}
+        part = args.json.with_name(f"{args.json.name}.part")
+        part.write_text(json.dumps(found | about, indent=2) + "\n", encoding="utf-8")
+        part.replace(args.json)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Link 1: do the optimizers get the mean of the ranks' own gradients?  Seen in their notes."""
 
 import math
+import re
 from collections.abc import Callable
 
 import torch
@@ -11,37 +12,47 @@ from equivalence.facts import Facts
 from equivalence.notes import Step
 from equivalence.one_batch import Look
 from equivalence.vectors import Vector
-from equivalence.words import PARTS, Link, apart, percent, some_of
+from equivalence.verdict import Figures, Link, percent, some_of
+from equivalence.weights import Changes
 
 Choose = Callable[[Step], Vector]  # which gradients of a step
 
 
-def averaging(facts: Facts, right: Look | None) -> Link:
-    """right: what one process has shown, if link 2 was answered."""
-    if facts.may_have_parts:
-        return Link(LABEL, None, why=PARTS)
-    if not facts.are_own_seen():
-        return Link(LABEL, None, why="the ranks' own gradients were not seen")
-    if not any(rank.steps[0].got for rank in facts.ranks):
-        return Link(LABEL, None, why="the optimizer has parameters of its own")
+def averaging(facts: Facts, right: Look | None, changes: Changes) -> Link:
+    """right: what one process has shown, if link 2 was answered.  changes: of the weights."""
     link = compared(facts, right, lambda step: step.got | step.unclipped)
     if link.is_right and any(step.is_changed for rank in facts.ranks for step in rank.steps):
         link = compared(facts, right, lambda step: step.got)
+    is_other = link.is_right is False and facts.is_free and not facts.unequal
+    if is_other and changes.is_right:  # one process's own changes
+        text = link.text.removeprefix("WRONG: ")
+        text += "; the weights are averaged after the step, which is the same"
+        return Link(LABEL, True, text, max(changes.limit, changes.hidden))
     return link
 
 
+def in_weights(changes: Changes) -> Link:
+    """If the optimizers have parameters of their own, what they got is not seen."""
+    why = "the optimizer has parameters of its own"
+    if changes.why or changes.is_coarse and not changes.is_right:
+        return Link(LABEL, None, why=why)
+    limit = max(changes.limit, changes.hidden) if changes.is_right else changes.worst.far
+    return Link(LABEL, True, f"seen in the weights only: {why}", limit)
+
+
 def compared(facts: Facts, right: Look | None, choose: Choose) -> Link:
-    count = len(facts.own(0))
+    count = len(facts.owns[0])
     even = [[1 / count] * count for _ in facts.steps]
     shares = right.shares if right else even
-    goals = [vectors.combine(facts.own(k), shares[k]) for k in facts.steps]
+    goals = [vectors.combine(facts.owns[k], shares[k]) for k in facts.steps]
     gots = [chosen(facts, k, choose) for k in facts.steps]
     limit = limit_of(facts)
     bad, worst, far = compare(facts, gots, goals, limit)
+    figures = Figures(far, limit)
     if not bad:
         clipped = ", clipped" if any(step.unclipped for step in facts.ranks[0].steps) else ""
-        text = f"right: the optimizers get {in_shares(shares)}{clipped} {apart(far, limit)}"
-        return Link(LABEL, True, text, limit)
+        text = f"right: the optimizers get {in_shares(shares)}{clipped} {figures}"
+        return Link(LABEL, True, text, limit, figures=figures)
     if link := sent_coarsely(facts, gots, goals, limit):
         return link
     if right and (link := changed_as_alone(right, choose, limit)):
@@ -50,11 +61,25 @@ def compared(facts: Facts, right: Look | None, choose: Choose) -> Link:
     if len(bad) < len(names):
         others = f"the other {len(names) - len(bad)} of {len(names)} tensors are right"
         place = f" of {some_of(bad)} ({others})"
-    own = [vectors.only(part, set(bad)) for part in facts.own(worst)]
-    got = [vectors.only(part, set(bad)) for part in gots[worst]]
-    goal = vectors.only(goals[worst], set(bad))
-    gradients = Gradients(worst, own, got, goal, shares[worst], place)
-    return explain(facts, gradients, is_known=bool(right), far=apart(far, limit))
+
+    def explained(step: int) -> Link:
+        own = [vectors.only(part, set(bad)) for part in facts.owns[step]]
+        got = [vectors.only(part, set(bad)) for part in gots[step]]
+        goal = vectors.only(goals[step], set(bad))
+        gradients = Gradients(step, own, got, goal, shares[step], place)
+        return explain(facts, gradients, bool(right), figures)
+
+    link = explained(worst)
+    links = {k: explained(k) for k in facts.steps if not goals[k].keys().isdisjoint(bad)}
+    kinds = {without_numbers(one) for one in links.values()}
+    if link.is_right is None or len(kinds) == 1:
+        return link
+    same = [str(k + 1) for k, one in links.items() if one == link]
+    return link._replace(text=link.text.replace("WRONG:", f"WRONG in step {', '.join(same)}:"))
+
+
+def without_numbers(link: Link) -> str:
+    return re.sub(r"[0-9.e+-]+", "", link.text)
 
 
 def chosen(facts: Facts, step: int, choose: Choose) -> list[Vector]:
@@ -75,7 +100,7 @@ def compare(
     furthest: dict[str, float] = {}
     worst, most = 0, 0.0
     for k, goal in enumerate(goals):
-        sizes, in_step = vectors.mean_lengths(facts.own(k)), 0.0
+        sizes, in_step = vectors.mean_lengths(facts.owns[k]), 0.0
         for name in goal:
             for got in gots[k]:
                 far = vectors.distance_in(name, got, goal, sizes.get(name, 0.0))
@@ -90,7 +115,8 @@ def compare(
 
 def in_shares(shares: list[list[float]]) -> str:
     even = [1 / len(shares[0])] * len(shares[0])
-    if all(vectors.near(weights, [1.0] * len(weights), limits.COEFFICIENT) for weights in shares):
+    is_sum = [vectors.near(weights, [1.0] * len(weights), limits.COEFFICIENT) for weights in shares]
+    if all(is_sum) and len(even) > 1:
         return "the sum of what the ranks' examples contribute"
     for number, weights in enumerate(shares):
         if not vectors.near(weights, even, limits.COEFFICIENT):
@@ -110,13 +136,14 @@ def sent_coarsely(
         most, far = torch.finfo(dtype).eps, 0.0
         for k, goal in enumerate(goals):
             for got in gots[k]:
-                if not is_rounded(got, goal, facts.own(k), torch.finfo(dtype), limit):
+                if not is_rounded(got, goal, facts.owns[k], torch.finfo(dtype), limit):
                     far = math.inf
                 far = max(far, vectors.distance(got, goal))
         if far <= most:
             name = str(dtype).removeprefix("torch.")
             text = "right: the optimizers get the mean of the ranks' gradients, rounded on the way"
-            return Link(LABEL, True, f"{text} to {name} {apart(far, most)}", most)
+            figures = Figures(far, most)
+            return Link(LABEL, True, f"{text} to {name} {figures}", most, figures=figures)
     return None
 
 
@@ -142,7 +169,7 @@ def is_rounded(
 def changed_as_alone(right: Look, choose: Choose, limit: float) -> Link | None:
     """If one process's optimizer gets the same: the program changes gradients, such as clips."""
     facts, far = right.facts, 0.0
-    for k in facts.comparable():
+    for k in facts.comparable:
         wanted = vectors.only(choose(right.whole.notes.steps[k]), facts.trained)
         for got in chosen(facts, k, choose):
             far = max(far, vectors.distance(got, wanted))
@@ -150,4 +177,5 @@ def changed_as_alone(right: Look, choose: Choose, limit: float) -> Link | None:
     if far > limit:
         return None
     text = "right: the optimizers get the mean of the ranks' gradients, changed as in one process"
-    return Link(LABEL, True, f"{text} {apart(far, limit)}", limit)
+    figures = Figures(far, limit)
+    return Link(LABEL, True, f"{text} {figures}", limit, figures=figures)

@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import hashlib
 import itertools
 import pickle
 from collections.abc import Callable, Mapping
@@ -11,7 +10,7 @@ from typing import Any
 import numpy
 import torch
 import torch.nn.functional as F
-from instruments.tensors import bytes_of, tensors_in
+from instruments.tensors import digest, tensors_in
 from torch import nn
 
 from equivalence.limits import GROUPS
@@ -134,6 +133,25 @@ def join(batches: list, only: int | None = None, order: torch.Generator | None =
     return mapped(joined, batches)
 
 
+def is_made_of(value: Any, parts: list) -> bool:
+    """Whether the ranks' parts, in any order and along any dimension, are all that is in `value`.
+
+    So it is if each rank takes its part of a sequence.  A tensor may be the same everywhere.
+    """
+    is_shared = False
+    for tensors in zip(tensors_in(value), *[tensors_in(part) for part in parts], strict=False):
+        whole, *some = [tensor.detach().cpu() for tensor in tensors]
+        if all(tensor.equal(whole) for tensor in some):
+            continue
+        numbers = torch.cat([tensor.flatten() for tensor in some])
+        if numbers.dtype != whole.dtype or len(numbers) != whole.numel():
+            return False
+        if not numbers.sort().values.equal(whole.flatten().sort().values):
+            return False
+        is_shared = True
+    return is_shared
+
+
 def rows_differ(batches: list) -> str:
     """If tensors that differ between the batches have no row for each example; else ""."""
     counts = [count_examples(batch) for batch in batches]
@@ -174,15 +192,6 @@ def count_examples(batch: Any) -> int:
     return 1
 
 
-def digest(batch: Any) -> str:
-    """Equal for equal batches, or tensors."""
-    hashed = hashlib.blake2b(digest_size=16)
-    for tensor in tensors_in(batch):
-        hashed.update(f"{tensor.dtype} {list(tensor.shape)}".encode())
-        hashed.update(bytes_of(tensor))
-    return hashed.hexdigest()
-
-
 def digests_of_examples(batch: Any, examples: list | None = None) -> list[str]:
     """A name for each example, equal for equal ones.  examples: what the batch was made of."""
     if examples:
@@ -190,3 +199,20 @@ def digests_of_examples(batch: Any, examples: list | None = None) -> list[str]:
     count = count_examples(batch)
     tensors = [tensor for tensor in tensors_in(batch) if tensor.dim() and len(tensor) == count]
     return [digest([tensor[row] for tensor in tensors]) for row in range(count)]
+
+
+def plain_copy(value: Any) -> Any:
+    """A copy of what consists of torch's, numpy's and Python's own types; else None."""
+    if type(value) in (str, bytes, int, float, bool):
+        return value
+    if type(value) is torch.Tensor:
+        return value.detach().clone()
+    if isinstance(value, numpy.ndarray | numpy.generic) and value.dtype.kind in "biufc":
+        return value.copy()
+    if type(value) in (list, tuple):
+        parts = [plain_copy(part) for part in value]
+        return None if any(part is None for part in parts) else type(value)(parts)
+    if type(value) is dict:
+        parts = [plain_copy(part) for part in value.values()]
+        return None if any(part is None for part in parts) else dict(zip(value, parts, strict=True))
+    return None

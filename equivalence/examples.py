@@ -6,45 +6,51 @@ from typing import Any
 from instruments.tensors import tensors_in
 
 from equivalence.batches import digests_of_examples
-from equivalence.facts import Facts
+from equivalence.facts import PARTS, UNKNOWN, Facts
 from equivalence.limits import ALIKE, OFTEN
 from equivalence.notes import Event
-from equivalence.words import Link, some_of
+from equivalence.verdict import Link, some_of
 
 LABEL = "examples"
 SAMPLER = "give each its share (a DistributedSampler)"
 
 
 def copies(facts: Facts) -> Link:
-    if facts.has_parts or facts.may_have_parts or not facts.unequal:
+    if facts.model == UNKNOWN or not facts.unequal:
         return Link("copies", True)
     when = "from the start" if facts.first_unequal == 0 else f"after step {facts.first_unequal}"
     text = f"the ranks' weights differ {when}: {some_of(facts.unequal)}"
     return Link("copies", False, text)
 
 
-def examples(facts: Facts) -> Link:
-    """Is each example on one rank?"""
+def examples(facts: Facts, total: int = 0) -> Link:
+    """Is each example on one rank?  total: how many one process has in a step; 0: not known."""
     if not facts.keys:
         return Link(LABEL, True, "no batch was seen that each step takes")
-    count = len(facts.ranks)
-    if facts.has_parts and len(facts.distinct) == 1:
-        number = facts.examples(facts.ranks[0], 0)
-        text = f"{number} in a step, the same on all {count} ranks, which share one model"
-        return Link(LABEL, True, text)
+    if facts.model == PARTS:
+        return of_parts(facts)
     spread = {}
     for k in facts.steps:
         some = [facts.examples(rank, k) for rank in facts.ranks]
         spread[max(some) - min(some)] = some
-    text = " + ".join(map(str, spread[max(spread)])) + " in a step"
-    if facts.is_same_work():
+    most = spread[max(spread)]
+    text = " + ".join(map(str, most)) + " in a step"
+    if facts.is_same_work:
+        count = len(facts.ranks)
         who, times = ("both", "twice") if count == 2 else (f"all {count}", f"{count} times")
         if len(facts.distinct) > 1:
             who, times = "some", "again"
         text += f": {who} ranks have the same, and do the same work {times}: {SAMPLER}"
         return Link(LABEL, False, text)
-    if len(facts.distinct) < count:
+    if len(facts.distinct) < len(facts.ranks):
         return Link(LABEL, True, f"{text}: of the same batch each rank takes its part")
+    if 0 < total < sum(most):
+        return Link(LABEL, True, f"{text}: of the same {total} examples each rank takes its part")
+    return of_shares(facts, text)
+
+
+def of_shares(facts: Facts, text: str) -> Link:
+    """In data parallelism an example is on one rank only, in the steps and in an epoch."""
     steps = f"{len(facts.steps)} steps"
     twice, total, is_proven = on_two_ranks(facts)
     epoch, shared = in_an_epoch(facts)
@@ -57,6 +63,15 @@ def examples(facts: Facts) -> Link:
         return Link(LABEL, False, f"{text}: {SAMPLER}")
     text += " (if the data have no equal examples)"
     return Link(LABEL, None, text, why="some may be on more than one rank")
+
+
+def of_parts(facts: Facts) -> Link:
+    """Ranks that have parts of one model share batches, or don't: the gradients tell if rightly."""
+    text = " + ".join(str(facts.examples(rank, 0)) for rank in facts.distinct) + " in a step"
+    shared = f"all {len(facts.ranks)}" if len(facts.distinct) == 1 else "some"
+    if len(facts.distinct) < len(facts.ranks):
+        text += f", the same on {shared} ranks, which share one model"
+    return Link(LABEL, True, text)
 
 
 def on_two_ranks(facts: Facts) -> tuple[int, int, bool]:
@@ -131,11 +146,11 @@ def in_an_epoch(facts: Facts) -> tuple[str, str]:
     is_one_dataset = len(ends) == 1 and all(ends)
     is_known = all(indices) and all(len(set(some)) == len(some) for some in indices)
     if not (is_known and is_one_dataset):
-        return " (of an epoch not seen)", ""
+        return " (the epoch's length is not known)", ""
     owners: Counter = Counter()
     for some in indices:
         owners.update(set(some))
-    slack = 2 * len(indices) + facts.total()  # padding, or a last batch that is left out
+    slack = 2 * len(indices) + facts.total  # padding, or a last batch that is left out
     if owners.total() <= len(owners) + slack:
         return " or in an epoch", ""
     twice = sum(count > 1 for count in owners.values())

@@ -5,7 +5,7 @@ import dataclasses
 from equivalence import limits, vectors
 from equivalence.facts import Facts
 from equivalence.vectors import Fit, Vector
-from equivalence.words import Link, made_of, percent
+from equivalence.verdict import Figures, Link, made_of, percent
 
 LABEL = "averaging"
 DEPENDS = "whether that is right depends on the loss (one batch)"
@@ -19,7 +19,7 @@ DIVIDED = (
 
 @dataclasses.dataclass
 class Gradients:
-    """Of the step in which the optimizers' are furthest from the goal, the tensors that are."""
+    """Gradients of one step: those tensors in which the optimizers' are not the goal."""
 
     step: int
     own: list[Vector]
@@ -29,25 +29,25 @@ class Gradients:
     place: str  # which tensors, if not all
 
 
-def explain(facts: Facts, gradients: Gradients, is_known: bool, far: str) -> Link:
+def explain(facts: Facts, gradients: Gradients, is_known: bool, figures: Figures) -> Link:
     """is_known: how much each rank's should count; else the mean is a guess."""
     if not are_equal(gradients.got):
-        return wrong(unequal(facts, gradients))
+        return wrong(unequal(facts, gradients), figures)
     fit = vectors.fit(gradients.got[0], gradients.own)
-    if not is_known and (text := perhaps_right(gradients, fit, far)):
-        return Link(LABEL, None, text, why=f"{text}; {DEPENDS}")
-    return wrong(in_words(fit, gradients))
+    if not is_known and (text := perhaps_right(gradients, fit, figures)):
+        return Link(LABEL, None, text, why=f"{text}; {DEPENDS}", figures=figures)
+    return wrong(in_words(fit, gradients), figures)
 
 
-def wrong(text: str) -> Link:
-    return Link(LABEL, False, f"WRONG: {text}")
+def wrong(text: str, figures: Figures) -> Link:
+    return Link(LABEL, False, f"WRONG: {text}", figures=figures)
 
 
 def are_equal(parts: list[Vector]) -> bool:
     return all(vectors.distance(part, parts[0]) < limits.UPDATED for part in parts)
 
 
-def perhaps_right(gradients: Gradients, fit: Fit, far: str) -> str:
+def perhaps_right(gradients: Gradients, fit: Fit, figures: Figures) -> str:
     """What they got, if that is right for some losses: a sum over all ranks' examples, say."""
     times = vectors.fit(gradients.got[0], [gradients.goal])
     if times.left < limits.OWN and not gradients.place:
@@ -55,9 +55,8 @@ def perhaps_right(gradients: Gradients, fit: Fit, far: str) -> str:
     if fit.is_clear and fit.left < limits.OWN and min(fit.weights) > limits.COEFFICIENT:
         return f"the optimizers get {made_of(fit.weights)}{gradients.place}"
     if fit.left > limits.MOST_COARSE:
-        return (
-            f"the optimizers don't get the mean of the ranks' gradients {far}: changed on purpose?"
-        )
+        text = f"the optimizers don't get the mean of the ranks' gradients {figures}"
+        return f"{text}: changed on purpose?"
     return ""
 
 

@@ -1,157 +1,86 @@
-"""Asks the three questions, one after the other, and makes the runs that each needs."""
+"""Asks the three questions.  What can be seen is decided first; it says which links are asked."""
 
-from equivalence import limits
-from equivalence.alone import Runs
-from equivalence.facts import Facts
-from equivalence.given import Given
-from equivalence.notes import Notes
-from equivalence.one_batch import (
-    Look,
-    factors,
-    measured,
-    most,
-    why_not_its_own,
-    why_not_joined,
-    why_not_joined_well,
+from collections.abc import Callable
+from functools import cached_property
+
+from instruments.command import Line
+
+from equivalence import causes, weights
+from equivalence.averaging import averaging, in_weights
+from equivalence.examples import copies, examples
+from equivalence.facts import GOT, NONE_GOT, OWN, UNKNOWN, Facts
+from equivalence.layers import AVERAGES
+from equivalence.notes import Alone, Notes
+from equivalence.one_batch import Look, Looks
+from equivalence.options import options
+from equivalence.verdict import SAME, Answer, Link, Verdict, conclude, problem
+from equivalence.view import beside_one, facts_of, infinite
+
+PARTS = (
+    "the ranks have parts of one process's model, and how these make it was not seen (FSDP1? Use "
+    "fully_shard)"
 )
-from equivalence.replay import Alone
-from equivalence.weights import LABEL as WEIGHTS
-from equivalence.weights import weights
-from equivalence.words import PARTS, Link, apart
+COPIES_OR_PARTS = "the ranks' weights differ from the start: copies, or parts of one model?"
+NOT_SEEN = "the ranks' own gradients were not seen"
+NONE_SEEN = "the optimizer has parameters of its own"
+NOT_ASKED = "whether one process computes the same (one batch, weights) was not asked"
+
+
+def only_averaging(ranks: list[Notes], length: int) -> Answer:
+    """What the processes' notes alone say."""
+    facts = facts_of(ranks, length)
+    why = {UNKNOWN: COPIES_OR_PARTS, GOT: NOT_SEEN, NONE_GOT: NONE_SEEN}
+    unseen = why.get(facts.model) or why.get(facts.gradients)
+    first = Link("averaging", None, why=unseen)
+    if not unseen:
+        first = averaging(facts, None, weights.Changes("one process was not asked"))
+    if first.text and first.is_right is None:  # no other link will tell
+        first = first._replace(is_right=False, why="")
+    links = [examples(facts), copies(facts), options(facts, None, []), first]
+    text = f"AVERAGING RIGHT in the {length} steps compared: the ranks have one model, and average"
+    text += f" their gradients; the test notices differences larger than {first.limit:.0e}"
+    other = "ranks that train one model with the mean of their gradients"
+    verdict = problem(links, other) or Verdict(SAME, text)
+    return Answer(verdict, links, [Line("note", NOT_ASKED)])
 
 
 class Judge:
-    """The processes' notes, and what one process has found."""
+    """The processes' notes beside runs in one process.  Each property is computed once."""
 
-    def __init__(self, ranks: list[Notes], steps: int, runs: Runs) -> None:
-        self.runs, self.count = runs, steps
-        self.facts = Facts(ranks, steps)
-        self.look: Look | None = None  # at all examples in one batch
-        self.right: Look | None = None  # the look in which link 2 is right
+    def __init__(self, ranks: list[Notes], length: int, runs: object, command: list[str]) -> None:
+        self.runs, self.command = runs, command
+        facts = facts_of(ranks, length)
         self.own_data: Alone | None = None  # a run with the program's own batches
-        if self.facts.first_unequal == 0 and not self.facts.has_parts:
-            self.look_for_parts()
-        self.is_direct = not self.facts.are_own_seen()
-        self.label = "gradients" if self.is_direct else "one batch"
+        if facts.model == UNKNOWN:
+            self.own_data = runs.alone(facts, "own data")
+            facts = beside_one(facts, self.own_data)
+        self.facts: Facts = facts
+        self.looks = Looks(facts, runs)
 
-    def look_for_parts(self) -> None:
-        """Weights that differ from the start: copies, or parts of one process's model?"""
-        alone = self.own_data = self.make("own data")
-        if alone is None:
-            return
-        first = self.facts.ranks[0].steps[0].weights
-        for name, tensor in alone.notes.steps[0].weights.items():
-            is_other = name not in first or first[name].shape != tensor.shape
-            if is_other and name in alone.notes.parameters:
-                self.facts.has_parts = not alone.unmatched
-                self.facts.may_have_parts = bool(alone.unmatched)
+    # --------------------------------------------------------------------------- what was measured
 
-    def make(self, kind: str, facts: Facts | None = None, **more: object) -> Alone | None:
-        return self.runs.alone(Given(facts or self.facts, kind, **more))
+    @cached_property
+    def why_no_batch(self) -> str:
+        """Why the ranks' batches can't be made one."""
+        return (
+            "" if self.facts.keys else "no batch was seen that each step takes from the same place"
+        )
 
-    # ------------------------------------------------------------------------------ link 2
+    @cached_property
+    def look(self) -> Look | None:
+        """All examples in one batch."""
+        return None if self.why_no_batch else self.looks.at(self.facts)
 
-    def one_batch(self) -> Link:
-        if self.facts.may_have_parts:
-            return self.unknown(PARTS)
-        if not self.facts.keys:
-            return self.unknown("no batch was seen that each step takes from the same place")
-        if reason := why_not_joined(self.facts):
-            return self.unknown(reason)
-        look = self.look_at(self.facts)
-        if reason := self.why_no_run(look.whole):
-            return self.unknown(reason)
-        self.look = look
-        if not self.runs.rates and look.whole.notes.counts != self.facts.ranks[0].counts:
-            return self.unknown("one process takes its batches in other steps (a GradScaler's?)")
-        if not look.steps:
-            return self.unknown("the ranks' weights differ from the start")
-        if look.is_right:
-            return self.is_one_batch(look)
-        return self.differs(look)
+    @cached_property
+    def alone(self) -> Alone | None:
+        """A run in one process, with the batches of all if there is one."""
+        if self.look and self.is_run(self.look.whole):
+            return self.look.whole
+        return self.own_data or self.runs.alone(self.facts, "own data")
 
-    def look_at(self, facts: Facts, left_out: tuple = ()) -> Look:
-        """Rounding is measured only where it matters."""
-        look = Look(facts, left_out, self.make("whole", facts, left_out=left_out))
-        if look.whole is None or look.whole.unmatched:
-            return look
-        look = measured(look)
-        may_be_rounding = look.steps and not look.is_right and look.worst.far <= most(facts)
-        return self.with_rounding(look) if may_be_rounding else look
-
-    def with_rounding(self, look: Look) -> Look:
-        moved = look.moved or self.make("moved", look.facts, left_out=look.left_out)
-        return measured(look._replace(moved=moved)) if moved else look
-
-    def is_one_batch(self, look: Look) -> Link:
-        self.right = look
-        worst = look.worst
-        if self.is_direct:
-            text = f"right: one process's {apart(worst.far, worst.limit)}"
-        else:
-            batch = f"all {self.facts.total()} examples in one batch"
-            text = f"right: that is the gradient of {batch} {apart(worst.far, worst.limit)}"
-        return Link(self.label, True, text, look.limit)
-
-    def differs(self, look: Look) -> Link:
-        """Why?  A cause is named only if the difference goes when that alone is switched off."""
-        worst = look.worst
-        batch = "one process's" if self.is_direct else f"all {self.facts.total()} in one batch"
-        text = f"different from {batch} {apart(worst.far, worst.limit)}"
-        text += f", in {worst.name}" if worst.name else ""
-        kinds = sorted(self.facts.kinds())
-        if kinds:
-            all_kinds = " and ".join(kinds)
-            look = self.without(kinds)
-            if look is None:
-                return self.unknown(f"the program failed without {all_kinds}", text)
-            far = apart(look.worst.far, look.worst.limit)
-            if look.is_right:
-                self.right = look
-                cause = " and ".join(look.left_out)
-                text += f"; without {cause} {far}"
-                return Link(self.label, True, text, look.limit, but=cause)
-            text += f"; without {all_kinds} too {far}"
-        return self.accused(look, text)
-
-    def accused(self, look: Look, text: str) -> Link:
-        """Nothing explains the difference: is it the program's?  What was joined was guessed."""
-        if any(rank.steps[0].draws for rank in look.facts.ranks):
-            return self.unknown(
-                "each step draws random numbers, and one process draws others", text
-            )
-        look = self.with_rounding(look)
-        if look.worst.far <= limits.YARDSTICKS * look.worst.rounding:
-            why = "rounding, or another order of the same examples, moves a gradient by"
-            return self.unknown(f"{why} {look.worst.rounding:.0e}", text)
-        if multiple := factors(look):
-            what = "what the optimizers get" if self.is_direct else "the mean of the ranks'"
-            return Link(self.label, False, f"WRONG: {what} is {multiple}")
-        if self.is_direct:
-            return self.unknown("the ranks' own gradients were not seen", text)
-        reason = why_not_joined_well(look)
-        if not reason and not look.is_given:
-            if self.runs.rates:
-                return self.unknown("one process takes another number of batches in a step", text)
-            share = self.make("share", look.facts, left_out=look.left_out)
-            reason = why_not_its_own(look, share)
-        return self.unknown(reason, text) if reason else Link(self.label, False, text)
-
-    def without(self, kinds: list[str]) -> Look | None:
-        """Without all these layers; if then nothing differs, without the one that is the cause."""
-        without_all = self.look_without(tuple(kinds))
-        if without_all is None or not without_all.is_right or len(kinds) == 1:
-            return without_all
-        for kind in kinds:
-            look = self.look_without((kind,))
-            if look is None or look.is_right:
-                return look
-        return without_all
-
-    def look_without(self, kinds: tuple) -> Look | None:
-        ranks = self.runs.several(kinds)
-        look = self.look_at(Facts(ranks, self.count), kinds) if ranks else None
-        return look if look and look.steps else None
+    @staticmethod
+    def is_run(alone: Alone | None) -> bool:
+        return alone is not None and not alone.unmatched
 
     def why_no_run(self, alone: Alone | None) -> str:
         """Why a run in one process says nothing; "" if it does."""
@@ -160,29 +89,114 @@ class Judge:
         names = ", ".join(alone.unmatched[:3])
         return f"one process has weights that no rank has: {names}" if names else ""
 
-    def unknown(self, why: str, text: str = "") -> Link:
-        return Link(self.label, None, f"not found out: it is {text}" if text else "", why=why)
+    @cached_property
+    def tested(self) -> tuple[Link, Look | None]:
+        """Link 2, and the look in which nothing differs."""
+        facts, look = self.facts, self.look
+        reason = self.why_no_batch
+        if not reason and not (self.is_run(look.whole) and look.is_given):
+            reason = causes.why_not_joined(facts)
+        reason = reason or self.why_no_run(look.whole)
+        if not reason and not self.runs.rates and not in_the_same_steps(look):
+            reason = "one process takes its batches in other steps (a GradScaler's?)"
+        if not reason and not look.steps:
+            reason = "the ranks' weights differ from the start"
+        if reason:
+            return causes.unknown(facts, reason), None
+        if look.is_right:
+            return causes.right(look), look
+        return causes.differs(self.looks, look)
 
-    # ------------------------------------------------------------------------------ link 3
-
-    def weights(self) -> Link:
-        """One process gets the gradients that the processes' optimizers got."""
-        if self.facts.may_have_parts:
-            return Link(WEIGHTS, None, why=PARTS)
-        alone = self.alone()
-        if reason := self.why_no_run(alone):
-            return Link(WEIGHTS, None, why=reason)
+    @cached_property
+    def changes(self) -> weights.Changes:
+        """How one process changes the weights, with the gradients that the optimizers got."""
+        right = self.tested[1]
+        if reason := self.why_no_run(self.alone):
+            return weights.Changes(reason)
         if all(self.facts.is_forced(k) for k in self.facts.steps):
-            return weights(self.facts, alone, None)
-        if self.right is None:
-            return Link(WEIGHTS, None, why="one process's optimizer gets other gradients")
-        look = self.with_rounding(self.right)
-        return weights(look.facts, look.whole, look.moved)
+            return weights.measured(self.facts, self.alone, None)
+        if right is None:
+            return weights.Changes("one process's optimizer gets other gradients")
+        right = self.looks.with_rounding(right)
+        return weights.measured(right.facts, right.whole, right.moved)
 
-    def alone(self) -> Alone | None:
-        """A run in one process, with the batches of all if there is one."""
-        if self.look:
-            return self.look.whole
-        if self.own_data is None:
-            self.own_data = self.make("own data")
-        return self.own_data
+    @cached_property
+    def settings(self) -> Link:
+        return options(self.facts, self.alone.notes if self.alone else None, self.command)
+
+    # -------------------------------------------------------------------------------- what is asked
+
+    def batch(self) -> Link:
+        return self.tested[0]
+
+    def averaging(self) -> Link:
+        return averaging(self.facts, self.tested[1], self.changes)
+
+    def in_weights(self) -> Link:
+        return in_weights(self.changes)
+
+    def links(self) -> list[Link]:
+        """The chain's, in its order.  The first one says whether optimizers get the right ones."""
+        if self.facts.model == UNKNOWN:
+            label = causes.label(self.facts)
+            return [Link(name, None, why=PARTS) for name in ("averaging", label, "weights")]
+        asked: dict[str, list[Callable[[], Link]]] = {
+            OWN: [self.averaging, self.batch],
+            GOT: [self.batch],
+            NONE_GOT: [self.in_weights, self.batch],
+        }
+        links = [ask() for ask in asked[self.facts.gradients]]
+        return [*links, weights.weights(self.changes, links[0], self.settings)]
+
+    def all_three(self) -> Answer:
+        facts, length = self.facts, len(self.facts.steps)
+        if bad := infinite(facts.ranks, length):
+            links = [examples(facts), copies(facts), Link("gradients", None, why=bad)]
+            return Answer(conclude(links, length), links, [])
+        total = self.look.total if self.look and self.is_run(self.look.whole) else 0
+        links = [examples(facts, total), copies(facts), self.settings, *self.links()]
+        others = self.buffers(links)
+        verdict = conclude(links, length, " (but for buffers)" * bool(others))
+        return Answer(verdict, links, others + random_numbers(facts) + worker_seeds(facts))
+
+    def buffers(self, links: list[Link]) -> list[Line]:
+        is_wrong = any(link.is_right is False and link.label == "averaging" for link in links)
+        if is_wrong or not self.look or not self.is_run(self.look.whole):
+            return []
+        left_out = AVERAGES if "BatchNorm" in self.facts.kinds else ()
+        return weights.buffers(self.facts, self.look.whole, self.tested[0].limit, left_out)
+
+
+def in_the_same_steps(look: Look) -> bool:
+    """Whether one process takes the batches in the steps in which the ranks take theirs."""
+    many, alone = look.facts.ranks[0], look.whole.notes
+    if many.counts == alone.counts:
+        return True
+    ahead = [key for key in look.facts.keys if many.reads_ahead(key) or alone.reads_ahead(key)]
+    return bool(ahead) and all(many.rate(key) == alone.rate(key) for key in look.facts.keys)
+
+
+def random_numbers(facts: Facts) -> list[Line]:
+    """Whether all ranks draw the same ones, though their examples differ."""
+    ranks = facts.distinct
+    drawn = set().union(*(rank.steps[0].draws for rank in ranks))
+    states = []
+    for rank in ranks:
+        for events in list(rank.events.values())[:1]:
+            states.append(events[0].state)
+    if len(states) < 2 or not drawn:
+        return []
+    others = set().union(*(state.other_than(states[0]) for state in states[1:]))
+    if drawn & others:
+        return []
+    text = "all ranks draw the same random numbers, so they have the same dropout masks (or noise)"
+    return [Line("note", f"{text}: seed them differently")]
+
+
+def worker_seeds(facts: Facts) -> list[Line]:
+    """Whether loader workers of ranks with other examples draw the same random numbers."""
+    seeds = [tuple(rank.worker_seeds.values()) for rank in facts.distinct]
+    if len(seeds) < 2 or not seeds[0] or len(set(seeds)) > 1:
+        return []
+    text = "the loader workers of all ranks draw the same random numbers (augmentation): give each"
+    return [Line("note", f"{text} rank's DataLoader a generator with a seed of its own")]

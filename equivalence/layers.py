@@ -1,9 +1,17 @@
 """The layers and functions that compute something else with several processes, by design."""
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.nn.functional as F
+from instruments.observer import Observer
+from instruments.tensors import tensors_in
 from torch import nn
+
+from equivalence.limits import COARSE
+from equivalence.notes import Notes
 
 BATCH_NORM = nn.modules.batchnorm._BatchNorm
 AVERAGES = ("running_mean", "running_var", "num_batches_tracked")  # its buffers
@@ -12,6 +20,43 @@ DROPS_PATHS = ("DropPath", "StochasticDepth")  # classes of timm, torchvision an
 ATTENTION = "scaled_dot_product_attention"
 DROPOUTS = [name for name in dir(F) if name.rstrip("123d").endswith("dropout") and name[0] != "_"]
 DROPOUTS.append(ATTENTION)
+
+
+class Layers(Observer):
+    """Notes kinds of layers, and number formats; switches kinds off."""
+
+    def __init__(self, noted: Notes, left_out: tuple) -> None:
+        self.noted, self.left_out = noted, left_out
+
+    def patches(self) -> list[tuple[Any, str, Callable]]:
+        return [(F, name, functools.partial(self.dropout, name)) for name in DROPOUTS]
+
+    def forward_begins(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        if self.hooks.is_in("backward"):  # again, to save memory
+            return
+        for layer in module.modules():
+            if kind := kind_of(layer):
+                self.noted.kinds.add(kind)
+                layer.training = kind not in self.left_out
+        for device in "cpu", "cuda":
+            if torch.is_grad_enabled() and torch.is_autocast_enabled(device):
+                self.note_format(torch.get_autocast_dtype(device))
+
+    def forward_ends(self, module: nn.Module, args: tuple, output: Any) -> None:
+        for tensor in tensors_in(output):
+            if tensor.is_floating_point():
+                self.note_format(tensor.dtype)
+
+    def note_format(self, dtype: torch.dtype) -> None:
+        self.noted.is_coarse |= torch.finfo(dtype).eps > COARSE
+
+    def dropout(self, name: str, original: Callable, *args: Any, **kwargs: Any) -> Any:
+        """What is called by nn.Dropout, and by programs themselves."""
+        if not torch.compiler.is_compiling() and drops(name, args, kwargs):
+            self.noted.kinds.add("dropout")
+            if "dropout" in self.left_out:
+                args, kwargs = without_dropout(name, args, kwargs)
+        return original(*args, **kwargs)
 
 
 def kind_of(layer: nn.Module) -> str:

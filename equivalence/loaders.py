@@ -1,23 +1,16 @@
 """Which of the program's DataLoaders a batch comes from, and which examples are in it."""
 
-import hashlib
-import io
-import pickle
-import random
 import weakref
 from collections.abc import Callable
 from typing import Any
 
-import numpy
-import torch
-from instruments.tensors import bytes_of
 from torch.utils import data as torch_data
 from torch.utils.data import Subset, dataloader
-from torch.utils.data._utils import collate
+from torch.utils.data._utils import collate, fetch
 
+from equivalence.batches import plain_copy
 from equivalence.limits import LARGEST_EPOCH
-from equivalence.notes import Notes
-from equivalence.randomness import random_state, set_random_state
+from equivalence.notes import Notes, digest_of_ends, random_state
 
 IN_TURN = (torch_data.SequentialSampler, torch_data.DistributedSampler)  # they draw nothing
 KEPT = "equivalence: a batch, and its examples"  # a class of ours could not be sent
@@ -27,14 +20,24 @@ TORCHS_COLLATE = (collate.default_collate, collate.default_convert)
 class Loaders:
     """Each has a name: "loader 0" is the first that was asked for a batch."""
 
-    def __init__(self, noted: Notes) -> None:
-        self.noted = noted
+    def __init__(self, noted: Notes, largest: int = LARGEST_EPOCH) -> None:
+        """largest: an epoch of more examples is not listed."""
+        self.noted, self.largest = noted, largest
         self.owners: list[weakref.ref] = []  # a loader's sampler, or its iterator
         self.rounds: dict[str, int] = {}
         self.datasets: dict[str, Any] = {}
         self.names: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # of iterators
         self.waiting: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # indices drawn
         self.examples: list | None = None  # of the last batch, if its collate_fn is not torch's
+
+    def patches(self) -> list[tuple[Any, str, Callable]]:
+        return [
+            (dataloader._BaseDataLoaderIter, "_next_index", self.draw),
+            (fetch._MapDatasetFetcher, "fetch", self.fetch),
+            (fetch._IterableDatasetFetcher, "fetch", self.fetch),
+            (dataloader._SingleProcessDataLoaderIter, "_next_data", self.unpack),
+            (dataloader._MultiProcessingDataLoaderIter, "_next_data", self.unpack),
+        ]
 
     def name_of(self, iterator: Any) -> str:
         """A new one takes the name of one that is gone: many programs build one for each epoch."""
@@ -54,14 +57,14 @@ class Loaders:
         if name not in self.datasets:
             self.datasets[name] = iterator._dataset
             self.noted.batch_sizes[name] = getattr(sampler, "batch_size", None) or 0
-            self.noted.epochs[name] = epoch_of(iterator)
+            self.noted.epochs[name] = epoch_of(iterator, self.largest)
         inner = getattr(sampler, "sampler", None)
         if getattr(inner, "replacement", False):
             self.noted.redraws.add(name)
         return name
 
     def ends(self) -> dict[str, str]:
-        """Of each data set, to know whether ranks have the same one.  The program is over."""
+        """A digest of each data set's ends: do ranks have the same one?  The program is over."""
         digests = {}
         for name, dataset in self.datasets.items():
             whole, _ = in_whole(dataset, [])
@@ -77,18 +80,25 @@ class Loaders:
         return indices
 
     def indices_of(self, iterator: Any) -> tuple:
-        """Of the batch that was just loaded."""
+        """The numbers of the examples in the batch that was just loaded."""
         waiting = self.waiting.get(iterator)
         return tuple(waiting.pop(0)) if waiting else ()
 
     def fetch(self, original: Callable, fetcher: Any, index: Any) -> Any:
-        """Keep the examples from which the program's own collate_fn makes a batch.
+        """A batch; and the examples of which the program's own collate_fn makes it; and draws.
 
         This may be in a worker process, which was forked from the one that notes.
         """
+        is_worker = torch_data.get_worker_info() is not None
+        state = random_state() if is_worker else None
+        batch, kept = self.fetch_examples(original, fetcher, index)
+        has_drawn = is_worker and bool(random_state().other_than(state))
+        return (KEPT, batch, kept, has_drawn) if kept is not None or has_drawn else batch
+
+    def fetch_examples(self, original: Callable, fetcher: Any, index: Any) -> tuple:
         own = fetcher.collate_fn
         if own in TORCHS_COLLATE or not fetcher.auto_collation:
-            return original(fetcher, index)
+            return original(fetcher, index), None
         kept: list | None = None
 
         def keep(examples: list) -> Any:
@@ -103,58 +113,19 @@ class Loaders:
 
         fetcher.collate_fn = keep
         try:
-            batch = original(fetcher, index)
+            return original(fetcher, index), kept
         finally:
             fetcher.collate_fn = own
-        return batch if kept is None else (KEPT, batch, kept)
 
     def unpack(self, original: Callable, iterator: Any) -> Any:
         """What the program gets of it."""
         batch = original(iterator)
         self.examples = None
         if type(batch) is tuple and batch and isinstance(batch[0], str) and batch[0] == KEPT:
-            _, batch, self.examples = batch
+            _, batch, self.examples, has_drawn = batch
+            if has_drawn and iterator in self.names:
+                self.noted.worker_seeds[self.names[iterator]] = iterator._base_seed
         return batch
-
-
-def plain_copy(value: Any) -> Any:
-    """A copy of what consists of torch's, numpy's and Python's own types; else None."""
-    if type(value) in (str, bytes, int, float, bool):
-        return value
-    if type(value) is torch.Tensor:
-        return value.detach().clone()
-    if isinstance(value, numpy.ndarray | numpy.generic) and value.dtype.kind in "biufc":
-        return value.copy()
-    if type(value) in (list, tuple):
-        parts = [plain_copy(part) for part in value]
-        return None if any(part is None for part in parts) else type(value)(parts)
-    if type(value) is dict:
-        parts = [plain_copy(part) for part in value.values()]
-        return None if any(part is None for part in parts) else dict(zip(value, parts, strict=True))
-    return None
-
-
-class Content(pickle.Pickler):
-    """torch would give each tensor another name in each process, and all of its storage."""
-
-    def persistent_id(self, value: Any) -> tuple | None:
-        if isinstance(value, torch.Tensor):
-            return str(value.dtype), tuple(value.shape), bytes_of(value)
-        return None
-
-
-def digest_of_ends(dataset: Any) -> str:
-    state, content = random_state(), io.BytesIO()
-    try:
-        random.seed(0)
-        numpy.random.seed(0)
-        torch.manual_seed(0)
-        Content(content).dump([dataset[0], dataset[len(dataset) - 1]])
-    except Exception:  # the program's own code, or what can't be pickled
-        return ""
-    finally:
-        set_random_state(state)
-    return hashlib.blake2b(content.getvalue(), digest_size=16).hexdigest()
 
 
 def in_whole(dataset: Any, indices: list) -> tuple[Any, list]:
@@ -165,12 +136,12 @@ def in_whole(dataset: Any, indices: list) -> tuple[Any, list]:
     return dataset, [int(index) for index in indices if isinstance(index, int)]
 
 
-def epoch_of(iterator: Any) -> list:
+def epoch_of(iterator: Any, largest: int) -> list:
     """All indices of an epoch, if the sampler is torch's own and draws nothing; else []."""
     sampler = getattr(iterator._index_sampler, "sampler", None)
     if type(sampler) is torch_data.RandomSampler and not sampler.replacement:
         sampler = torch_data.SequentialSampler(sampler.data_source)  # the same, in order
     is_own = type(iterator._index_sampler) is torch_data.BatchSampler and type(sampler) in IN_TURN
-    if not is_own or len(sampler) > LARGEST_EPOCH:
+    if not is_own or len(sampler) > largest:
         return []
     return in_whole(iterator._dataset, list(sampler))[1]

@@ -1,15 +1,87 @@
-"""What one process has noted of each step."""
+"""What one process has noted of each step; the states of its random generators; large tensors."""
 
+import functools
+import hashlib
+import io
+import itertools
+import pickle
+import random
+import threading
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from equivalence.randomness import RandomState
-from equivalence.shelf import opened
+import numpy
+import torch
+from instruments.tensors import bytes_of, digest, whole
+
+from equivalence.limits import AHEAD
 from equivalence.vectors import Vector
+
+LARGE = 1_000_000  # bytes: a smaller tensor stays in memory
+
+
+class RandomState(NamedTuple):
+    """States of the generators of torch (the CPU's and this GPU's), Python and numpy."""
+
+    cpu: torch.Tensor
+    gpu: torch.Tensor | None
+    python: tuple
+    numpy: tuple
+
+    def other_than(self, other: "RandomState") -> set[str]:
+        """The generators that are in another state."""
+        names = set()
+        if not self.cpu.equal(other.cpu):
+            names.add("cpu")
+        if self.gpu is not None and other.gpu is not None and not self.gpu.equal(other.gpu):
+            names.add("gpu")
+        if self.python != other.python:
+            names.add("python")
+        if self.numpy[2] != other.numpy[2] or (self.numpy[1] != other.numpy[1]).any():
+            names.add("numpy")
+        return names
+
+
+def random_state() -> RandomState:
+    gpu = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+    return RandomState(torch.get_rng_state(), gpu, random.getstate(), numpy.random.get_state())
+
+
+def set_random_state(state: RandomState) -> None:
+    torch.set_rng_state(state.cpu)
+    random.setstate(state.python)
+    numpy.random.set_state(state.numpy)
+    if state.gpu is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state.gpu)
+
+
+class Content(pickle.Pickler):
+    """torch would give each tensor another name in each process, and all of its storage."""
+
+    def persistent_id(self, value: Any) -> tuple | None:
+        if isinstance(value, torch.Tensor):
+            return str(value.dtype), tuple(value.shape), bytes_of(value)
+        return None
+
+
+def digest_of_ends(dataset: Any) -> str:
+    """A digest of the first and last example: equal on ranks that have one data set."""
+    state, content = random_state(), io.BytesIO()
+    try:
+        random.seed(0)
+        numpy.random.seed(0)
+        torch.manual_seed(0)
+        Content(content).dump([dataset[0], dataset[len(dataset) - 1]])
+    except Exception:  # the program's own code, or what can't be pickled
+        return ""
+    finally:
+        set_random_state(state)
+    return hashlib.blake2b(content.getvalue(), digest_size=16).hexdigest()
 
 
 class Event(NamedTuple):
-    """Data that came into the program."""
+    """Data that came into the program: a batch of a loader, a model's inputs, a loss's targets."""
 
     value: Any  # without the program's own classes
     state: RandomState  # after it
@@ -20,6 +92,8 @@ class Event(NamedTuple):
 
 @dataclass
 class Step:
+    """One step of the first optimizer."""
+
     weights: Vector = field(default_factory=dict)  # before it; buffers, too
     own: Vector = field(default_factory=dict)  # gradients, before any message
     got: Vector = field(default_factory=dict)  # gradients, as the optimizer got them
@@ -28,18 +102,13 @@ class Step:
     options: dict[str, dict[str, Any]] = field(default_factory=dict)  # by parameter
     inputs: str = ""  # a digest of what the models were called with
     draws: set[str] = field(default_factory=set)  # generators used after the batch
+    late: set[str] = field(default_factory=set)  # gradients that came after an optimizer's step
     is_repeated: bool = False  # an optimizer has asked for gradients more than once
-    begun: set[int] = field(default_factory=set)  # the models that were called in it
-
-    def open(self) -> None:
-        """Read what is kept in files."""
-        self.weights, self.own = opened(self.weights), opened(self.own)
-        self.got, self.unclipped = opened(self.got), opened(self.unclipped)
 
 
 @dataclass
 class Notes:
-    """Of one process."""
+    """What one process has noted."""
 
     rank: int
     world_size: int
@@ -48,18 +117,91 @@ class Notes:
     events: dict[str, list[Event]] = field(default_factory=dict)
     counts: list[dict[str, int]] = field(default_factory=list)  # of events, when optimizers stepped
     parameters: list[str] = field(default_factory=list)  # else a step's weights are buffers
+    parts: set[str] = field(default_factory=set)  # parameters of which a layer has a part (DTensor)
     kinds: set[str] = field(default_factory=set)  # "BatchNorm", "dropout", of layers that train
     is_coarse: bool = False  # a module computes in bfloat16 or float16
     # Of each loader, by its name:
     batch_sizes: dict[str, int] = field(default_factory=dict)  # 0: not known
     epochs: dict[str, list] = field(default_factory=dict)  # all indices, of torch's own samplers
     ends: dict[str, str] = field(default_factory=dict)  # a digest of the data set's; "": not known
+    worker_seeds: dict[str, int] = field(default_factory=dict)  # of workers that draw numbers
     redraws: set[str] = field(default_factory=set)  # its sampler may take an example again
 
-    def rate(self, key: str, step: int = 0) -> int:
-        """How many events came between this step of the optimizer and the next."""
-        return self.counts[step + 1].get(key, 0) - self.counts[step].get(key, 0)
+    def rates(self, key: str) -> list[int]:
+        """How many events came between each step of the optimizer and the next."""
+        totals = [count.get(key, 0) for count in self.counts]
+        return [after - before for before, after in itertools.pairwise(totals)]
 
-    def open(self) -> None:
-        for step in self.steps:
-            step.open()
+    def rate(self, key: str) -> int:
+        """How many events a step takes; 0 if it is none, or not the same in each step.
+
+        A GradScaler skips steps, so the largest number counts.  A loader that reads ahead has none
+        in the last steps of an epoch: then after step k the total is k times the rate, or a little
+        more.
+        """
+        rates = self.rates(key)
+        if not rates or min(rates):
+            return max(rates, default=0)
+        totals = [count.get(key, 0) for count in self.counts]
+        rate = min(total // (k + 1) for k, total in enumerate(totals))
+        ahead = max(total - (k + 1) * rate for k, total in enumerate(totals))
+        return rate if any(rates) and ahead <= AHEAD * rate else 0
+
+    def reads_ahead(self, key: str) -> bool:
+        """Whether a loader has, as some step needed no more from it."""
+        return self.rate(key) > 0 and min(self.rates(key)) == 0
+
+
+class Alone(NamedTuple):
+    """What a run in one process has found."""
+
+    notes: Notes  # weights: its own, before those of the processes were set
+    unmatched: list[str]  # weights that the ranks don't have, or not in this shape
+    has_coarse_optimizer: bool  # it computes in bfloat16 or float16
+    is_joined: bool  # it had batches that were made of the ranks'; else it had these itself
+    is_mixed: bool  # it had both in one step
+    rows: dict[str, int]  # of its own batches in the first step, by where they come from
+
+
+# ------------------------------------------------------------------------------- large tensors
+
+
+class Kept(NamedTuple):
+    """A tensor in a file.  Whoever gets it from another process gets the tensor."""
+
+    file: str
+    dtype: torch.dtype
+    shape: torch.Size
+    nbytes: int
+
+    def __reduce__(self) -> tuple:
+        return read, tuple(self)
+
+
+class Shelf:
+    """Keeps large tensors in files; equal ones once, whichever rank has them.
+
+    path: a folder that all processes of the run see; None: all tensors stay in memory.
+    """
+
+    def __init__(self, path: str | None) -> None:
+        self.path = path
+
+    def keep(self, tensor: torch.Tensor) -> torch.Tensor | Kept:
+        """All of the tensor, copied."""
+        copy = whole(tensor)
+        if self.path is None or copy.nbytes < LARGE:
+            return copy
+        file = Path(self.path) / f"{digest(copy)}.tensor"
+        if not file.exists():
+            part = Path(f"{file}.{threading.get_native_id()}")  # several may write one file
+            copy.contiguous().view(-1).view(torch.uint8).numpy().tofile(part)
+            part.rename(file)  # a reader sees all of it, or nothing
+        return Kept(str(file), copy.dtype, copy.shape, copy.nbytes)
+
+
+@functools.cache
+def read(file: str, dtype: torch.dtype, shape: torch.Size, nbytes: int) -> torch.Tensor:
+    """The system reads its numbers when they are needed; what is written to it is not kept."""
+    content = torch.from_file(file, shared=False, size=nbytes, dtype=torch.uint8)
+    return content.view(dtype).view(shape)

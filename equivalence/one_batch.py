@@ -1,17 +1,11 @@
 """Link 2: is the mean of the ranks' own gradients that of all examples in one batch?"""
 
-from typing import NamedTuple
-
-from instruments.tensors import tensors_in
+from typing import Any, NamedTuple
 
 from equivalence import limits, vectors
-from equivalence.batches import counts_up, rows_differ
-from equivalence.facts import Facts
-from equivalence.given import Given, together
-from equivalence.notes import Notes
-from equivalence.replay import Alone
+from equivalence.facts import GOT, Facts
+from equivalence.notes import Alone, Notes
 from equivalence.vectors import Vector
-from equivalence.words import some_of
 
 
 class Apart(NamedTuple):
@@ -63,44 +57,59 @@ class Look(NamedTuple):
         return not self.whole.is_joined or len(self.facts.distinct) == 1
 
     @property
+    def total(self) -> int:
+        """Examples in a step: as one process has them itself, or those of all ranks."""
+        own = self.whole.rows.get(self.facts.keys[0], 0)
+        return self.facts.total if self.whole.is_joined or not own else own
+
+    @property
     def limit(self) -> float:
         return max(step.apart.limit for step in self.steps)
 
     @property
     def shares(self) -> list[list[float]]:
-        """How much each rank's gradient counts in one process's; the last steps are like others."""
+        """Each rank's weight in one process's gradient; steps not measured repeat the last."""
         weights = [step.weights for step in self.steps]
         return weights + [weights[-1]] * (len(self.facts.steps) - len(weights))
 
 
-def why_not_joined(facts: Facts) -> str:
-    """Why the ranks' batches can't be made one; "" if they can."""
-    for key in facts.keys:
-        shares = [rank.events.get(key, []) for rank in facts.distinct]
-        for events in zip(*shares, strict=False):
-            if all(event.examples for event in events):
-                continue  # the program's own collate_fn makes it
-            if sizes := rows_differ([event.value for event in events]):
-                return f"the tensors of a batch have {sizes} rows, not one for each example"
-    return ""
+class Looks:
+    """Makes the looks, and the runs that each needs.  Rounding is measured where it matters."""
 
+    def __init__(self, facts: Facts, runs: Any) -> None:
+        self.facts, self.runs = facts, runs
 
-def most(facts: Facts) -> float:
-    """No larger difference is rounding."""
-    return limits.MOST_COARSE if facts.is_coarse else limits.MOST
+    def at(self, facts: Facts, left_out: tuple = ()) -> Look:
+        look = Look(facts, left_out, self.runs.alone(facts, "whole", left_out))
+        if look.whole is None or look.whole.unmatched:
+            return look
+        look = measured(look)
+        may_be_rounding = look.steps and not look.is_right and look.worst.far <= facts.most
+        return self.with_rounding(look) if may_be_rounding else look
+
+    def with_rounding(self, look: Look) -> Look:
+        moved = look.moved or self.runs.alone(look.facts, "moved", look.left_out)
+        return measured(look._replace(moved=moved)) if moved else look
+
+    def without(self, kinds: tuple) -> Look | None:
+        """Without these kinds of layers, in run A, too."""
+        facts = self.runs.several(kinds, self.facts)
+        look = self.at(facts, kinds) if facts else None
+        return look if look and look.steps else None
 
 
 def measured(look: Look) -> Look:
     """With how far the gradients are apart, in each step that begins with equal weights."""
-    steps = [measure(look, k) for k in look.facts.comparable()]
+    steps = [measure(look, k) for k in look.facts.comparable]
     return look._replace(steps=tuple(steps))
 
 
 def measure(look: Look, step: int) -> Measured:
     facts = look.facts
-    parts = facts.own(step) if facts.are_own_seen() else []
-    actual, wanted = sides(facts, look.whole.notes, step)
-    reordered = None
+    names, reordered = facts.comparable_names(step), None
+    parts = facts.owns[step] if facts.gradients != GOT else []
+    parts = [vectors.only(part, names) for part in parts]
+    actual, wanted = (vectors.only(side, names) for side in sides(facts, look.whole.notes, step))
     if look.moved:
         reordered = gradient(facts, look.moved.notes, step, "own" if parts else "got")
     count, sizes = len(parts), vectors.mean_lengths(parts)
@@ -120,12 +129,11 @@ def measure(look: Look, step: int) -> Measured:
 
 def sides(facts: Facts, alone: Notes, step: int) -> tuple[Vector, Vector]:
     """The processes' gradients and one process's: own, if they were seen; else the optimizers'."""
-    if facts.are_own_seen():
-        return vectors.mean(facts.own(step)), gradient(facts, alone, step, "own")
+    if facts.gradients != GOT:
+        return vectors.mean(facts.owns[step]), gradient(facts, alone, step, "own")
     wanted, actual = gradient(facts, alone, step, "got"), {}
     for name, tensor in wanted.items():
-        parts = [rank.steps[step].got.get(name) for rank in facts.peers]
-        whole = together(parts, tensor.shape)
+        whole = facts.whole("got", name, step, tensor.shape)
         if whole is not None:
             actual[name] = whole
     return actual, wanted
@@ -144,7 +152,7 @@ def compare(
         limit, rounding = floor, 0.0
         if reordered is not None:
             rounding = vectors.distance_in(name, reordered, wanted, scale)
-            limit = max(floor, min(most(facts), limits.YARDSTICKS * rounding))
+            limit = max(floor, min(facts.most, limits.YARDSTICKS * rounding))
         most_rounding = max(most_rounding, rounding)
         if far / limit > worst.far / worst.limit:
             worst = Apart(far, limit, name, rounding)
@@ -158,74 +166,8 @@ def floor_of(facts: Facts) -> float:
     """What sums of so many numbers round, whatever was measured."""
     if facts.is_coarse:
         return limits.MOST_COARSE
-    return limits.ROUNDING * max(4, facts.total()) ** 0.5
+    return limits.ROUNDING * max(4, facts.total) ** 0.5
 
 
 def gradient(facts: Facts, notes: Notes, step: int, what: str) -> Vector:
     return vectors.only(getattr(notes.steps[step], what), facts.trained)
-
-
-# -------------------------------------------------------------------- may the program be accused?
-
-
-def factors(look: Look) -> str:
-    """If each tensor is a multiple of one process's: that no wrong batch would bring about."""
-    actual, wanted = sides(look.facts, look.whole.notes, look.worst_step.step)
-    names: dict[float, list[str]] = {}
-    for name, goal in wanted.items():
-        fit = vectors.fit({name: actual.get(name, goal * 0)}, [{name: goal}])
-        if fit.left > limits.OWN or goal.numel() < 2 and abs(fit.weights[0] - 1) > limits.OWN:
-            return ""
-        names.setdefault(round(fit.weights[0], 3), []).append(name)
-    if set(names) == {1.0}:
-        return ""
-    texts = [f"{times:.3g} times one process's of {some_of(names[times])}" for times in names]
-    return " and ".join(texts)
-
-
-def why_not_joined_well(look: Look) -> str:
-    """What one batch of the ranks' batches is, was guessed: could the guess be wrong?"""
-    facts = look.facts
-    if are_ragged(facts):
-        return "examples have different shapes: how a batch is padded may be what differs"
-    if look.is_given:
-        return ""
-    if look.whole.is_mixed:
-        return "some batches in one process are the program's own, and others are not"
-    rounding = max(step.apart.most_rounding for step in look.steps)
-    if rounding > limits.YARDSTICKS * most(facts):
-        return f"the same examples have another gradient in another order (apart by {rounding:.0e})"
-    for rank in facts.ranks:
-        for events in rank.events.values():
-            if any(counts_up(event.value) for event in events[:1] if not event.examples):
-                return "a tensor numbers groups of rows, and can't be joined with another rank's"
-    return ""
-
-
-def why_not_its_own(look: Look, share: Alone | None) -> str:
-    """share: a run with one rank's examples, as long as the longest of all.
-
-    Unless they give that rank's own gradient, or a multiple, the join is wrong, not the program.
-    """
-    facts = look.facts
-    given = Given(facts, "share")
-    for k in facts.comparable():
-        if share is not None:
-            rank = facts.distinct[given.chosen(k)]
-            own = vectors.only(rank.steps[k].own, facts.trained)
-            fit = vectors.fit(own, [gradient(facts, share.notes, k, "own")])
-        if share is None or fit.left > max(most(facts) / limits.CLEARLY, limits.OWN):
-            text = "a rank's examples, computed in one process, don't give that rank's gradient"
-            return f"{text}: it depends on other ranks, on padding, or on something unseen"
-    return ""
-
-
-def are_ragged(facts: Facts) -> bool:
-    """Whether the program's own collate_fn makes batches of examples of different shapes."""
-    shapes: dict[str, set] = {key: set() for key in facts.keys}
-    for rank in facts.ranks:
-        for key, known in shapes.items():
-            for event in rank.events.get(key, []):
-                for example in event.examples or []:
-                    known.add(tuple(tensor.shape for tensor in tensors_in(example)))
-    return any(len(known) > 1 for known in shapes.values())

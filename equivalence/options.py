@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 from equivalence import limits
 from equivalence.facts import Facts
 from equivalence.notes import Notes
-from equivalence.words import Link
+from equivalence.verdict import Link
 
 
 class Difference(NamedTuple):

@@ -1,194 +1,250 @@
-"""What a process notes while the program runs.  It changes nothing."""
+"""What a process notes while the program runs: the observers, in their order.  They change nothing.
+
+In the run in one process a source, if there is one, gives a step its batch, weights and gradients.
+"""
 
 import contextlib
-import functools
-from collections.abc import Callable, Iterator
-from typing import Any
+import math
+import re
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
-from distributed import unwrap_model
+from instruments.command import show
+from instruments.hooks import plain_name
 from instruments.meeting import Place
-from instruments.tensors import tensors_in
+from instruments.observer import Observer
+from instruments.program import Finished, Refused
 from torch import nn
-from torch.nn.modules import module as nn_module
-from torch.nn.utils import clip_grad
-from torch.utils.data import dataloader
-from torch.utils.data._utils import fetch
+from torch.nn.parameter import is_lazy
 
-from equivalence import layers
-from equivalence.batches import digest, to_plain
-from equivalence.limits import COARSE
-from equivalence.notes import Event, Notes
-from equivalence.optimizers import Optimizers
-from equivalence.randomness import random_state
-from equivalence.shelf import Shelf
+from equivalence.data import Data
+from equivalence.gradients import Gradients
+from equivalence.layers import Layers
+from equivalence.notes import Alone, Notes, Shelf, Step
 
-LOSSES = [name for name in dir(F) if name.endswith("_loss") or name in ("cross_entropy", "kl_div")]
-LOSSES += ["binary_cross_entropy", "binary_cross_entropy_with_logits"]
+MEMORY = "/proc/meminfo"
 
 
-class Recorder(Optimizers):
-    """Notes `length` steps, and how the next one begins."""
+def observers(
+    place: Place,
+    length: int,
+    log: str,
+    folder: str | None,
+    left_out: tuple = (),
+    source: Any = None,
+    terminal: int = 2,
+) -> list[Observer]:
+    """What looks at `length` steps, and at how the next one begins.
 
-    def __init__(
-        self, place: Place, length: int, log: str, folder: str | None, left_out: tuple = ()
-    ) -> None:
-        """folder: for large tensors.  left_out: kinds of layers that are switched off."""
-        super().__init__(place, length, Shelf(folder))
-        torch.set_num_threads(1)  # in both runs: sums have one order
-        if torch.cuda.is_available():
-            torch.use_deterministic_algorithms(True, warn_only=True)
-        self.left_out = left_out
-        self.log = f"{log}{place.rank}"
+    log: a file for what the program prints.  folder: for large tensors.  left_out: kinds of layers
+    that are switched off.  terminal: the descriptor on which steps are shown.
+    """
+    torch.set_num_threads(1)  # in both runs: sums have one order
+    if torch.cuda.is_available():
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    shelf = Shelf(folder)
+    steps = Steps(place, length, source)
+    weights = Weights(steps, shelf)
+    parts = [Layers(steps.noted, left_out), weights, Data(steps), Gradients(steps, weights, shelf)]
+    last = Progress(steps, shelf, f"{log}{place.rank}", terminal)
+    return [steps, *parts, *([source] if source else []), last]
 
-    def patches(self) -> list[tuple[Any, str, Callable]]:
-        patches = super().patches()
-        patches += [
-            (nn.utils, "clip_grad_norm_", self.clip),
-            (clip_grad, "clip_grad_norm_", self.clip),
-            (torch.optim.Optimizer, "add_param_group", self.parameters_are_known),
-            (dataloader._BaseDataLoaderIter, "_next_index", self.loaders.draw),
-            (fetch._MapDatasetFetcher, "fetch", self.loaders.fetch),
-            (fetch._IterableDatasetFetcher, "fetch", self.loaders.fetch),
-            (dataloader._SingleProcessDataLoaderIter, "_next_data", self.loaders.unpack),
-            (dataloader._MultiProcessingDataLoaderIter, "_next_data", self.loaders.unpack),
-            (torch.amp.GradScaler, "scale", self.scaled),
-        ]
-        for name in LOSSES:
-            patches.append((F, name, functools.partial(self.loss_function, name)))
-        for name in layers.DROPOUTS:
-            patches.append((F, name, functools.partial(self.dropout, name)))
-        return patches
 
-    @contextlib.contextmanager
-    def installed(self) -> Iterator[None]:
-        """What the program prints goes into a file."""
-        with (
-            open(self.log, "w", encoding="utf-8") as file,
-            contextlib.redirect_stdout(file),
-            contextlib.redirect_stderr(file),
-            super().installed(),
-        ):
-            handle = nn_module.register_module_forward_hook(self.note_unsharded)
-            try:
-                yield
-            finally:
-                handle.remove()
+class Steps(Observer):
+    """Knows where a step begins, and holds what the others note of it.
 
-    # -------------------------------------------------------------------------------- the data
+    It begins with the first batch after a step of the first optimizer; with a forward pass, if the
+    batch came in advance; without a DataLoader right after the optimizer's step.
+    """
 
-    def event(self, key: str, value: Any, iterator: Any = None) -> Any:
-        """Data come into the program, perhaps from a loader's iterator.  Returns them."""
-        if iterator is None:
-            self.note_draws()
-        self.seen[key] += 1
-        self.known_state = random_state()
-        event = Event(to_plain(value), self.known_state)
-        if iterator is not None:
-            event = event._replace(
-                examples=self.loaders.examples,
-                round=self.loaders.rounds[key],
-                indices=self.loaders.indices_of(iterator),
-            )
-        self.noted.events.setdefault(key, []).append(event)
-        return value
+    def __init__(self, place: Place, length: int, source: Any) -> None:
+        self.length, self.source = length, source
+        self.noted = Notes(place.rank, place.world_size, steps=[Step()])
+        self.seen: Counter = Counter()  # batches, by where they come from
+        self.at_new_step: list[Callable[[], None]] = []  # what the others do where one begins
+        self.has_loader = False
+        self.has_stepped = False  # the first optimizer has, since this step began
+        self.fetched = 0  # batches, since this step began
+
+    @property
+    def step(self) -> Step:
+        return self.noted.steps[-1]
+
+    @property
+    def number(self) -> int:
+        """The step's number, from 0; later steps than the last noted one have its number."""
+        return min(len(self.noted.steps) - 1, self.length)
+
+    @property
+    def is_last(self) -> bool:
+        """Whether only this step's weights are to be noted."""
+        return len(self.noted.steps) > self.length
+
+    def new_step(self) -> None:
+        self.noted.steps.append(Step())
+        self.has_stepped, self.fetched = False, 0
+        for call in self.at_new_step:
+            call()
 
     def load(self, iterator: Any, original: Callable) -> Any:
-        if not torch.is_grad_enabled():
-            return original()
-        key = self.loaders.name_of(iterator)
-        if self.has_stepped:
-            self.new_step()
-        self.note_draws()
-        self.fetched += 1
-        batch = original()
-        return self.event(key, batch, iterator)
+        if torch.is_grad_enabled():
+            self.has_loader = True
+            if self.has_stepped:
+                self.new_step()
+            self.fetched += 1
+        return original()
 
-    def loss_function(self, name: str, original: Callable, *args: Any, **kwargs: Any) -> Any:
-        """Without a DataLoader the targets come in here."""
-        is_inside = self.inside and self.inside[-1].what != "optimizer"
-        if self.loaders.owners or is_inside or self.is_elsewhere() or not torch.is_grad_enabled():
-            return original(*args, **kwargs)
-        target = kwargs.get("target", args[1] if len(args) > 1 else None)
-        is_computed = isinstance(target, torch.Tensor) and target.is_floating_point()
-        if target is None or (self.has_taught and is_computed):  # perhaps by a teacher
-            return original(*args, **kwargs)
-        target = self.event(f"target of {name}", target)
-        if "target" in kwargs:
-            return original(*args, **{**kwargs, "target": target})
-        return original(args[0], target, *args[2:], **kwargs)
-
-    # ------------------------------------------------------------------------ forward, backward
-
-    def forward_begins(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple | None:
-        if any(call.what == "backward" for call in self.inside):  # again, to save memory
-            return None
-        self.look_at_layers(module)
-        if not torch.is_grad_enabled():
-            self.model_begins(module)  # a teacher's weights count, too
-            self.has_taught = True
-            return None
-        if self.has_stepped and self.fetched > 1:  # more than the batch that began this step
+    def forward_begins(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        is_training = torch.is_grad_enabled() and not self.hooks.is_in("backward")
+        if is_training and self.has_stepped and self.fetched > 1:  # more than began this step
             self.new_step()
             self.fetched = 1  # in advance
-        for device in "cpu", "cuda":
-            if torch.is_autocast_enabled(device):
-                self.note_format(torch.get_autocast_dtype(device))
-        self.model_begins(module)
-        replaced = None
-        tensors = list(tensors_in((args, kwargs)))
-        is_data = bool(tensors) and not any(tensor.requires_grad for tensor in tensors)
-        if not self.loaders.owners and is_data:  # and not what another model has computed
-            name = f"inputs of {type(unwrap_model(module)).__name__}"
-            replaced, new_kwargs = self.event(name, (args, dict(kwargs)))
-            kwargs.update(new_kwargs)
-        self.step.inputs += digest((replaced or args, dict(kwargs)))
-        return replaced
 
-    def look_at_layers(self, model: nn.Module) -> None:
-        for layer in model.modules():
-            if kind := layers.kind_of(layer):
-                self.noted.kinds.add(kind)
-                layer.training = kind not in self.left_out
+    def optimizer_begins(self, optimizer: Any) -> None:
+        if optimizer is self.hooks.optimizer and self.has_stepped:
+            self.new_step()
 
-    def model_begins(self, model: nn.Module) -> None:
-        if id(model) in self.step.begun:
+    def gradients_are_there(self, optimizer: Any, is_again: bool) -> None:
+        self.step.is_repeated |= is_again
+        is_first = optimizer is self.hooks.optimizer and not is_again
+        if is_first and len(self.noted.counts) <= self.length:
+            self.noted.counts.append(dict(self.seen))
+
+    def optimizer_ends(self, optimizer: Any) -> None:
+        if optimizer is self.hooks.optimizer and not self.hooks.is_in("optimizer"):
+            self.has_stepped = True
+            if not self.has_loader:
+                self.new_step()
+
+    def notes(self, is_own_thread: bool) -> Notes | Alone:
+        return self.source.found(self.noted) if self.source else self.noted
+
+
+class Owned(NamedTuple):
+    """A parameter of an optimizer."""
+
+    name: str
+    parameter: torch.Tensor
+    group: dict  # its options
+    is_its: bool  # no: the optimizer has a copy of its own, and other gradients
+
+
+class Weights(Observer):
+    """Notes weights and buffers before a step; knows their names."""
+
+    def __init__(self, steps: Steps, shelf: Shelf) -> None:
+        self.steps, self.shelf = steps, shelf
+        self.begun: set[int] = set()  # the models that were called in this step
+        steps.at_new_step.append(self.begun.clear)
+
+    def forward_begins(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        """A teacher's weights count, too."""
+        if id(module) in self.begun or self.hooks.is_in("backward"):
             return
-        self.step.begun.add(id(model))
-        for name, tensor in self.named_tensors(model):
+        self.begun.add(id(module))
+        for name, tensor in self.named_tensors(module):
             self.begin(name, tensor)
-            self.own.watch(tensor)
-        for layer in model.modules():
-            for name, parameter in layer._parameters.items():
-                self.slots.setdefault((id(layer), name), parameter)
 
-    def forward_ends(self, module: nn.Module, args: tuple, output: Any) -> None:
-        for tensor in tensors_in(output):
-            if tensor.is_floating_point():
-                self.note_format(tensor.dtype)
+    def gradients_are_there(self, optimizer: Any, is_again: bool) -> None:
+        for owned in [] if is_again else self.owned_by(optimizer):
+            self.begin(owned.name, owned.parameter)
 
-    def note_format(self, dtype: torch.dtype) -> None:
-        self.noted.is_coarse |= torch.finfo(dtype).eps > COARSE
+    def begin(self, name: str, tensor: torch.Tensor) -> None:
+        """Note it once, though several may ask."""
+        if name in self.steps.step.weights:
+            return
+        self.steps.step.weights[name] = self.shelf.keep(tensor)
+        if self.steps.source:
+            self.steps.source.set_weight(name, self.steps.number, tensor)
 
-    def dropout(self, name: str, original: Callable, *args: Any, **kwargs: Any) -> Any:
-        """What is called by nn.Dropout, and by programs themselves."""
-        if not torch.compiler.is_compiling() and layers.drops(name, args, kwargs):
-            self.noted.kinds.add("dropout")
-            if "dropout" in self.left_out:
-                args, kwargs = layers.without_dropout(name, args, kwargs)
-        return original(*args, **kwargs)
+    def named_tensors(self, model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+        """Parameters and buffers, each once, with the name that the first model gives it.
 
-    # -------------------------------------------------------------------------------- the notes
+        A second model's names begin with its class.
+        """
+        names: dict[int, str] = {}
+        own: list = []
+        for number, owner in enumerate(self.hooks.models.values()):
+            prefix = f"{type(owner).__name__} {number + 1}: " if number else ""
+            own = [*owner.named_parameters(), *owner.named_buffers()]
+            for name, tensor in own:
+                names.setdefault(id(tensor), prefix + plain_name(name))
+            if owner is model:
+                break
+        return [(names[id(tensor)], tensor) for _, tensor in own if not is_lazy(tensor)]
 
-    def notes(self, is_own_thread: bool = True) -> Notes:
+    def trained(self) -> list[tuple[str, torch.Tensor]]:
+        """What all models have that needs a gradient."""
+        pairs: list[tuple[str, torch.Tensor]] = []
+        for model in self.hooks.models.values():
+            pairs += [pair for pair in self.named_tensors(model) if pair[1].requires_grad]
+        return pairs
+
+    def owned_by(self, optimizer: Any) -> list[Owned]:
+        """An optimizer's parameters; or all models', if it has none of these."""
+        models, names = self.trained(), {}
+        for name, tensor in models:
+            names.setdefault(id(tensor), name)
+        owned = []
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if not is_lazy(parameter):
+                    spare = f"{type(optimizer).__name__}'s parameter {len(owned)}"
+                    name = names.get(id(parameter), spare)
+                    owned.append(Owned(name, parameter, group, True))
+        if not models or any(id(one.parameter) in names for one in owned):
+            return owned
+        group = optimizer.param_groups[0]
+        return [Owned(name, parameter, group, False) for name, parameter in models]
+
+    def notes(self, is_own_thread: bool) -> None:
         names: dict[str, None] = {}  # each once, in their order
-        for model in self.models.values():
+        for model in self.hooks.models.values():
             parameters = {id(parameter) for parameter in model.parameters()}
             names |= {name: None for name, t in self.named_tensors(model) if id(t) in parameters}
-        for step in self.noted.steps:
+        for step in self.steps.noted.steps:
             names |= dict.fromkeys(step.options)
-        self.noted.parameters = list(names)
-        if is_own_thread:
-            self.noted.ends = self.loaders.ends()
-        return self.noted
+        self.steps.noted.parameters = list(names)
+
+
+class Progress(Observer):
+    """Shows which step of which run it is, and ends the run when enough is noted."""
+
+    def __init__(self, steps: Steps, shelf: Shelf, log: str, terminal: int) -> None:
+        self.steps, self.shelf, self.log, self.terminal = steps, shelf, log, terminal
+
+    def installed(self) -> None:
+        self.print_into(self.log)
+
+    def gradients_are_there(self, optimizer: Any, is_again: bool) -> None:
+        noted, length = self.steps.noted, self.steps.length
+        if optimizer is not self.hooks.optimizer or is_again:
+            return
+        if noted.rank == 0:
+            source = self.steps.source
+            run = source.name if source else f"{noted.world_size} processes"
+            show(f"equivalence: {run}, step {len(noted.counts)} of {length + 1}", self.terminal)
+        if self.steps.is_last:
+            raise Finished
+        if len(noted.counts) == 1 and noted.rank == 0:
+            refuse_if_no_room(self.steps.step, length, noted.world_size, self.shelf)
+
+
+def refuse_if_no_room(step: Step, length: int, processes: int, shelf: Shelf) -> None:
+    """A full disk would harm others, too; a full memory ends the run without a word."""
+    vectors = step.weights, step.own, step.got, step.unclipped
+    noted = sum(tensor.nbytes for vector in vectors for tensor in vector.values())
+    needed = (processes + 2) * length * noted  # the runs in one process are noted, too
+    free, where = math.inf, "in memory"
+    if shelf.path is not None:
+        free, where = shutil.disk_usage(shelf.path).free, f"on the disk of {shelf.path} (TMPDIR)"
+    else:
+        with contextlib.suppress(OSError, TypeError):  # not on macOS
+            free = 1024 * int(re.search(r"MemAvailable: *(\d+)", Path(MEMORY).read_text())[1])
+    if needed > free:
+        text = f"the notes of all ranks take up to {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB"
+        raise Refused(f"{text} are free {where}: give --steps 2")

@@ -8,10 +8,8 @@ from instruments.command import Line
 
 from equivalence import limits, vectors
 from equivalence.facts import Facts
-from equivalence.given import together
-from equivalence.one_batch import most
-from equivalence.replay import Alone, moved
-from equivalence.words import Link, apart, some_of
+from equivalence.notes import Alone
+from equivalence.verdict import Figures, Link, some_of
 
 LABEL = "weights"
 
@@ -26,36 +24,69 @@ class Change(NamedTuple):
     step: int = 0
 
 
-def weights(facts: Facts, alone: Alone, moved_run: Alone | None) -> Link:
+class Changes(NamedTuple):
+    """Changes of all weights in all steps, in one sentence; or why they were not measured."""
+
+    why: str = ""
+    text: str = ""
+    worst: Change = Change()
+    limit: float = 0.0
+    hidden: float = 0.0
+    is_coarse: bool = False  # the optimizer computes in bfloat16 or float16
+
+    @property
+    def is_right(self) -> bool | None:
+        return None if self.why else self.worst.far <= self.limit
+
+
+def measured(facts: Facts, alone: Alone, moved_run: Alone | None) -> Changes:
     """alone: one process that got the processes' gradients, where these were equal."""
     is_free = not all(facts.is_forced(k) for k in facts.steps)
     limit = limits.UPDATED
     if is_free:  # it got gradients of its own, which are rounded otherwise
         if moved_run is None:
-            return Link(LABEL, None, why="in one process the optimizer gets its own gradients")
+            return Changes("in one process the optimizer gets its own gradients")
         yardstick = between(facts, moved_run, alone)
-        limit = max(limit, min(most(facts), limits.YARDSTICKS * yardstick))
+        limit = max(limit, min(facts.most, limits.YARDSTICKS * yardstick))
     changes = changes_of(facts, alone)
     changed = {change.step for change in changes if change.size}
     if not changed:
-        return Link(LABEL, None, why="no step changes the weights")
+        return Changes("no step changes the weights")
     worst = max(changes, key=lambda change: change.far)
     what = "as in one process" if is_free else "as in one process that gets these gradients"
-    text = f"{what} {apart(worst.far, limit)}"
+    text = f"{what} {Figures(worst.far, limit)}"
     skipped = [str(k + 1) for k in facts.steps if k not in changed]
     if skipped:
         text += f"; not in step {', '.join(skipped)}, where nothing changes"
-    if worst.far <= limit:
-        hidden = max(change.hidden for change in changes)
-        return Link(LABEL, True, f"right: they change {text}", max(limit, hidden))
-    if alone.has_coarse_optimizer:
-        text = f"not found out: they don't change {text}: {worst.name}"
+    hidden = max(change.hidden for change in changes)
+    return Changes("", text, worst, limit, hidden, alone.has_coarse_optimizer)
+
+
+def weights(changes: Changes, gradients: Link, settings: Link) -> Link:
+    """gradients: whether the optimizers got the right ones; settings: whether rates are equal."""
+    if changes.why:
+        return Link(LABEL, None, why=changes.why)
+    far, name = changes.worst.far, changes.worst.name
+    figures = Figures(far, changes.limit)
+    if changes.is_right:
+        limit = max(changes.limit, changes.hidden)
+        return Link(LABEL, True, f"right: they change {changes.text}", limit, figures=figures)
+    if changes.is_coarse:
+        text = f"not found out: they don't change {changes.text}: {name}"
         return Link(LABEL, None, text, why="the optimizer computes in bfloat16 or float16")
-    return Link(LABEL, False, f"WRONG: they don't change {text}: {worst.name}", worst.far)
+    if gradients.is_right is False:
+        return Link(LABEL, None, why="not looked at, as the gradients are wrong")
+    if settings.is_right is None:
+        return Link(LABEL, None, why="not looked at, as the rates differ")
+    if settings.is_right and settings.text and far <= 2 * limits.SCHEDULE:
+        text = "they change as in one process, but for the schedule's other rates"
+        return Link(LABEL, True, f"{text} {figures}", far, figures=figures)
+    text = f"WRONG: they don't change {changes.text}: {name}"
+    return Link(LABEL, False, text, far, figures=figures)
 
 
 def changes_of(facts: Facts, alone: Alone) -> list[Change]:
-    """Of all weights in all steps."""
+    """Changes of all weights in all steps."""
     changes = []
     for k in facts.steps:
         for name, old, news, value_alone in values(facts, alone, k):
@@ -68,27 +99,18 @@ def changes_of(facts: Facts, alone: Alone) -> list[Change]:
 def values(
     facts: Facts, alone: Alone, step: int
 ) -> Iterator[tuple[str, torch.Tensor, list[torch.Tensor], torch.Tensor]]:
-    """Of each weight or buffer: before a step, and after it on each rank and in one process."""
-    before, after = of_ranks(facts, step), of_ranks(facts, step + 1)
+    """Each weight or buffer: before a step, and after it on each rank and in one process."""
     for name, value_alone in alone.notes.steps[step + 1].weights.items():
-        if name not in before or name not in after:
-            continue
-        old, news = together(before[name], value_alone.shape), after[name]
-        if news[0].shape != value_alone.shape:
-            news = [together(news, value_alone.shape)]
+        shape = value_alone.shape
+        old = facts.whole("weights", name, step, shape)
+        news = [rank.steps[step + 1].weights.get(name) for rank in facts.ranks]
+        news = [new for new in news if new is not None]
+        if any(new.shape != shape for new in news):
+            news = [facts.whole("weights", name, step + 1, shape)]
         elif step >= facts.first_unequal:
             news = news[:1]  # one process had rank 0's
-        if old is not None and news[0] is not None:
+        if old is not None and news and news[0] is not None:
             yield name, old, news, value_alone
-
-
-def of_ranks(facts: Facts, step: int) -> dict[str, list[torch.Tensor]]:
-    """Each weight, of all ranks; or its parts."""
-    tensors: dict[str, list[torch.Tensor]] = {}
-    for rank in facts.peers if facts.has_parts else facts.ranks:
-        for name, tensor in rank.steps[step].weights.items():
-            tensors.setdefault(name, []).append(tensor)
-    return tensors
 
 
 def change_apart(
@@ -114,15 +136,17 @@ def between(facts: Facts, moved_run: Alone, alone: Alone) -> float:
         theirs = moved_run.notes.steps[k + 1].weights
         for name, old, _, value_alone in values(facts, alone, k):
             if name in theirs and name in facts.trained:
-                change = change_apart(moved(old, facts.digit), theirs[name], old, value_alone)
+                change = change_apart(
+                    vectors.moved(old, facts.digit), theirs[name], old, value_alone
+                )
                 most_apart = max(most_apart, change.far)
     return most_apart
 
 
 def buffers(facts: Facts, alone: Alone, limit: float, left_out: tuple) -> list[Line]:
-    """Those that a layer changes otherwise: with the examples of its own process, it may be."""
+    """Buffers that a layer updates differently, perhaps from its own process's examples only."""
     limit, worst, names = max(limits.MOST, limit), 0.0, []
-    for k in facts.comparable():
+    for k in facts.comparable:
         for name, old, news, value_alone in values(facts, alone, k):
             if name in facts.ranks[0].parameters or name.endswith(left_out):
                 continue
@@ -132,5 +156,5 @@ def buffers(facts: Facts, alone: Alone, limit: float, left_out: tuple) -> list[L
                 names.append(name)
     if not names:
         return []
-    text = f"{some_of(names)} don't change as in one process {apart(worst, limit)}: does a process "
-    return [Line("buffers", f"{text}look at its own examples only?")]
+    text = f"{some_of(names)} don't change as in one process {Figures(worst, limit)}"
+    return [Line("buffers", f"{text}: does a process look at its own examples only?")]

@@ -6,8 +6,10 @@ python -m experiments.equivalence --save         # writes experiments/results/eq
 """
 
 import argparse
+import json
 import re
 import tempfile
+from pathlib import Path
 
 from demos.ways import WAYS
 from experiments import measured
@@ -27,30 +29,34 @@ for name in WAYS:
     COMMANDS[name] = f"-m demos.ways {name}"
 
 
-def look_at(command: str) -> dict[str, str]:
-    """The lines by label; the first of those with the same."""
+def look_at(command: str) -> dict:
+    """What equivalence/ writes with --json."""
     with tempfile.TemporaryDirectory() as folder:
-        words = command.replace("FOLDER", folder).split()
-        start = ["-m", "equivalence", "--nproc", PROCESSES, *words]
-        done = programs.shell(*start, timeout=900, COLUMNS=10000, OMP_NUM_THREADS=None)
-    lines: dict[str, str] = {}
-    for line in done.out.splitlines():
-        lines.setdefault(line[:13].strip(), line[14:])
-    return lines
+        words, file = command.replace("FOLDER", f"{folder}/run").split(), Path(folder, "answer.json")
+        start = ["-m", "equivalence", "--json", file, "--nproc", PROCESSES, *words]
+        programs.shell(*start, timeout=900, COLUMNS=10000, OMP_NUM_THREADS=None)
+        return json.loads(file.read_text(encoding="utf-8"))
 
 
 def row(name: str) -> list[str]:
-    lines = look_at(COMMANDS[name])
-    apart = re.search(r".*apart by (\S+?); up to (\S+) is rounding", lines.get("one batch", lines.get("gradients", "")))
-    said = lines.get("averaging", lines.get("gradients", ""))
-    for label in "learning rate", "copies":
-        said = lines.get(label, said)
-    said = "" if said.startswith("right") else re.match(r"(WRONG: )?[^:(]*", said)[0].strip()
-    verdict = lines.get("verdict", "it failed").replace(" from one process in:", " in")
-    limit = re.search(r"a difference above (\S+) would have been seen", verdict)
-    verdict = re.sub(r"( as one process|:|;|, which ).*", "", verdict)
-    distance, rounding = apart.groups() if apart else (NONE, NONE)
-    return [f"`{name}`", verdict, limit[1] if limit else NONE, distance, rounding, said]
+    found = look_at(COMMANDS[name])
+    links = {link["name"]: link for link in found.get("links", [])}
+    wrong = [name for name, link in links.items() if link["state"] == "wrong"]
+    causes = [link["but_for"] for link in links.values() if link["but_for"]]
+    verdict = {"same": "THE SAME", "different": "DIFFERENT"}.get(found["verdict"], found["verdict"].upper())
+    verdict += f" in {', '.join(wrong)}" if wrong else f", but for {causes[0]}" if causes else ""
+    batch = links.get("one batch", links.get("gradients", {}))
+    figures = [
+        found.get("notices") if found["verdict"] == "same" else None,
+        batch.get("difference"),
+        batch.get("threshold"),
+    ]
+    said = ""
+    for label in "gradients", "averaging", "learning rate", "copies":
+        text = links.get(label, {}).get("text", "")
+        said = said if text.startswith("right") else text or said
+    said = re.match(r"(WRONG[^:]*: )?[^:(]*", said)[0].strip()
+    return [f"`{name}`", verdict, *[NONE if number is None else f"{number:.0e}" for number in figures], said]
 
 
 def main() -> None:
@@ -60,7 +66,7 @@ def main() -> None:
     args = parser.parse_args()
     if not set(args.names) <= set(COMMANDS):
         parser.error(f"choose from {' '.join(COMMANDS)}")
-    rows = [["program", "verdict", "seen above", "apart", "rounding, up to", "what it says"]]
+    rows = [["program", "verdict", "notices above", "difference", "rounding, up to", "what it says"]]
     for name in args.names or COMMANDS:
         rows.append(row(name))
         print(*rows[-1], sep="  ", flush=True)

@@ -22,14 +22,14 @@ from typing import NamedTuple
 
 from experiments import measured, slow_link
 from instruments.command import say
-from instruments.hooks import Hooks
 from instruments.meeting import Place
+from instruments.observer import Observer
 from instruments.rank import Job
 from instruments.ranks import look_at
 from timeline.data import KINDS
 from timeline.draw import draw
 from timeline.picture import picture_of
-from timeline.record import Recorder
+from timeline.record import observers
 from tools.programs import ROOT
 from tools.steps import code_digest
 
@@ -110,7 +110,7 @@ def record_here(run: Run) -> dict:
     recordings: list[dict] = []
     with tempfile.TemporaryDirectory() as folder:  # what a script saves is not kept
         os.chdir(folder)
-        job = Job("timelines", run.command, 120.0, make_recorder, (os.getpid(), run))
+        job = Job("timelines", run.command, 120.0, make_observers, (os.getpid(), run))
         look_at(job, run.nproc, lambda notes: recordings.extend(one.value for one in notes))
         os.chdir(ROOT)
     picture = picture_of(recordings, argparse.Namespace(command=run.command, steps_shown=run.shown))
@@ -121,12 +121,12 @@ def record_here(run: Run) -> dict:
     return picture
 
 
-def make_recorder(place: Place, owner: int, run: Run) -> Hooks:
+def make_observers(place: Place, owner: int, run: Run) -> list[Observer]:
     """In each rank, before its program begins."""
     sys.path.append(str(ROOT))
     if run.rate:
         slow_link.take_end(place.rank, owner, run.rate)
-    return Recorder(place, run.recorded)
+    return observers(place, run.recorded)
 
 
 def drawn(runs: list[Run]) -> str:

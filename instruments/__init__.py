@@ -2,7 +2,8 @@
 
     command.py    reads the command line
     program.py    runs a program unchanged, as `python train.py` would; says where it stands
-    hooks.py      tells an instrument what the program does: loads, computes, makes a step
+    observer.py   what an instrument wants to know of the program
+    hooks.py      tells observers what it does: loads, computes, makes a step
     tensors.py    tensors in whatever holds them
     ranks.py      starts one process per rank, and collects what each has noted
     rank.py       what each of them does: it runs the program, and leaves its notes

@@ -62,3 +62,9 @@ def say(lines: Iterable[Line], indent: int = 10) -> None:
             )
         except BrokenPipeError:  # `| head` has read enough; what follows is still to be done
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def show(text: str, terminal: int = 2) -> None:
+    """A line of progress, in place of the one before; nothing, if the descriptor is no terminal."""
+    if os.isatty(terminal):
+        os.write(terminal, f"\r{text}\033[K".encode())

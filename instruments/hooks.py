@@ -1,14 +1,4 @@
-"""Tells an instrument what the program does: it loads, computes, makes a step of an optimizer.
-
-An instrument is a subclass of Hooks, and writes what it wants to know:
-
-    class Counter(Hooks):
-        def forward_begins(self, module, args, kwargs):
-            self.count += 1
-
-    counter = Counter()
-    with counter.installed():
-        run_program(["train.py"])
+"""Tells observers what the program does: it loads, computes, makes a step of an optimizer.
 
 What happens in other threads, and while torch.compile looks at the program, is not told.
 """
@@ -28,6 +18,7 @@ from torch.nn.modules import module as nn_module
 from torch.optim import optimizer as torch_optimizer
 from torch.utils.data import dataloader
 
+from instruments.observer import Observer
 from instruments.program import Refused
 
 
@@ -39,14 +30,12 @@ class Open(NamedTuple):
 
 
 class Hooks:
-    """What an instrument overrides, and what calls it.
+    """What calls the observers, in their order; the notes are those of the first one."""
 
-    A step begins with the first batch after the optimizer's step; if the program has no
-    DataLoader, right after the optimizer's step.  `step_begins` is called at both places.  The
-    last call before the first optimizer steps again is the one that counts.
-    """
-
-    def __init__(self) -> None:
+    def __init__(self, observers: list[Observer]) -> None:
+        self.observers = observers
+        for observer in observers:
+            observer.hooks = self
         self.thread = threading.get_ident()
         self.inside: list[Open] = []  # the innermost comes last
         self.models: dict[int, nn.Module] = {}  # those with parameters that no other module calls
@@ -55,54 +44,32 @@ class Hooks:
         self.last_step = time.monotonic()
         self.undo = contextlib.ExitStack()  # what is done when the program has ended
         self._waits_for_batch = False
-
-    # -------------------------------------------------------------- what an instrument overrides
-
-    def step_begins(self, is_sure: bool) -> None:
-        """A step begins here.  Not sure: perhaps with a batch that comes later."""
-
-    def load(self, iterator: Any, original: Callable) -> Any:
-        """Return the next batch of a DataLoader: that of original(), or another one."""
-        return original()
-
-    def forward_begins(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple | None:
-        """A module is called by no other module.  May return other args, and change kwargs."""
-
-    def forward_ends(self, module: nn.Module, args: tuple, output: Any) -> Any:
-        """May return another output; after an exception the output is None."""
-
-    def backward(self, original: Callable) -> Any:
-        """torch.autograd.backward, Tensor.backward or torch.autograd.grad was called."""
-        return original()
-
-    def optimizer_begins(self, optimizer: Any) -> None:
-        """An optimizer's step begins: the first one's, or another's, perhaps inside it."""
-
-    def gradients_are_there(self, optimizer: Any) -> None:
-        """The optimizer is about to use them.  With a closure: after each call of the closure."""
-
-    def optimizer_ends(self, optimizer: Any) -> None:
-        """An optimizer's step has ended."""
+        self._has_gradients = False  # those of the optimizer's step that has begun were told
 
     def notes(self, is_own_thread: bool) -> Any:
-        """What was noted, for `ranks`.  Another thread asks if the program hangs."""
-        raise NotImplementedError
+        """Notes of the first observer, after all others have completed theirs."""
+        for observer in reversed(self.observers):
+            noted = observer.notes(is_own_thread)
+        return noted
 
-    # ------------------------------------------------------------------------- what calls these
+    def is_in(self, what: str) -> bool:
+        return any(call.what == what for call in self.inside)
 
     def patches(self) -> list[tuple[Any, str, Callable]]:
-        """(place, name, function): function(original, *args, **kwargs) replaces place.name."""
-        return [
+        patches: list[tuple[Any, str, Callable]] = [
             (torch.autograd, "backward", self._backward),
             (torch.autograd, "grad", self._backward),
             (dataloader._BaseDataLoaderIter, "__next__", self._load),
             (torch.multiprocessing, "spawn", self._processes),
             (torch.multiprocessing, "start_processes", self._processes),
         ]
+        for observer in self.observers:
+            patches += observer.patches()
+        return patches
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        """A block in which this instrument is called."""
+        """A block in which the observers are told."""
         handles = [
             nn_module.register_module_forward_pre_hook(self._before_module),
             nn_module.register_module_forward_hook(self._after_module, always_call=True),
@@ -116,6 +83,7 @@ class Hooks:
                 original = getattr(place, name)
                 setattr(place, name, replacement(function, original))
                 self.undo.callback(setattr, place, name, original)
+            self._tell("installed")
             yield
 
     def is_elsewhere(self) -> bool:
@@ -124,8 +92,20 @@ class Hooks:
         In torch.func.grad and vmap there are no tensors whose values can be noted.
         """
         is_transformed = torch._C._functorch.peek_interpreter_stack() is not None
-        is_other_thread = threading.get_ident() != self.thread
-        return is_other_thread or is_transformed or torch.compiler.is_compiling()
+        if threading.get_ident() != self.thread:
+            return not any(observer.is_ours() for observer in self.observers)
+        return is_transformed or torch.compiler.is_compiling()
+
+    def _tell(self, what: str, *args: Any) -> None:
+        for observer in self.observers:
+            getattr(observer, what)(*args)
+
+    def _around(self, what: str, *args: Any) -> Any:
+        """Call the last argument, which is what the program calls, within all observers."""
+        *first, original = args
+        for observer in reversed(self.observers):
+            original = functools.partial(getattr(observer, what), *first, original)
+        return original()
 
     @contextlib.contextmanager
     def doing(self, what: str, of: Any = None) -> Iterator[None]:
@@ -147,15 +127,15 @@ class Hooks:
             return original(iterator)
         if self._waits_for_batch:
             self._waits_for_batch = False
-            self.step_begins(is_sure=True)
+            self._tell("step_begins", True)
         with self.doing("load", iterator):
-            return self.load(iterator, functools.partial(original, iterator))
+            return self._around("load", iterator, functools.partial(original, iterator))
 
     def _backward(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
         if self.is_elsewhere():
             return original(*args, **kwargs)
         with self.doing("backward"):
-            return self.backward(functools.partial(original, *args, **kwargs))
+            return self._around("backward", functools.partial(original, *args, **kwargs))
 
     def _before_module(self, module: nn.Module, args: tuple) -> tuple | None:
         """A forward pass is a call of a module with parameters, by no other, not to load data."""
@@ -170,13 +150,17 @@ class Hooks:
         self.inside.append(Open("forward", module))
         # A global hook gets no keyword arguments; torch's function that calls it has them.
         kwargs = sys._getframe(1).f_locals.get("kwargs", {})
-        return self.forward_begins(module, args, kwargs)
+        replaced = None
+        for observer in self.observers:
+            other = observer.forward_begins(module, replaced or args, kwargs)
+            replaced = replaced if other is None else other
+        return replaced
 
-    def _after_module(self, module: nn.Module, args: tuple, output: Any) -> Any:
+    def _after_module(self, module: nn.Module, args: tuple, output: Any) -> None:
         if self.is_elsewhere() or not self.inside or self.inside[-1] != ("forward", module):
-            return None
+            return
         self.inside.pop()
-        return self.forward_ends(module, args, output)
+        self._tell("forward_ends", module, args, output)
 
     def _before_optimizer(self, optimizer: Any, args: tuple, kwargs: dict) -> tuple | None:
         if self.is_elsewhere():
@@ -185,28 +169,36 @@ class Hooks:
         if optimizer is self.optimizer:
             self.steps += 1
             self.last_step = time.monotonic()
-        self.optimizer_begins(optimizer)
+        self._tell("optimizer_begins", optimizer)
+        is_inside_another = self.is_in("optimizer")
         self.inside.append(Open("optimizer", optimizer))
+        if is_inside_another:
+            return None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
-            self.gradients_are_there(optimizer)
+            self._gradients(optimizer)
             return None
 
         @functools.wraps(closure)
         def noted_closure() -> Any:
             loss = closure()
-            self.gradients_are_there(optimizer)
+            self._gradients(optimizer)
             return loss
 
         return args[:1], {**kwargs, "closure": noted_closure}
+
+    def _gradients(self, optimizer: Any) -> None:
+        is_again, self._has_gradients = self._has_gradients, True
+        self._tell("gradients_are_there", optimizer, is_again)
 
     def _after_optimizer(self, optimizer: Any, args: tuple, kwargs: dict) -> None:
         if self.is_elsewhere():
             return
         if self.inside and self.inside[-1] == ("optimizer", optimizer):
             self.inside.pop()
-        self.optimizer_ends(optimizer)
-        self.step_begins(is_sure=False)
+        self._has_gradients &= self.is_in("optimizer")
+        self._tell("optimizer_ends", optimizer)
+        self._tell("step_begins", False)
         self._waits_for_batch = True
 
 

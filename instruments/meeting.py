@@ -123,7 +123,7 @@ def serve_store(
 
 
 def variables_of_one(store: torch_dist.TCPStore) -> dict[str, str]:
-    """Those that torchrun would set for one process; NPROC is that of `launch`."""
+    """The variables that torchrun would set for one process; NPROC is that of `launch`."""
     place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "NPROC": "1"}
     agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}

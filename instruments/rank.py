@@ -21,6 +21,7 @@ from torch import distributed as torch_dist
 
 from instruments.hooks import Hooks
 from instruments.meeting import Meeting, Place, Store, wait_until
+from instruments.observer import Observer
 from instruments.program import Refused, run_program, show_modules, where, without_our_frames
 
 MOMENT = 5  # seconds that a rank which has failed waits for the others' notes
@@ -33,8 +34,8 @@ class Job(NamedTuple):
     tool: str  # the instrument's name
     command: list[str]  # the program and its flags
     patience: float  # seconds without a step
-    make_hooks: Callable[..., Hooks]  # a class, or a function at the top level of a file
-    arguments: tuple  # make_hooks(place, *arguments)
+    make_observers: Callable[..., list[Observer]]  # a function at the top level of a file
+    arguments: tuple  # make_observers(place, *arguments)
 
 
 class Notes(NamedTuple):
@@ -42,7 +43,7 @@ class Notes(NamedTuple):
 
     rank: int
     ending: str  # "finished", "ended", "failed", "stuck", or "stopped" after another one failed
-    value: Any  # what Hooks.notes returned
+    value: Any  # what the first observer's notes() returned
 
 
 def collect(meeting: Meeting, world_size: int) -> list[Notes]:
@@ -77,11 +78,14 @@ class Rank:
     def __init__(self, job: Job, place: Place, meeting: Meeting, show: Callable | None) -> None:
         self.job, self.place, self.meeting = job, place, meeting
         self.show = show if place.rank == 0 else None
-        self.hooks = job.make_hooks(place, *job.arguments)
+        self.hooks = Hooks(job.make_observers(place, *job.arguments))
         self.is_over = threading.Event()  # the program has ended
+        self.is_stuck = False
         self.lock = threading.Lock()
 
     def leave(self, ending: str, is_own_thread: bool = True) -> None:
+        if self.is_stuck and ending == "failed":
+            return  # as another one that was stuck has ended first, with its connections
         notes = Notes(self.place.rank, ending, self.hooks.notes(is_own_thread))
         self.meeting.put(f"rank {self.place.rank}", notes)
 
@@ -153,6 +157,7 @@ class Rank:
         made = f"rank {self.place.rank} made no step for {patience:g} s, after {hooks.steps}"
         self.say(f"{made}; it stands in {standing}")
         self.leave("stuck", is_own_thread=False)
+        self.is_stuck = True
         wait_until(self.all_are_here, MOMENT, self.report)
         self.show_all()
         self.wait_until_shown()

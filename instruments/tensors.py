@@ -1,5 +1,6 @@
 """Tensors in whatever holds them."""
 
+import hashlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -40,6 +41,15 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 def bytes_of(tensor: torch.Tensor) -> bytes:
     data = local(tensor).to_dense().cpu().contiguous()
     return data.reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def digest(batch: Any) -> str:
+    """Equal for equal batches, or tensors."""
+    hashed = hashlib.blake2b(digest_size=16)
+    for tensor in tensors_in(batch):
+        hashed.update(f"{tensor.dtype} {list(tensor.shape)}".encode())
+        hashed.update(bytes_of(tensor))
+    return hashed.hexdigest()
 
 
 def parameters_of(optimizer: Any) -> list[torch.Tensor]:

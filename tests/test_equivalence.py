@@ -1,22 +1,27 @@
 """equivalence/: what it says of programs whose truth is known, with two processes and three."""
 
+import json
 import os
 import re
 import signal
+from collections import Counter
 
 import pytest
 from world import ROOT, forker, free_port, processes_in, wait_for
 
 from demos.ways import WAYS
-from equivalence import limits
+from equivalence import epoch, limits
+from equivalence.notes import LARGE
 
 pytestmark = pytest.mark.timeout(240)
 
-SAME = "THE SAME as one process, up to rounding; a difference above 1e-05 would have been seen"
+COMPARED = "THE SAME as one process in the 3 steps compared, "
+SAME = COMPARED + "up to rounding; the test notices differences larger than 1e-05"
 DIFFERENT = "DIFFERENT from one process in: "
-BATCH = "DIFFERENT from one process: the loss, or a layer, depends on which examples are in a batch together"
-NORM = "THE SAME, but for BatchNorm: each process normalises its own share; else a difference above 1e-05 .*"
-DROPOUT = "THE SAME, but for dropout, which draws other numbers in each process; else a difference above .*"
+BATCH = "DIFFERENT from one process: "
+TOGETHER = BATCH + "the loss, or a layer, depends on which examples are in a batch together, or on how many"
+NORM = COMPARED + "but for BatchNorm: each process normalises its own share; apart from that .* larger than 1e-05"
+DROPOUT = COMPARED + "but for dropout, which draws other numbers in each process; apart from that the test notices .*"
 OWN = "each rank's optimizer gets the gradients of its own share"
 
 
@@ -62,7 +67,7 @@ loader = {loader}
 model = {model}
 optimizer = {optimizer}
 {ready}
-for epoch in range(3):
+for epoch in range(5):
     for step, (x, y) in enumerate(loader):
         {before}
         loss = {loss}
@@ -97,7 +102,8 @@ def program(**parts):
 
 def case(verdict, lines=None, nproc=3, options=(), **parts):
     """verdict, lines: patterns of what is said, by label; the program has these parts."""
-    return {"verdict": verdict, **(lines or {})}, nproc, options, program(**parts)
+    nprocs = nproc if isinstance(nproc, tuple) else (nproc,)
+    return {"verdict": verdict, **(lines or {})}, nprocs, options, program(**parts)
 
 
 def contrast(gather=""):
@@ -176,6 +182,46 @@ class Part(nn.Module):
         self.a, self.b = (nn.Parameter(part.clone()) for part in parts)
     def forward(self, x): return all_reduce((x @ self.a.T).tanh() @ self.b.T)
 net = Part(); SIZE = 24"""
+TENSOR_PARALLEL = """
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+net, mesh = nn.Sequential(nn.Linear(8, 24), nn.Tanh(), nn.Linear(24, 4)), init_device_mesh('cpu', (n,))
+net = parallelize_module(net, mesh, {'0': ColwiseParallel(), '2': RowwiseParallel()})"""
+EXPERTS = """
+from torch.distributed._functional_collectives import all_to_all_single_autograd
+def exchange(x): return all_to_all_single_autograd(x, None, None, dist.group.WORLD)
+class Experts(nn.Module):  # row k of each example goes to expert k
+    def __init__(self):
+        super().__init__()
+        self.first, weight = nn.Linear(8, 8), torch.randn(6, 8, 4)
+        self.experts = nn.Parameter(weight.chunk(n)[rank].clone())
+    def forward(self, x):
+        rows = self.first(x).unsqueeze(0) * torch.arange(1, 7).view(6, 1, 1)
+        rows = exchange(rows).view(n, 6 // n, -1, 8)
+        return exchange(torch.einsum('reki,eio->reko', rows, self.experts).reshape(6, -1, 4)).tanh().sum(0)
+net = Experts()"""
+SEQUENCE = """
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(8, 8) for _ in range(3))
+    def forward(self, x):
+        if inside: x = x.chunk(n, 1)[rank]
+        keys, values = Gathered.apply(self.key(x)), Gathered.apply(self.value(x))
+        return F.softmax(self.query(x) @ keys.mT, -1) @ values
+class Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        parts = [torch.empty_like(x) for _ in range(n)]
+        dist.all_gather(parts, x.contiguous())
+        return torch.cat(parts, 1)
+    @staticmethod
+    def backward(ctx, gradient):
+        gradient = gradient.contiguous()
+        if not forgets: dist.all_reduce(gradient)
+        return gradient.chunk(n, 1)[rank]
+net = Attention()
+batches = [(torch.randn(4, 12, 8), torch.randn(4, 12, 8)) for _ in range(20)]"""
 MINE = """
 data = TensorDataset(*data[:40])
 class Mine:
@@ -204,6 +250,22 @@ CASES = {
         step="try: optimizer.step(closure)\nexcept Exception: pass",
     ),
     # ---- link 1: averaging
+    "repeated": case(  # one process's optimizer can't be given several gradients in a step
+        COMPARED + "up to rounding; .*",
+        {"averaging": "right: .*", "weights": "right: they change as in one process .largest .*"},
+        model="net",
+        optimizer="torch.optim.LBFGS(net.parameters(), 0.1, max_iter=2)",
+        loss="0",
+        backward="def closure():\n    optimizer.zero_grad(); loss = F.cross_entropy(model(x), y)\n    loss.backward()",
+        got=f"    {AVERAGE}; return loss",
+        step="optimizer.step(closure)",
+    ),
+    "zero": case(  # an optimizer inside an optimizer
+        SAME,
+        {"weights": "right: they change as in one process that gets these gradients .*"},
+        begin="from torch.distributed.optim import ZeroRedundancyOptimizer",
+        optimizer="ZeroRedundancyOptimizer(net.parameters(), torch.optim.Adam, lr=0.1)",
+    ),
     "sum_then_clip": case(
         DIFFERENT + "averaging",
         {"averaging": "WRONG: 3 times one process's gradients: summed, not averaged"},
@@ -232,8 +294,8 @@ CASES = {
         got="average(net[0].parameters())" + CLIP,
     ),
     "bfloat16": case(
-        "THE SAME as one process, up to rounding; a difference above 8e-03 would have been seen",
-        {"averaging": "right: .* rounded on the way to bfloat16 .apart by .*; up to 8e-03 is rounding."},
+        COMPARED + "up to rounding; the test notices differences larger than 8e-03",
+        {"averaging": "right: .* rounded on the way to bfloat16 .largest difference .*; below 8e-03 it is rounding."},
         model="net",
         got=f"for p in net.parameters(): p.grad = p.grad.bfloat16().float()\n{AVERAGE}",
     ),
@@ -256,6 +318,34 @@ CASES = {
         before=NEXT,
         got="for p in net.parameters(): p.grad.clamp_(-0.01, 0.01)",
     ),
+    "hooks": case(  # of the program, that send messages
+        DIFFERENT + "averaging",
+        {"averaging": "WRONG: 3 times one process's gradients: summed, not averaged", "one batch": "right: .*"},
+        begin="""def total(gradient):
+    gradient = gradient.clone()
+    dist.all_reduce(gradient)
+    return gradient
+for p in net.parameters(): p.register_hook(total)""",
+        model="net",
+    ),
+    "first_of_two": case(  # not averaged: what comes after it in a step has other weights on each rank
+        DIFFERENT + "copies, averaging",
+        {"averaging": f"WRONG: {OWN} of .*: nobody averages them", "one batch": "right: .*"},
+        nproc=(2, 3),
+        model="net",
+        begin="other = nn.Linear(8, 8)",
+        optimizer="torch.optim.SGD(other.parameters(), 1.0)",
+        ready="second = torch.optim.SGD(net.parameters(), 0.1)",
+        loss="F.cross_entropy(net(other(x)), y)",
+        stepped=f"net.zero_grad(); F.cross_entropy(net(other(x)), y).backward(); {AVERAGE}; second.step()",
+    ),
+    "third_step": case(
+        DIFFERENT + "copies, averaging",
+        {"averaging": f"WRONG in step 3: {OWN}: nobody averages them", "copies": ".* differ after step 3: .*"},
+        nproc=(2, 3),
+        model="net",
+        got=f"if step != 2: {AVERAGE}",
+    ),
     # ---- link 2: one batch
     "norm": case(NORM, begin="net.insert(1, nn.BatchNorm1d(32))"),
     "frozen_norm": case(  # dropout is the cause
@@ -272,9 +362,15 @@ CASES = {
         ),
     ),
     "contrastive_of_each": case(
-        BATCH,
+        TOGETHER,
         {"averaging": "right: .*", "one batch": "different from all 24 in one batch .*"},
         **contrast(),
+    ),
+    "pace": case(  # that a rank's number sets
+        BATCH + "a rank's examples, computed in one process, don't give that rank's gradient",
+        {"averaging": "right: .*"},
+        nproc=(2, 3),
+        loss="(F.cross_entropy(model(x), y, reduction='none') ** (1 + rank)).mean()",
     ),
     "noise": case(
         "NOT FOUND OUT: one batch: each step draws random numbers, and one process draws others",
@@ -303,8 +399,8 @@ CASES = {
         model="model",
     ),
     "skipped": case(  # float16, whose first steps overflow
-        "THE SAME as one process, up to rounding; .*",
-        {"averaging": "right: the optimizers get the mean of the ranks' gradients .apart .*"},
+        COMPARED + "up to rounding; .*",
+        {"averaging": "right: the optimizers get the mean of the ranks' gradients .largest .*"},
         ready="scaler = torch.amp.GradScaler('cpu', init_scale=3e38)",
         backward="scaler.scale(loss).backward()",
         step="scaler.step(optimizer); scaler.update()",
@@ -336,7 +432,7 @@ CASES = {
     ),
     "objects": case(  # of the program's own classes; one process alone draws others
         SAME,
-        {"examples": r"8 \+ 8 \+ 8 in a step, none on two ranks in 3 steps .of an epoch not seen."},
+        {"examples": r"8 \+ 8 \+ 8 in a step, none on two ranks in 3 steps .the epoch's length is not known."},
         begin=OBJECTS,
         loader="batches",
         loss="model(x).square().mean()",
@@ -373,10 +469,10 @@ CASES = {
         stepped="for p in net.parameters(): dist.all_reduce(p.data); p.data /= n",
     ),
     "warm_up": case(  # each rank has data of its own; and a buffer of averages
-        r"THE SAME as one process, up to rounding .but for buffers.; a difference above .*",
+        COMPARED + "up to rounding .but for buffers.; the test notices .*",
         {
             "weights": "right: .*; not in step 1, where nothing changes",
-            "examples": r"8 \+ 8 \+ 8 in a step, none on two ranks in 3 steps .of an epoch not seen.",
+            "examples": r"8 \+ 8 \+ 8 in a step, none on two ranks in 3 steps .the epoch's length is not known.",
             "buffers": "usual don't change as in one process .*",
         },
         begin="""data = TensorDataset(*(one[rank::n] for one in data.tensors))
@@ -420,6 +516,80 @@ net.register_buffer('usual', torch.zeros(8))""",
         model="net",
         backward="(loss / n).backward()",
     ),
+    "tensor_parallel": case(
+        SAME,
+        {"examples": r"24 in a step, the same on all \d ranks, which share one model", "gradients": "right: .*"},
+        nproc=(2, 3),
+        begin=TENSOR_PARALLEL,
+        loader="DataLoader(data, 24)",
+        model="net",
+    ),
+    "tensor_parallel_times": case(
+        DIFFERENT + "gradients",
+        {"gradients": "WRONG: what the optimizers get is [23] times one process's"},
+        nproc=(2, 3),
+        begin=TENSOR_PARALLEL,
+        loader="DataLoader(data, 24)",
+        model="net",
+        backward="(loss * n).backward()",
+    ),
+    "tensor_parallel_forgets": case(  # to add up what the layer before the parts gets
+        DIFFERENT + "copies, gradients",
+        {"copies": "the ranks' weights differ after step 1: 0.weight, 0.bias"},
+        nproc=(2, 3),
+        begin=PART + "\nnet = nn.Sequential(nn.Linear(8, 8), net)",
+        loader=ONE_SAMPLER,
+        model="net",
+        backward="(loss / n).backward()",
+    ),
+    "experts": case(
+        SAME,
+        {"examples": r"\d+ [+] \d+.* in a step", "gradients": "right: .*"},
+        nproc=(2, 3),
+        begin=EXPERTS,
+        model="net",
+        got="average(net.first.parameters()); net.experts.grad /= n",
+    ),
+    "experts_summed": case(
+        DIFFERENT + "gradients",
+        {"gradients": "WRONG: what the optimizers get is [23] times one process's of experts .the others are right."},
+        nproc=(2, 3),
+        begin=EXPERTS,
+        model="net",
+        got="average(net.first.parameters())",
+    ),
+    "sequence": case(  # of which each rank has a part
+        SAME,
+        {"examples": r".* in a step: of the same 4 examples each rank takes its part", "averaging": "right: .*"},
+        nproc=(2, 3),
+        begin="forgets = inside = False" + SEQUENCE,
+        loader="batches",
+        model="net",
+        before="x, y = x.chunk(n, 1)[rank], y.chunk(n, 1)[rank]",
+        loss="F.mse_loss(net(x), y)",
+        got=AVERAGE,
+    ),
+    "sequence_inside": case(  # all of it comes into the model
+        SAME,
+        {"examples": ".* in a step: of the same batch each rank takes its part"},
+        nproc=(2, 3),
+        begin="forgets, inside = False, True" + SEQUENCE,
+        loader="DataLoader(batches, None)",
+        model="net",
+        loss="F.mse_loss(net(x), y.chunk(n, 1)[rank])",
+        got=AVERAGE,
+    ),
+    "sequence_forgets": case(  # the gradients of other ranks' losses
+        BATCH + "what the ranks make of their parts of a batch is not its gradient",
+        {"averaging": "right: .*"},
+        nproc=(2, 3),
+        begin="forgets, inside = True, False" + SEQUENCE,
+        loader="batches",
+        model="net",
+        before="x, y = x.chunk(n, 1)[rank], y.chunk(n, 1)[rank]",
+        loss="F.mse_loss(net(x), y)",
+        got=AVERAGE,
+    ),
     "same_examples": case(
         DIFFERENT + "examples",
         {"examples": ".*: all 3 ranks have the same, and do the same work 3 times: give each its share .*"},
@@ -447,6 +617,12 @@ net.register_buffer('usual', torch.zeros(8))""",
     "NaN": case(
         "NOT FOUND OUT: gradients: infinite or NaN in step 1 on rank 0", backward="(loss * float('nan')).backward()"
     ),
+    "NaN_later": case(  # rank 1 has it, and then no rank makes a step
+        "NOT FOUND OUT: gradients: infinite or NaN in step 2 on rank 1; not all ranks came through 4 steps .*",
+        nproc=(2, 3),
+        before="if step == 1 and rank == 1: x = x * float('nan')",
+        step="epoch or step > 1 or optimizer.step()",
+    ),
     "few": case(
         "NOT FOUND OUT: .* 4 steps of an optimizer .rank 0: 3, rank 1: 3, rank 2: 3.: .* fewer --steps",
         stepped="if step == 2: sys.exit()",
@@ -471,7 +647,8 @@ net.register_buffer('usual', torch.zeros(8))""",
     ),
     "fsdp1": case(
         "NOT FOUND OUT: averaging, one batch, weights: the ranks have parts of .* .FSDP1. Use fully_shard.",
-        begin="from torch.distributed.fsdp import FullyShardedDataParallel as FSDP",
+        begin="""from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+net[0] = nn.Linear(8, 32, bias=False)  # so that its parts are padded""",
         model="FSDP(net, device_id=torch.device('cpu'))",
         optimizer="torch.optim.SGD(model.parameters(), 0.1)",
     ),
@@ -482,7 +659,7 @@ net.register_buffer('usual', torch.zeros(8))""",
     ),
     # ---- one question only
     "only": case(
-        "AVERAGING RIGHT: .*; a difference above 2e-06 would have been seen",
+        "AVERAGING RIGHT in the 3 steps compared: .*; the test notices differences larger than 2e-06",
         {"note": "whether one process computes the same .one batch, weights. was not asked"},
         options=("--only", "averaging"),
         before="if n == 1: raise ValueError('not alone')",
@@ -502,20 +679,59 @@ CODES = {"THE SAME": 0, "AVERAGING RIGHT": 0, "DIFFERENT": 1, "NOT FOUND OUT": 2
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in CASES])
 def test_programs(name, tmp_path):
-    patterns, nproc, options, text = CASES[name]
-    flags = ("--size", 24 // nproc) if name == "schedule" else ()
-    code, lines, err = answer(*flags, text=text, nproc=nproc, cwd=tmp_path, options=options)
-    for label, pattern in patterns.items():
-        assert re.fullmatch(pattern, lines.get(label, "")), (label, lines, err)
-    assert code == next(CODES[words] for words in CODES if lines["verdict"].startswith(words))
+    patterns, nprocs, options, text = CASES[name]
+    for nproc in nprocs:
+        flags = ("--size", 24 // nproc) if name == "schedule" else ()
+        code, lines, err = answer(*flags, text=text, nproc=nproc, cwd=tmp_path, options=options)
+        for label, pattern in patterns.items():
+            assert re.fullmatch(pattern, lines.get(label, "")), (nproc, label, lines, err)
+        assert code == next(CODES[words] for words in CODES if lines["verdict"].startswith(words))
+
+
+AHEAD = """
+class Ahead:
+    def __iter__(self):
+        ready = []
+        for batch in DataLoader(data, SIZE, sampler=DistributedSampler(data)):
+            ready.append(batch)
+            if len(ready) > depth: yield ready.pop(0)
+        yield from ready
+data = TensorDataset(*data[:24 * epoch_steps])"""
+
+
+@pytest.mark.parametrize("depth", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("epoch_steps", [1, pytest.param(2, marks=pytest.mark.slow), 3])
+def test_a_loader_that_reads_ahead(depth, epoch_steps, tmp_path):
+    """As Accelerate's does; in the last steps of an epoch it loads nothing."""
+    begin = f"depth, epoch_steps = {depth}, {epoch_steps}" + AHEAD
+    for nproc in 2, 3:
+        _, lines, _ = answer(text=program(begin=begin, loader="Ahead()"), nproc=nproc, cwd=tmp_path, code=0)
+        assert lines["verdict"] == SAME and re.match(" all 24 examples", lines["one batch"].split("of", 1)[1]), lines
+
+
+NOISY = """
+class Noisy(TensorDataset):
+    def __getitem__(self, row):
+        x, y = super().__getitem__(row)
+        return x + torch.randn(8), y
+data = Noisy(*data.tensors)"""
+SEEDED = ", generator=torch.Generator().manual_seed(5 + rank)"
+
+
+@pytest.mark.parametrize(("begin", "remedy", "has_note"), [(NOISY, "", True), (NOISY, SEEDED, False), ("", "", False)])
+def test_equal_seeds_of_loader_workers_are_a_note(begin, remedy, has_note, tmp_path):
+    loader = f"DataLoader(data, SIZE, sampler=DistributedSampler(data), num_workers=1{remedy})"
+    for nproc in 2, 3:
+        _, lines, _ = answer(text=program(begin=begin, loader=loader), nproc=nproc, cwd=tmp_path, code=0)
+        assert ("the loader workers of all ranks draw the same" in lines["note"]) == has_note, lines
 
 
 SAYS = {  # of the wrong ways: the verdict, and a line that names the cause
     "sum": ("averaging", "averaging", "WRONG: 3 times one process's gradients: summed, not averaged"),
     "divided_twice": ("averaging", "averaging", "WRONG: 1/3 of one process's .* divided by the number of processes.*"),
     "lr_times_processes": ("learning rate, weights", "learning rate", "0.[23] with 3 processes, 0.1 with one .*"),
-    "uneven": ("averaging", "averaging", "WRONG: the shares count .*: the mean of means is not the mean .*"),
-    "tokens": ("averaging", "averaging", "WRONG: the shares count .*: the mean of means is not the mean .*"),
+    "uneven": ("averaging", "averaging", "WRONG.*: the shares count .*: the mean of means is not the mean .*"),
+    "tokens": ("averaging", "averaging", "WRONG.*: the shares count .*: the mean of means is not the mean .*"),
     "no_sync": ("copies, averaging", "averaging", f"WRONG: {OWN}: nobody averages them"),
     "dropout_seed": (None, "note", "all ranks draw the same random numbers, .*: seed them differently"),
     "clip": ("averaging", "averaging", "WRONG: clip_grad_norm_ got other gradients on each rank: average them .*"),
@@ -535,6 +751,123 @@ def test_ways(way):
         _, lines, _ = answer("-m", "demos.ways", way, "--right", nproc=3, cwd=ROOT, code=0)
         assert re.fullmatch(DROPOUT if way == "dropout_seed" else SAME, lines["verdict"]), lines
         assert "seed them differently" not in str(lines)
+
+
+# --------------------------------------------------------------------------------------------- one whole epoch
+
+SET_EPOCH = "loader.sampler.set_epoch(epoch + 1)"  # inside of an epoch: for the next one
+SHORT = "data = TensorDataset(*data[:475])"  # so the sampler pads, and a batch is shorter
+UNEQUAL = """
+first = range(260)  # rank 0 has more
+rows = first if rank == 0 else range(260, 480)[rank - 1 :: n - 1]"""
+TWICE = """
+class Shard:
+    def __init__(self, inner): self.inner = inner
+    def __iter__(self): return (row for k, row in enumerate(self.inner) if k % n == rank)
+    def __len__(self): return len(self.inner) // n"""
+EPOCHS = {  # the exit code, and what is said by label; of programs with these parts
+    "right": (0, {"examples": "480 came of 480, each once, on one rank", "order": ".* has another one"}, {}),
+    "padded": (0, {"examples": r"47[5-7] came of 475, each once, on one rank"}, {"begin": SHORT}),
+    "in_turn": (
+        0,
+        {"order": "the second epoch has the same one, and none is shuffled"},
+        {"loader": "DataLoader(data, SIZE, sampler=DistributedSampler(data, shuffle=False))", "before": ""},
+    ),
+    "workers": (
+        0,
+        {"examples": "480 came of 480, each once, on one rank"},
+        {"loader": "DataLoader(data, SIZE, sampler=DistributedSampler(data), num_workers=1, persistent_workers=True)"},
+    ),
+    "no_set_epoch": (1, {"order": ".* though it is shuffled: call sampler.set_epoch.epoch. .*"}, {"before": ""}),
+    "sharded_twice": (
+        1,
+        {"examples": r"(\d+) came of 480, only \1 different ones: (240|320) never come, as if each rank took .*"},
+        {
+            "begin": TWICE,
+            "loader": "DataLoader(data, SIZE, sampler=Shard(DistributedSampler(data)))",
+            "before": SET_EPOCH.replace("sampler", "sampler.inner"),
+        },
+    ),
+    "same_examples": (
+        1,
+        {"examples": r"(960|1440) came of 480; 480 are on more than one rank: .*"},
+        {"loader": "DataLoader(data, SIZE, shuffle=True)", "before": ""},
+    ),
+    "unequal": (  # rank 0 has a batch more; nobody averages, so it does not wait
+        1,
+        {"batches": r"\d\d . .*: rank \d has \d+, rank 0 \d+: ranks with more wait for the others for ever"},
+        {"begin": UNEQUAL, "loader": "DataLoader(data, SIZE, sampler=rows)", "model": "net", "before": ""},
+    ),
+    "hangs": (  # in the last step of rank 0
+        1,
+        {"batches": r"\d+ . .* or more: rank \d has \d+, rank 0 \d+: ranks with more wait for the others for ever"},
+        {
+            "begin": UNEQUAL,
+            "loader": "DataLoader(data, SIZE, sampler=rows)",
+            "before": "if rank and epoch: time.sleep(1000)",
+        },
+    ),
+    "stream": (
+        1,
+        {"examples": "(960|1440) came; 480 are on more than one rank: .*"},
+        {"begin": STREAM, "loader": "DataLoader(Stream(), SIZE)", "before": ""},
+    ),
+    "stream_dealt_out": (
+        0,
+        {"examples": "480 came, each once, on one rank"},
+        {
+            "begin": "import itertools"
+            + STREAM.replace("(data[", "itertools.islice((data[").replace(
+                "(k + 4 * rank) % 480] for k in range(480))", "k] for k in range(480)), rank, None, n)"
+            ),
+            "loader": "DataLoader(Stream(), SIZE)",
+            "before": "",
+        },
+    ),
+    "two_loaders": (
+        0,
+        {"note": "other DataLoaders, too, gave batches to train with: only the first one was followed"},
+        {"begin": "more = iter(DataLoader(data, 1))", "stepped": "next(more)"},
+    ),
+    "leaves": (
+        2,
+        {"verdict": "NOT FOUND OUT: batches: no rank came to the end of its loader.*"},
+        {"stepped": "if step == 9: break"},
+    ),
+    "in_the_loop": (
+        2,
+        {"verdict": "NOT FOUND OUT: no DataLoader was seen: batches that a program makes in its loop .*"},
+        {"loader": "[(torch.randn(8, 8), torch.randint(4, (8,))) for _ in range(20)]", "before": ""},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == "right" else pytest.mark.slow) for n in EPOCHS])
+def test_one_epoch(name, tmp_path):
+    code, patterns, parts = EPOCHS[name]
+    for nproc in 2, 3:
+        text = program(**{"before": SET_EPOCH, **parts})
+        options = ("--epoch", "--patience", 8 if name == "hangs" else 120)
+        _, lines, err = answer(text=text, nproc=nproc, cwd=tmp_path, code=code, options=options)
+        for label, pattern in patterns.items():
+            assert re.fullmatch(pattern, lines.get(label, "")), (nproc, label, lines, err)
+        if code == 1:
+            assert lines["verdict"] == f"DIFFERENT from one process in an epoch in: {next(iter(patterns))}"
+
+
+def test_of_a_large_epoch_a_sample_is_followed(tmp_path, monkeypatch):
+    """In it an example is on all ranks, or on none."""
+    monkeypatch.setattr(epoch, "FOLLOWED", 100)
+    whole, shares = epoch.Sample(), [epoch.Sample() for _ in range(3)]
+    for number in range(30_000):
+        whole.add(number)
+        shares[number % 3].add(number)
+    every = max(sample.every for sample in (whole, *shares))
+    for sample in whole, *shares:
+        sample.thin(every)
+        assert len(sample.counts) <= 100
+    assert sum((sample.counts for sample in shares), Counter()) == whole.counts
+    assert 0.5 < len(whole.counts) * every / 30_000 < 2
 
 
 # -------------------------------------------------------------------------------------- how small a difference
@@ -638,6 +971,33 @@ def test_a_terminal_shows_which_step_of_which_run_and_not_what_the_program_print
     os.close(terminal)
 
 
+def test_the_answer_as_json(tmp_path):
+    """Right, wrong, not found out, an error; in the folder where the command was given."""
+    file, moves = tmp_path / "answer.json", "os.mkdir(f'of {rank} of {n}'); os.chdir(f'of {rank} of {n}')\n"
+    for verdict, state, parts in (
+        ("same", "right", {"begin": moves}),
+        ("different", "wrong", {"backward": "(loss * n).backward()"}),
+        ("not found out", "right", {"loss": "F.cross_entropy(model(x + torch.randn_like(x)), y)"}),
+        ("not found out", None, {"stepped": "if step == 2: sys.exit()"}),
+        ("error", None, {"begin": "raise ValueError('as planned')"}),
+        ("error", None, {"begin": "torch.multiprocessing.spawn(print)"}),
+    ):
+        file.unlink(missing_ok=True)
+        code, lines, _ = answer(text=program(**parts), cwd=tmp_path, options=("--json", file.name))
+        found = json.loads(file.read_text())
+        assert found["verdict"] == verdict and found["program"] == ["train.py"], found
+        assert code == {"same": 0, "different": 1}.get(verdict, 2)
+        if verdict != "error":
+            assert found["text"] == lines["verdict"] and found["processes"] == 2
+            links = {link["name"]: link for link in found["links"]}
+            assert state is None or links["averaging"]["state"] == state, found
+            assert all(
+                (0 <= link["difference"] <= link["threshold"])
+                for link in links.values()
+                if link["difference"] and link["state"] == "right"
+            ), found
+
+
 def test_bad_flags_are_one_line(tmp_path):
     (tmp_path / "train.py").write_text("")
     for given in (
@@ -647,6 +1007,8 @@ def test_bad_flags_are_one_line(tmp_path):
         "--nproc 1 train.py",
         "train.py --nproc 3",
         "--only x train.py",
+        "--json nowhere/file train.py",
+        "--epoch --only averaging train.py",
         "--alone ' train.py",
     ):
         done = forker().run(ROOT / "equivalence", *given.split(), cwd=tmp_path)
@@ -671,6 +1033,34 @@ def test_notes_that_do_not_fit_are_refused(tmp_path, place):
     _, _, err = answer(text=program(), nproc=nproc, cwd=tmp_path, options=options, code=2, **launcher)
     said = "equivalence: the notes of all ranks take up to .* GB, and .* GB are free (in|on) .*: give --steps 2\n"
     assert re.fullmatch(said, err) and place in err, err
+
+
+WIDE = """
+import glob
+WIDTH = {} // 32  # a float32 has 4 bytes, and the layer 8 inputs
+net = nn.Sequential(nn.Linear(8, WIDTH, bias=False), nn.Tanh(), nn.Linear(WIDTH, 4))"""
+FILES = "open(f'files of {rank}', 'w').write(' '.join(glob.glob(os.environ['TMPDIR'] + '/equivalence-*/*.tensor')))"
+
+
+@pytest.mark.parametrize("size", [LARGE - 32, LARGE])
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_large_tensor_is_kept_in_a_file_and_read(size, times, tmp_path):
+    """On each side of the size; a wrong one is found in it, too."""
+    parts = {"begin": WIDE.format(size), "backward": f"(loss * ({times} if n > 1 else 1)).backward()"}
+    text = program(**parts, stepped=f"if n > 1: {FILES}")
+    (tmp_path / "tmp").mkdir()
+    _, lines, _ = answer(text=text, nproc=3, cwd=tmp_path, code=times - 1, TMPDIR=tmp_path / "tmp")
+    assert lines["verdict"] == (SAME if times == 1 else DIFFERENT + "averaging"), lines
+    assert bool((tmp_path / "files of 0").read_text()) == (size == LARGE)
+
+
+@pytest.mark.parametrize("largest", [159, 160])
+def test_the_largest_epoch_that_is_listed(largest, tmp_path):
+    before = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from equivalence import limits; sys.path.pop(0)\n"
+    before += f"limits.LARGEST_EPOCH = {largest}"
+    _, lines, _ = answer(text=program(), nproc=3, cwd=tmp_path, code=0, before=before)
+    seen = " or in an epoch" if largest == 160 else " (the epoch's length is not known)"
+    assert lines["examples"] == f"8 + 8 + 8 in a step, none on two ranks in 3 steps{seen}"
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import pytest
 import torch
 from world import ROOT, forker, free_port, wait_for
 
-from instruments.meeting import Folder, Place, Store
+from instruments.meeting import CHUNK, Folder, Place, Store
 from instruments.tensors import tensors_in
 
 PROGRAM = """
@@ -104,10 +104,11 @@ def test_without_torchrun_the_ranks_meet_at_a_store_of_rank_0(monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
     ranks = [Store("tool", Place(rank, 2), 30) for rank in range(2)]
-    notes = os.urandom(5_000_000)  # larger than a value may be
-    ranks[0].put("rank 0", notes)
-    wait_for(lambda: ranks[1].has("rank 0"))
-    assert ranks[1].get("rank 0") == notes and not ranks[1].has("rank 1")
+    for number, size in enumerate((1, CHUNK - 1000, CHUNK, 2 * CHUNK, 5_000_000)):  # a value may have 8 MB
+        notes = os.urandom(size)
+        ranks[0].put(f"rank {number}", notes)
+        wait_for(lambda key=f"rank {number}": ranks[1].has(key))
+        assert ranks[1].get(f"rank {number}") == notes and not ranks[1].has(f"rank {number + 1}")
 
 
 def test_several_leave_one_key_at_once(tmp_path):

@@ -25,6 +25,7 @@ from world import FEW_DIGITS, ROOT, chromium, forker, run, skip_if_refused, wait
 
 import data
 import distributed as dist
+from instruments.hooks import Hooks
 from instruments.meeting import Place
 from instruments.program import Finished
 from mnist_ddp import ConvNet
@@ -58,7 +59,7 @@ def _recorded(program, *args):
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()):
         patch.setattr(torch.profiler.profile, "export_chrome_trace", kept)
         recorder = record.Recorder(Place(dist.get_rank(), dist.get_world_size()), STEPS)
-        with recorder.installed(), contextlib.suppress(Finished):
+        with Hooks([recorder]).installed(), contextlib.suppress(Finished):
             program(*args)
         found = recorder.notes(is_own_thread=True)
     return pickle.dumps((found, traces[0] if dist.is_primary() else None))
@@ -327,17 +328,17 @@ def test_no_message_ends_after_the_wait_for_it():
 def test_whether_a_loader_has_workers_is_noted():
     for workers in 0, 1:
         recorder = record.Recorder(Place(0, 1), STEPS)
-        with recorder.installed():
+        with Hooks([recorder]).installed():
             list(torch.utils.data.DataLoader(range(4), num_workers=workers))
         assert recorder.noted.has_workers == (workers == 1)
 
 
 def test_each_step_puts_off_the_end_of_patience():
-    recorder = record.Recorder(Place(0, 1), STEPS)
-    recorder.last_step = 0.0
-    with recorder.installed():
+    hooks = Hooks(record.observers(Place(0, 1), STEPS))
+    hooks.last_step = 0.0
+    with hooks.installed():
         torch.optim.SGD([torch.ones(1)], 0.1).step()
-    assert recorder.last_step > 0
+    assert hooks.last_step > 0
 
 
 def test_the_step_nearest_to_the_median_is_drawn_also_if_it_is_the_last():

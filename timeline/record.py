@@ -14,8 +14,8 @@ import torch
 from torch import distributed as torch_dist
 from torch import nn
 
-from instruments.hooks import Hooks
 from instruments.meeting import Place
+from instruments.observer import Observer
 from instruments.program import Finished, Refused
 from instruments.tensors import local, parameters_of, size_in_bytes
 from timeline.data import Message, Noted, Recording, Span, recorded_steps
@@ -25,11 +25,15 @@ from timeline.messages import kind_of
 HAS_MESSAGE_HOOKS = hasattr(torch_dist.ProcessGroup, "register_pre_hook")  # since torch 2.14
 
 
-class Recorder(Hooks):
+def observers(place: Place, steps: int) -> list[Observer]:
+    """What each rank is looked at by."""
+    return [Recorder(place, steps)]
+
+
+class Recorder(Observer):
     """Notes what this process's program does, from the first step to the last."""
 
     def __init__(self, place: Place, steps: int) -> None:
-        super().__init__()
         thread = threading.get_native_id()
         self.noted = Noted(place.rank, place.world_size, thread, *recorded_steps(steps))
         self.open: list[tuple[str, int]] = []  # spans that have not ended, the innermost last
@@ -45,9 +49,8 @@ class Recorder(Hooks):
         return len(self.noted.cuts) - 1
 
     def patches(self) -> list[tuple[Any, str, Callable]]:
-        """Waits, beside what all instruments are told."""
+        """Waits, and other profilers."""
         return [
-            *super().patches(),
             (torch.autograd.profiler.profile, "_prepare_trace", self.other_profiler),
             (torch_dist.Work, "wait", self.wait),
             (torch_dist, "_broadcast_coalesced", self.wait),  # DDP's, of buffers: it waits in C++
@@ -78,9 +81,9 @@ class Recorder(Hooks):
             self.end()
 
     def wait(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
-        if self.is_elsewhere():
+        if self.hooks.is_elsewhere():
             return original(*args, **kwargs)
-        if not any(call.what == "optimizer" for call in self.inside):
+        if not self.hooks.is_in("optimizer"):
             self.maybe_start_profiler()  # of a program whose passes are not seen (torch.func)
         with self.spanning("waiting"):
             return original(*args, **kwargs)
@@ -107,17 +110,15 @@ class Recorder(Hooks):
         with self.spanning("backward"):
             return original()
 
-    def is_elsewhere(self) -> bool:
-        """As for all instruments; but autograd's thread counts as ours, while ours waits for it.
+    def is_ours(self) -> bool:
+        """Whether autograd's thread calls, while the program's waits for it.
 
         It runs the backward of a GPU, with what activation checkpointing computes again.
         """
-        if threading.get_ident() == self.thread:
-            return super().is_elsewhere()
         if torch._C._current_graph_task_id() == -1 or not self.open:
-            return True
+            return False
         self.backward_thread = self.backward_thread or threading.get_ident()  # the first GPU's
-        return self.backward_thread != threading.get_ident()
+        return self.backward_thread == threading.get_ident()
 
     # -------------------------------------------------------------------------------------- steps
 
@@ -127,11 +128,11 @@ class Recorder(Hooks):
         if self.noted.device == "cuda" and not self.profiler:
             self.next_mark = torch.cuda.Event(enable_timing=True)
             self.next_mark.record(
-                torch.cuda.current_stream(parameters_of(self.optimizer)[0].device)
+                torch.cuda.current_stream(parameters_of(self.hooks.optimizer)[0].device)
             )
 
     def optimizer_begins(self, optimizer: Any) -> None:
-        if optimizer is self.optimizer:
+        if optimizer is self.hooks.optimizer:
             self.noted.cuts.append(self.next_cut or time.time_ns())
             self.noted.marks.append(self.next_mark)
             self.noted.core_waits.append(core_wait())
@@ -140,10 +141,10 @@ class Recorder(Hooks):
                 raise Finished
         self.begin("optimizer")
 
-    def gradients_are_there(self, optimizer: Any) -> None:
+    def gradients_are_there(self, optimizer: Any, is_again: bool) -> None:
         if self.step >= self.noted.first - 1:
             known = parameters_of(optimizer)
-            for model in self.models.values():
+            for model in self.hooks.models.values():
                 known += model.parameters()
             self.note_memory("gradients", [parameter.grad for parameter in known])
 
@@ -151,7 +152,7 @@ class Recorder(Hooks):
         self.end()
         if self.step >= self.noted.first:
             weights = parameters_of(optimizer)
-            for model in self.models.values():
+            for model in self.hooks.models.values():
                 weights += [*model.parameters(), *model.buffers()]
             self.note_memory("weights", weights)
             states = []
@@ -169,7 +170,7 @@ class Recorder(Hooks):
         if HAS_MESSAGE_HOOKS and torch_dist.is_initialized():
             for group in torch_dist.distributed_c10d._world.pg_map:
                 group.register_pre_hook(id(self), functools.partial(self.note_message, group))
-                self.undo.callback(group.unregister_pre_hook, id(self))
+                self.hooks.undo.callback(group.unregister_pre_hook, id(self))
         self.profiler = torch.profiler.profile(
             activities=torch.profiler.supported_activities(),  # CPU and, if any, GPU
             profile_memory=True,

@@ -12,13 +12,13 @@ from instruments.ranks import NO_STEP, look_at
 from timeline.data import Recording, counted, recorded_steps
 from timeline.draw import draw
 from timeline.picture import picture_of
-from timeline.record import Recorder
+from timeline.record import observers
 from timeline.trace import read_picture, trace_of
 
 
 def record_and_show(args: argparse.Namespace) -> int:
     """Record the program on all ranks, then show it; returns the exit code."""
-    job = Job("timeline", args.command, args.patience, Recorder, (args.steps,))
+    job = Job("timeline", args.command, args.patience, observers, (args.steps,))
     return look_at(job, args.nproc, functools.partial(show, args))
 
 

@@ -7,14 +7,16 @@ import tempfile
 from pathlib import Path
 
 from instruments.meeting import Folder, Place
+from instruments.observer import Observer
 from instruments.rank import Job, be_rank, collect, leave
 from instruments.ranks import be_started_rank, import_launcher
 
-from equivalence.given import Given
-from equivalence.notes import Notes
-from equivalence.record import Recorder
-from equivalence.replay import Alone, Replayer
-from equivalence.words import refusal_in
+from equivalence.facts import Facts
+from equivalence.notes import Alone, Notes
+from equivalence.record import observers
+from equivalence.source import Given, Source
+from equivalence.verdict import refusal_in
+from equivalence.view import facts_of
 
 
 class Runs:
@@ -27,23 +29,22 @@ class Runs:
         self.failure = "the program failed in one process"
         self.is_hopeless = False  # another run would end, or wait, at the same place
 
-    def several(self, left_out: tuple) -> list[Notes] | None:
+    def several(self, left_out: tuple, known: Facts) -> Facts | None:
         """Run A once more, without kinds of layers; None: not all ranks came through."""
         arguments = (self.args.steps, f"{self.folder}/log", str(self.folder), left_out)
-        job = Job("equivalence", self.args.command, self.args.patience, Recorder, arguments)
+        job = Job("equivalence", self.args.command, self.args.patience, observers, arguments)
         notes, _ = self.run(be_started_rank, job, self.count)
         ranks = [note.value for note in sorted(notes)]
-        for rank in ranks:
-            rank.open()
         is_complete = len(ranks) == self.count
         is_complete = is_complete and all(len(rank.counts) > self.args.steps for rank in ranks)
-        return ranks if is_complete else None
+        return facts_of(ranks, self.args.steps, known) if is_complete else None
 
-    def alone(self, given: Given) -> Alone | None:
+    def alone(self, facts: Facts, kind: str, left_out: tuple = ()) -> Alone | None:
         """None: the program failed, or did not come through the steps."""
+        given = Given(facts, kind, left_out)
         result = self.once(dataclasses.replace(given, rates=self.rates))
         if result is not None and not self.rates:
-            self.rates = other_rates(given.facts.ranks[0], result.notes)
+            self.rates = other_rates(facts.ranks[0], result.notes)
             if self.rates:
                 result = self.once(dataclasses.replace(given, rates=self.rates))
         if result is None or len(result.notes.counts) <= self.args.steps:
@@ -56,7 +57,7 @@ class Runs:
         command = [*self.args.command, *self.args.alone]
         out = tempfile.mkdtemp(prefix="alone-", dir=self.folder)
         arguments = (given, f"{out}/out", str(self.folder))
-        job = Job("equivalence", command, self.args.patience, Replayer, arguments)
+        job = Job("equivalence", command, self.args.patience, observers_alone, arguments)
         notes, error = self.run(be_alone, job, 1)
         if error or not notes or notes[0].ending in ("failed", "stuck"):
             refusal = refusal_in(error)
@@ -64,11 +65,7 @@ class Runs:
             self.is_hopeless = bool(refusal) or bool(notes) and notes[0].ending == "stuck"
             printed = "".join(map(read, sorted(Path(out).glob("out*"))))
             self.problem = f"{printed}{error}\n"
-        if not notes:
-            return None
-        alone = notes[0].value
-        alone.notes.open()
-        return alone
+        return notes[0].value if notes else None
 
     def run(self, be_process: object, job: Job, count: int) -> tuple[list, str]:
         """The notes that came, and the error."""
@@ -86,14 +83,20 @@ class Runs:
 
 def other_rates(many: Notes, alone: Notes) -> dict[str, int]:
     """How many batches one process takes in a step, if the processes take others; else {}."""
-    if len(alone.counts) < 2:
-        return {}
     rates = {key: alone.rate(key) for key in many.events}
     return rates if any(rates[key] not in (0, many.rate(key)) for key in rates) else {}
 
 
 def read(path: Path) -> str:
     return path.read_text(encoding="utf-8", errors="replace")[-3000:]
+
+
+def observers_alone(
+    place: Place, given: Given, log: str, folder: str, terminal: int
+) -> list[Observer]:
+    """What looks at the run in one process."""
+    length = len(given.facts.steps)
+    return observers(place, length, log, folder, given.left_out, Source(given), terminal)
 
 
 def be_alone(job: Job, folder: str) -> None:

@@ -1,0 +1,185 @@
+"""Why link 2 differs: a kind of layer, rounding, a factor, or batches that were joined wrongly."""
+
+from instruments.tensors import tensors_in
+
+from equivalence import limits, vectors
+from equivalence.batches import counts_up, rows_differ
+from equivalence.facts import GOT, PARTS, Facts
+from equivalence.notes import Alone
+from equivalence.one_batch import Look, Looks, gradient, sides
+from equivalence.verdict import Figures, Link, some_of
+from equivalence.view import are_joined_rightly
+
+TOGETHER = "the loss, or a layer, depends on which examples are in a batch together, or on how many"
+OF_PARTS = "what the ranks make of their parts of a batch is not its gradient"
+OWN_DIFFERS = "a rank's examples, computed in one process, don't give that rank's gradient"
+ELSEWHERE = "it depends on other ranks, on padding, or on something unseen"
+
+
+def label(facts: Facts) -> str:
+    return "gradients" if facts.gradients == GOT else "one batch"
+
+
+def figures_of(look: Look) -> Figures:
+    return Figures(look.worst.far, look.worst.limit)
+
+
+def unknown(facts: Facts, why: str, text: str = "") -> Link:
+    return Link(label(facts), None, f"not found out: it is {text}" if text else "", why=why)
+
+
+def right(look: Look) -> Link:
+    facts, figures = look.facts, figures_of(look)
+    text = f"right: that is the gradient of all {look.total} examples in one batch {figures}"
+    if facts.gradients == GOT:
+        text = f"right: one process's {figures}"
+    return Link(label(facts), True, text, look.limit, figures=figures)
+
+
+def differs(looks: Looks, look: Look) -> tuple[Link, Look | None]:
+    """A cause is named only if the difference goes when that alone is switched off.
+
+    Returns the look in which nothing differs, too.
+    """
+    facts, worst = look.facts, look.worst
+    batch = "one process's" if facts.gradients == GOT else f"all {look.total} in one batch"
+    text = f"different from {batch} {figures_of(look)}"
+    text += f", in {worst.name}" if worst.name else ""
+    kinds = sorted(facts.kinds)
+    if kinds:
+        all_kinds = " and ".join(kinds)
+        without = without_kinds(looks, kinds)
+        if without is None:
+            return unknown(facts, f"the program failed without {all_kinds}", text), None
+        look, figures = without, figures_of(without)
+        if look.is_right:
+            cause = " and ".join(look.left_out)
+            text += f"; without {cause} {figures}"
+            return Link(label(facts), True, text, look.limit, cause, figures=figures), look
+        text += f"; without {all_kinds} too {figures}"
+    return accused(looks, look, text)._replace(figures=figures_of(look)), None
+
+
+def without_kinds(looks: Looks, kinds: list[str]) -> Look | None:
+    """Without all these layers; if then nothing differs, without the one that is the cause."""
+    without_all = looks.without(tuple(kinds))
+    if without_all is None or not without_all.is_right or len(kinds) == 1:
+        return without_all
+    for kind in kinds:
+        look = looks.without((kind,))
+        if look is None or look.is_right:
+            return look
+    return without_all
+
+
+def accused(looks: Looks, look: Look, text: str) -> Link:
+    """Nothing explains the difference: is it the program's?  What was joined was guessed."""
+    facts = look.facts
+    if any(rank.steps[0].draws for rank in facts.ranks):
+        why = "each step draws random numbers, and one process draws others"
+        return unknown(facts, why, text)
+    look = looks.with_rounding(look)
+    if look.worst.far <= limits.YARDSTICKS * look.worst.rounding:
+        why = "rounding, or another order of the same examples, moves a gradient by"
+        return unknown(facts, f"{why} {look.worst.rounding:.0e}", text)
+    is_direct = facts.gradients == GOT
+    if multiple := factors(look):
+        what = "what the optimizers get" if is_direct else "the mean of the ranks'"
+        return Link(label(facts), False, f"WRONG: {what} is {multiple}")
+    if is_direct and facts.model != PARTS:
+        return unknown(facts, "the ranks' own gradients were not seen", text)
+    if reason := why_not_joined_well(look) or is_direct and why_not_whole(look):
+        return unknown(facts, reason, text)
+    if is_direct or len(facts.distinct) == 1 or look.total < facts.total:
+        return Link(label(facts), False, text, why="" if is_direct else OF_PARTS)
+    if looks.runs.rates:
+        why = "one process takes another number of batches in a step"
+        return Link(label(facts), False, text) if look.is_given else unknown(facts, why, text)
+    share = looks.runs.alone(facts, "share", look.left_out)
+    if is_its_own(look, share):
+        return Link(label(facts), False, f"{text}, though each share gives its own", why=TOGETHER)
+    if look.is_given and share is not None:  # nothing was joined
+        return Link(label(facts), False, text, why=OWN_DIFFERS)
+    return unknown(facts, f"{OWN_DIFFERS}: {ELSEWHERE}", text)
+
+
+def why_not_joined(facts: Facts) -> str:
+    """Why the ranks' batches can't be made one; "" if they can."""
+    for key in facts.keys:
+        shares = [rank.events.get(key, []) for rank in facts.distinct]
+        for events in zip(*shares, strict=False):
+            if all(event.examples for event in events):
+                continue  # the program's own collate_fn makes it
+            if sizes := rows_differ([event.value for event in events]):
+                return f"the tensors of a batch have {sizes} rows, not one for each example"
+    return ""
+
+
+def factors(look: Look) -> str:
+    """If each tensor is a multiple of one process's: that no wrong batch would bring about."""
+    actual, wanted = sides(look.facts, look.whole.notes, look.worst_step.step)
+    names: dict[float, list[str]] = {}
+    for name, goal in wanted.items():
+        fit = vectors.fit({name: actual.get(name, goal * 0)}, [{name: goal}])
+        if fit.left > limits.OWN or goal.numel() < 2 and abs(fit.weights[0] - 1) > limits.OWN:
+            return ""
+        names.setdefault(round(fit.weights[0], 3), []).append(name)
+    right = names.pop(1.0, [])
+    texts = [f"{times:.3g} times one process's" for times in names]
+    if right or len(names) > 1:
+        texts = [f"{times:.3g} times one process's of {some_of(names[times])}" for times in names]
+    return " and ".join(texts) + " (the others are right)" * bool(texts and right)
+
+
+def why_not_joined_well(look: Look) -> str:
+    """What one batch of the ranks' batches is, was guessed: could the guess be wrong?"""
+    facts = look.facts
+    if are_ragged(facts):
+        return "examples have different shapes: how a batch is padded may be what differs"
+    if look.is_given:
+        return ""
+    if look.whole.is_mixed:
+        return "some batches in one process are the program's own, and others are not"
+    rounding = max(step.apart.most_rounding for step in look.steps)
+    if rounding > limits.YARDSTICKS * facts.most:
+        return f"the same examples have another gradient in another order (apart by {rounding:.0e})"
+    for rank in facts.ranks:
+        for events in rank.events.values():
+            if any(counts_up(event.value) for event in events[:1] if not event.examples):
+                return "a tensor numbers groups of rows, and can't be joined with another rank's"
+    return ""
+
+
+def why_not_whole(look: Look) -> str:
+    """How the ranks' parts make one process's model and batch is a guess, unless it has both."""
+    if not look.is_given:
+        return "one process has other batches than the ranks together"
+    if not are_joined_rightly(look.facts, look.whole):
+        return "one process begins with other weights than the ranks' parts make"
+    return ""
+
+
+def is_its_own(look: Look, share: Alone | None) -> bool:
+    """share: a run with one rank's examples, as long as the longest of all.
+
+    Unless they give that rank's own gradient, or a multiple, the join may be wrong.
+    """
+    facts = look.facts
+    for k in facts.comparable if share else []:
+        rank = facts.distinct[facts.chosen(k)]
+        own = vectors.only(rank.steps[k].own, facts.comparable_names(k))
+        wanted = vectors.only(gradient(facts, share.notes, k, "own"), set(own))
+        if vectors.fit(own, [wanted]).left > max(facts.most / limits.CLEARLY, limits.OWN):
+            return False
+    return share is not None
+
+
+def are_ragged(facts: Facts) -> bool:
+    """Whether the program's own collate_fn makes batches of examples of different shapes."""
+    shapes: dict[str, set] = {key: set() for key in facts.keys}
+    for rank in facts.ranks:
+        for key, known in shapes.items():
+            for event in rank.events.get(key, []):
+                for example in event.examples or []:
+                    known.add(tuple(tensor.shape for tensor in tensors_in(example)))
+    return any(len(known) > 1 for known in shapes.values())

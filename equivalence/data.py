@@ -1,0 +1,111 @@
+"""What comes into the program: batches of its DataLoaders, a model's inputs, a loss's targets."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from distributed import unwrap_model
+from instruments.observer import Observer
+from instruments.tensors import digest, tensors_in
+from torch import nn
+
+from equivalence.batches import to_plain
+from equivalence.loaders import Loaders
+from equivalence.notes import Event, RandomState, random_state, set_random_state
+
+LOSSES = [name for name in dir(F) if name.endswith("_loss") or name in ("cross_entropy", "kl_div")]
+LOSSES += ["binary_cross_entropy", "binary_cross_entropy_with_logits"]
+
+
+class Data(Observer):
+    """Notes each batch with its examples; what the models are called with; what a step draws."""
+
+    def __init__(self, steps: Any) -> None:
+        self.steps = steps
+        self.loaders = Loaders(steps.noted)
+        self.has_taught = False  # a model was called without gradients, since this step began
+        self.known_state: RandomState | None = None  # in this step, at its last batch
+        steps.at_new_step.append(self.new_step)
+
+    def new_step(self) -> None:
+        self.has_taught, self.known_state = False, None
+
+    def patches(self) -> list[tuple[Any, str, Callable]]:
+        losses = [(F, name, functools.partial(self.loss, name)) for name in LOSSES]
+        return self.loaders.patches() + losses
+
+    def note_draws(self) -> None:
+        """Since data came in last, in this step."""
+        if self.known_state is not None:
+            self.steps.step.draws |= random_state().other_than(self.known_state)
+
+    def came(self, key: str, value: Any, iterator: Any = None) -> Any:
+        """Data come into the program, perhaps from a loader's iterator; returns what it gets."""
+        self.steps.seen[key] += 1
+        examples = self.loaders.examples if iterator is not None else None
+        indices = self.loaders.indices_of(iterator) if iterator is not None else ()
+        given = None
+        if self.steps.source:
+            number, step = self.steps.seen[key] - 1, len(self.steps.noted.steps)
+            given = self.steps.source.batch(key, number, step, value, iterator, examples)
+        if given is not None:
+            value, self.known_state = given
+            set_random_state(self.known_state)
+            return value
+        self.known_state = random_state()
+        event = Event(to_plain(value), self.known_state, examples, indices=indices)
+        event = event._replace(round=self.loaders.rounds.get(key, 0))
+        self.steps.noted.events.setdefault(key, []).append(event)
+        return value
+
+    def load(self, iterator: Any, original: Callable) -> Any:
+        if not torch.is_grad_enabled():
+            return original()
+        key = self.loaders.name_of(iterator)
+        self.note_draws()
+        batch = original()
+        return self.came(key, batch, iterator)
+
+    def loss(self, name: str, original: Callable, *args: Any, **kwargs: Any) -> Any:
+        """Without a DataLoader the targets come in here."""
+        hooks = self.hooks
+        is_inside = hooks.inside and hooks.inside[-1].what != "optimizer"
+        is_other = is_inside or hooks.is_elsewhere() or not torch.is_grad_enabled()
+        if self.steps.has_loader or is_other:
+            return original(*args, **kwargs)
+        target = kwargs.get("target", args[1] if len(args) > 1 else None)
+        is_computed = isinstance(target, torch.Tensor) and target.is_floating_point()
+        if target is None or (self.has_taught and is_computed):  # perhaps by a teacher
+            return original(*args, **kwargs)
+        self.note_draws()
+        target = self.came(f"target of {name}", target)
+        if "target" in kwargs:
+            return original(*args, **{**kwargs, "target": target})
+        return original(args[0], target, *args[2:], **kwargs)
+
+    def forward_begins(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple | None:
+        if self.hooks.is_in("backward"):
+            return None
+        if not torch.is_grad_enabled():
+            self.has_taught = True
+            return None
+        replaced = None
+        tensors = list(tensors_in((args, kwargs)))
+        is_data = bool(tensors) and not any(tensor.requires_grad for tensor in tensors)
+        if not self.steps.has_loader and is_data:  # and not what another model has computed
+            self.note_draws()
+            name = f"inputs of {type(unwrap_model(module)).__name__}"
+            replaced, new_kwargs = self.came(name, (args, dict(kwargs)))
+            kwargs.update(new_kwargs)
+        self.steps.step.inputs += digest((replaced or args, dict(kwargs)))
+        return replaced
+
+    def gradients_are_there(self, optimizer: Any, is_again: bool) -> None:
+        if not is_again:
+            self.note_draws()
+
+    def notes(self, is_own_thread: bool) -> None:
+        if is_own_thread:
+            self.steps.noted.ends = self.loaders.ends()

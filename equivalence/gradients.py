@@ -1,0 +1,201 @@
+"""Each rank's own gradients, what the optimizers got, and what changes gradients in between."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from instruments.observer import Observer
+from instruments.tensors import digest, parameters_of, whole
+from torch import nn
+from torch.nn.modules import module as nn_module
+from torch.nn.parameter import is_lazy
+from torch.nn.utils import clip_grad
+
+from equivalence.notes import Shelf
+
+PLAIN = (int, float, bool, str, type(None), tuple)
+
+
+class OwnGradients:
+    """What backward computes here, before any message: sums over the passes of a step."""
+
+    def __init__(self) -> None:
+        self.parameters: dict[int, torch.Tensor] = {}  # by the id of the tensor that is watched
+        self.sums: dict[int, torch.Tensor] = {}  # by the id of the parameter
+
+    def watch(self, tensor: torch.Tensor, parameter: torch.Tensor | None = None) -> None:
+        """parameter: that of which `tensor` is the whole, while FSDP2 computes with it."""
+        parameter = tensor if parameter is None else parameter
+        if id(tensor) in self.parameters or not tensor.requires_grad or not tensor.is_leaf:
+            return
+        if hasattr(tensor, "to_local") or is_lazy(tensor):
+            return  # its gradient may be a sum that is not yet made
+        self.parameters[id(tensor)] = parameter
+        tensor.register_hook(lambda gradient: self.add(parameter, gradient))
+        hooks = tensor._backward_hooks  # the program's own may send messages: this one comes first
+        others = list(hooks.items())
+        hooks.clear()
+        hooks.update([others[-1], *others[:-1]])
+
+    def pass_begins(self) -> None:
+        """Has the program thrown away what the passes before have left?"""
+        for parameter in self.parameters.values():
+            gradient = parameter.grad
+            is_sharded = hasattr(gradient, "to_local")  # to look at its numbers is a collective
+            if gradient is None or not is_sharded and not bool(gradient.to_dense().any()):
+                self.sums.pop(id(parameter), None)
+
+    def add(self, parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
+        if gradient is None:
+            return
+        key, value = id(parameter), whole(gradient)
+        self.sums[key] = self.sums[key] + value if key in self.sums else value
+
+
+class Gradients(Observer):
+    """Notes own gradients, what the optimizers got, before and after clip_grad_norm_; options."""
+
+    def __init__(self, steps: Any, weights: Any, shelf: Shelf) -> None:
+        self.steps, self.weights, self.shelf = steps, weights, shelf
+        self.own = OwnGradients()
+        self.slots: dict[tuple[int, str], torch.Tensor] = {}  # parameters, by module and name
+        self.parts: set[int] = set()  # the ids of parameters of which a layer has a part
+        self.scale = 1.0  # a GradScaler's
+        # Of a parameter's id: its gradient before clip_grad_norm_, and a digest of that after it.
+        self.clipped: dict[int, tuple[Any, str]] = {}
+        self.has_stepped = False  # an optimizer has, since this step began
+        steps.at_new_step.append(self.new_step)
+
+    def new_step(self) -> None:
+        self.clipped, self.has_stepped = {}, False
+
+    def installed(self) -> None:
+        handle = nn_module.register_module_forward_hook(self.watch_unsharded)
+        self.hooks.undo.callback(handle.remove)
+
+    def patches(self) -> list[tuple[Any, str, Callable]]:
+        return [
+            (nn.utils, "clip_grad_norm_", self.clip),
+            (clip_grad, "clip_grad_norm_", self.clip),
+            (torch.amp.GradScaler, "scale", self.scaled),
+            (torch.optim.Optimizer, "add_param_group", self.parameters_are_known),
+        ]
+
+    # ------------------------------------------------------------------------- own gradients
+
+    def parameters_are_known(self, original: Callable, optimizer: Any, group: dict) -> Any:
+        result = original(optimizer, group)
+        if not self.hooks.is_elsewhere():
+            for parameter in parameters_of(optimizer):
+                self.own.watch(parameter)
+        return result
+
+    def forward_begins(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        if self.hooks.is_in("backward"):
+            return
+        for _, tensor in self.weights.named_tensors(module):
+            self.own.watch(tensor)
+        for layer in module.modules():
+            for name, parameter in layer._parameters.items():
+                self.slots.setdefault((id(layer), name), parameter)
+
+    def watch_unsharded(self, module: nn.Module, args: tuple, output: Any) -> None:
+        """FSDP2's layers have whole parameters while they compute."""
+        if self.hooks.is_elsewhere():
+            return
+        for name, tensor in module._parameters.items():
+            sharded = self.slots.get((id(module), name))
+            if tensor is not sharded and hasattr(sharded, "to_local"):
+                self.own.watch(tensor, sharded)
+            if any(placement.is_shard() for placement in getattr(tensor, "placements", ())):
+                self.parts.add(id(sharded))  # tensor parallel: the layer computes with a part
+
+    def backward(self, original: Callable) -> Any:
+        if sum(call.what == "backward" for call in self.hooks.inside) == 1:
+            self.own.pass_begins()
+        return original()
+
+    def scaled(self, original: Callable, scaler: Any, outputs: Any) -> Any:
+        scaled = original(scaler, outputs)
+        self.scale = float(scaler.get_scale()) or 1.0
+        return scaled
+
+    # ---------------------------------------------------------------------------------- clipping
+
+    def clip(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
+        if self.hooks.is_elsewhere():
+            return original(*args, **kwargs)
+        arguments = inspect.signature(original).bind(*args, **kwargs).arguments
+        parameters = arguments["parameters"]
+        is_one = isinstance(parameters, torch.Tensor)
+        parameters = [parameters] if is_one else list(parameters)  # an iterator is read once
+        some = [parameter for parameter in parameters if parameter.grad is not None]
+        before = [self.before_clip(parameter) for parameter in some]
+        norm = original(**{**arguments, "parameters": parameters})
+        for parameter, (gradient, old) in zip(some, before, strict=True):
+            left = digest(whole(parameter.grad))
+            if left != old:
+                self.clipped[id(parameter)] = gradient, left
+        return norm
+
+    def before_clip(self, parameter: torch.Tensor) -> tuple[Any, str]:
+        """A parameter's gradient, and a digest; before the first of several clips in a row."""
+        now = digest(whole(parameter.grad))  # of all of a DTensor, as ranks must agree
+        gradient, left = self.clipped.get(id(parameter), (None, ""))
+        return (gradient if now == left else self.shelf.keep(parameter.grad)), now
+
+    # ------------------------------------------------------------------- what the optimizers got
+
+    def gradients_are_there(self, optimizer: Any, is_again: bool) -> None:
+        step = self.steps.step
+        if is_again:
+            return
+        owned = self.weights.owned_by(optimizer)
+        for one in owned:
+            step.options[one.name] = plain_options(one.group)
+        if self.steps.is_last:
+            return
+        if self.has_stepped:
+            step.late |= {one.name for one in owned}
+        for one in owned:
+            if one.is_its:
+                self.note_got(one.name, one.parameter)
+            self.note_own(one.name, one.parameter)
+            if self.steps.source:
+                self.steps.source.set_gradient(one.name, self.steps.number, one.parameter)
+        for name, tensor in self.weights.trained():  # another rank's optimizer may have the others
+            if name not in step.options:
+                self.note_own(name, tensor)
+
+    def optimizer_ends(self, optimizer: Any) -> None:
+        self.has_stepped |= not self.hooks.is_in("optimizer")
+
+    def note_got(self, name: str, parameter: torch.Tensor) -> None:
+        step = self.steps.step
+        step.is_repeated |= name in step.got  # another optimizer makes several steps in this one
+        if parameter.grad is None:
+            return
+        step.got[name] = self.shelf.keep(parameter.grad)
+        if id(parameter) in self.clipped:
+            step.unclipped[name], left = self.clipped[id(parameter)]
+            step.is_changed |= digest(whole(parameter.grad)) != left
+
+    def notes(self, is_own_thread: bool) -> None:
+        parts = [name for name, tensor in self.weights.trained() if id(tensor) in self.parts]
+        self.steps.noted.parts = set(parts)
+
+    def note_own(self, name: str, parameter: torch.Tensor) -> None:
+        if id(parameter) in self.own.sums:
+            own = self.own.sums[id(parameter)] / self.scale
+            self.steps.step.own[name] = self.shelf.keep(own)
+
+
+def plain_options(group: dict) -> dict[str, Any]:
+    options = {}
+    for key, value in group.items():
+        if isinstance(value, torch.Tensor) and value.numel() == 1:
+            value = float(value)
+        if key != "params" and isinstance(value, PLAIN):
+            options[key] = value
+    return options

@@ -1,0 +1,226 @@
+"""The run in one process: a source gives step k the batch, weights and gradients of the ranks'."""
+
+import dataclasses
+import inspect
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from instruments.observer import Observer
+from instruments.program import Refused
+from instruments.tensors import digest, local
+from torch import distributed as torch_dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from equivalence.batches import (
+    count_examples,
+    digests_of_examples,
+    from_plain,
+    is_made_of,
+    join,
+    plain_copy,
+)
+from equivalence.facts import Facts
+from equivalence.limits import COARSE
+from equivalence.notes import Alone, Event, Notes, RandomState
+from equivalence.vectors import moved, together
+
+FORCED = ("whole", "own data")  # here the optimizer gets what the processes' got
+
+
+class Batch(NamedTuple):
+    """In place of the one that the program has loaded."""
+
+    value: Any
+    examples: list | None  # or these, for the program's own collate_fn
+    state: RandomState
+    is_equal: bool  # on all ranks, such as numbers of rows: these are no examples
+    parts: list  # what the ranks had
+
+    def is_in(self, value: Any, examples: list | None) -> bool:
+        """Whether the program's batch has the same examples: then it is as good."""
+        if not examples and len(self.parts) > 1 and is_made_of(value, self.parts):
+            return True
+        theirs = digests_of_examples(value, examples if self.examples else None)
+        return sorted(digests_of_examples(self.value, self.examples)) == sorted(theirs)
+
+
+@dataclasses.dataclass
+class Given:
+    """What a run in one process is given."""
+
+    facts: Facts
+    kind: str
+    # whole     all examples in one batch; then the gradients that the processes' optimizers got
+    # own data  the program's own batches, as one batch can't be made; then those gradients
+    # moved     all examples in another order, and each weight changed in its last digit
+    # share     one rank's examples, as long as the longest of all; another rank in each step
+    left_out: tuple = ()  # kinds of layers
+    rates: dict[str, int] = dataclasses.field(default_factory=dict)  # if it takes other batches
+
+    def batch(self, key: str, number: int) -> Batch | None:
+        """In place of the run's batch of this number; None: its own."""
+        if self.kind == "own data":
+            return None
+        shares = [rank.events.get(key, []) for rank in self.facts.distinct]
+        before = self.facts.rate(key)
+        if self.rates and not before:  # which of the ranks' it would be is not known
+            return None
+        now = self.rates.get(key, before)
+        events = [share[number] for share in shares if number < len(share)]
+        if now != before:  # it takes fewer or more batches in a step: each is of so many events
+            step, part = divmod(number, max(1, now))
+            every: list[Event] = []
+            for place in range(step * before, (step + 1) * before):
+                every += [share[place] for share in shares if place < len(share)]
+            size = len(every) // max(1, now)
+            events = every[part * size : (part + 1) * size]
+        if not events:
+            return None
+        only = None
+        if self.kind == "share":
+            only = self.facts.chosen(number // max(1, before))
+            if only >= len(events):
+                return None
+        return self.union(events, only, number)
+
+    def union(self, events: list[Event], only: int | None, number: int) -> Batch:
+        order = torch.Generator().manual_seed(number) if self.kind == "moved" else None
+        state = events[only or 0].state
+        values = [event.value for event in events]
+        is_equal = len(values) > 1 and len({digest(value) for value in values}) == 1
+        if not all(event.examples for event in events):
+            value = join(values, only, order)
+            return Batch(value, None, state, is_equal, values)
+        examples = []
+        for event in events if only is None else [events[only]]:
+            examples += event.examples
+        if order is not None:
+            examples = [examples[row] for row in torch.randperm(len(examples), generator=order)]
+        return Batch(None, examples, state, is_equal, values)
+
+    def value(self, what: str, name: str, step: int, shape: torch.Size) -> torch.Tensor | None:
+        """What the ranks had ("weights" or "got"); put together, if they have parts of it."""
+        if self.kind != "share":
+            return self.facts.whole(what, name, step, shape)
+        rank = self.facts.distinct[self.facts.chosen(step)]
+        return together([getattr(rank.steps[step], what).get(name)], shape)
+
+
+class Formats(TorchDispatchMode):
+    """Whether what is called within it makes numbers in bfloat16 or float16."""
+
+    are_coarse = False
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: Any = None):  # noqa: ANN204
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.is_floating_point():
+            self.are_coarse |= torch.finfo(result.dtype).eps > COARSE
+        return result
+
+
+class Source(Observer):
+    """What the observers ask for a step's batch, weights and gradients."""
+
+    def __init__(self, given: Given) -> None:
+        self.given = given
+        self.name = f"one process, {given.kind}"
+        self.matched: dict[str, bool] = {}  # whether the ranks had such a weight, in some step
+        self.formats = Formats()  # that the optimizer computes in
+        self.own_in = -1  # the last step in which a batch was left as it is
+        self.joined_in = -1  # and in which one was replaced
+        self.is_mixed = False
+        self.rows: Counter = Counter()
+        self.is_global = False  # alone the program takes as many examples as all ranks together
+
+    def patches(self) -> list[tuple[Any, str, Callable]]:
+        return [(torch_dist, "init_process_group", self.group_begins)]
+
+    def group_begins(self, original: Callable, *args: Any, **kwargs: Any) -> None:
+        """A program that has been told its number of processes would wait for the others."""
+        given = inspect.signature(original).bind(*args, **kwargs).arguments
+        size = given.get("world_size", 1)
+        if size > 1:
+            raise Refused(
+                f"in one process the program waits for {size}: give the flags with which it "
+                'does not, such as --alone="--devices 1"'
+            )
+        original(*args, **kwargs)
+
+    def batch(
+        self, key: str, number: int, step: int, value: Any, iterator: Any, examples: list | None
+    ) -> tuple[Any, RandomState] | None:
+        """In place of the run's batch of this number, and the random state; None: its own."""
+        batch = self.given.batch(key, number)
+        if batch is None:
+            return None
+        if self.keeps_own(batch, step, value, iterator, examples):
+            if number < self.given.facts.rate(key):  # of the first step
+                self.rows[key] += len(examples or []) or count_examples(value)
+            return None
+        if batch.examples:
+            return iterator._collate_fn(plain_copy(batch.examples)), batch.state
+        return from_plain(batch.value, own=value), batch.state
+
+    def keeps_own(
+        self, batch: Batch, step: int, value: Any, iterator: Any, examples: list | None
+    ) -> bool:
+        """Whether the program's own batch is as good: it invents nothing."""
+        if self.given.kind == "share":
+            return False
+        if iterator is None and batch.is_equal and self.is_global:
+            return True
+        if self.joined_in != step and batch.is_in(value, examples):
+            self.own_in, self.is_global = step, True
+            return True
+        self.joined_in = step
+        self.is_mixed |= self.own_in == step
+        if batch.value is not None:
+            self.is_global = count_examples(batch.value) == count_examples(value)
+        return False
+
+    def set_weight(self, name: str, step: int, tensor: torch.Tensor) -> None:
+        """Give a tensor the value that it had in the processes."""
+        value = self.given.value("weights", name, step, tensor.shape)
+        self.matched[name] = self.matched.get(name, False) or value is not None
+        if value is None:
+            return
+        if self.given.kind == "moved":
+            value = moved(value, self.given.facts.digit)
+        with torch.no_grad():
+            local(tensor).copy_(value)
+
+    def set_gradient(self, name: str, step: int, parameter: torch.Tensor) -> None:
+        """Give the optimizer what the processes' got."""
+        if self.given.kind in FORCED and self.given.facts.is_forced(step):
+            value = self.given.value("got", name, step, parameter.shape)
+            if value is not None:
+                put_gradient(parameter, value)
+
+    def optimizer_begins(self, optimizer: Any) -> None:
+        if not self.hooks.is_in("optimizer"):
+            self.formats.__enter__()
+
+    def optimizer_ends(self, optimizer: Any) -> None:
+        if not self.hooks.is_in("optimizer"):
+            self.formats.__exit__(None, None, None)
+
+    def found(self, noted: Notes) -> Alone:
+        noted.events = {}
+        unmatched = sorted(name for name, is_matched in self.matched.items() if not is_matched)
+        is_joined, is_coarse = self.joined_in >= 0, self.formats.are_coarse
+        return Alone(noted, unmatched, is_coarse, is_joined, self.is_mixed, dict(self.rows))
+
+
+def put_gradient(parameter: torch.Tensor, value: torch.Tensor) -> None:
+    gradient = parameter.grad
+    if gradient is not None and gradient.is_sparse:
+        parameter.grad = value.to(gradient.dtype).to_sparse(gradient.sparse_dim())
+    elif gradient is None:
+        parameter.grad = None if hasattr(parameter, "to_local") else value.to(parameter, copy=True)
+    else:
+        with torch.no_grad():
+            if gradient.is_complex() and not value.is_complex():
+                value = torch.view_as_complex(value.contiguous())
+            local(gradient).copy_(value)

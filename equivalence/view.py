@@ -1,0 +1,82 @@
+"""What the ranks have, copies or parts, decided before any question is asked."""
+
+import dataclasses
+
+from equivalence.facts import COPIES, PARTS, UNKNOWN, Facts
+from equivalence.notes import Alone, Notes, Step
+
+
+def facts_of(ranks: list[Notes], length: int, known: Facts | None = None) -> Facts:
+    """known: facts of another run of these processes, which have the same model."""
+    completed = [complete(step) for step in zip(*[rank.steps for rank in ranks], strict=False)]
+    pairs = zip(ranks, zip(*completed, strict=True), strict=True)
+    ranks = [dataclasses.replace(rank, steps=list(steps)) for rank, steps in pairs]
+    if known:
+        return dataclasses.replace(known, ranks=ranks)
+    facts = Facts(ranks, range(length), COPIES)
+    parts = frozenset().union(*(rank.parts for rank in ranks), have_other_shapes(facts))
+    if parts:
+        return dataclasses.replace(facts, model=PARTS, parts=parts)
+    return dataclasses.replace(facts, model=UNKNOWN) if facts.first_unequal == 0 else facts
+
+
+def have_other_shapes(facts: Facts) -> set[str]:
+    """Parameters whose shapes differ; or that others lack which have the same batches."""
+    names: set[str] = set()
+    first, *others = facts.ranks
+    for rank in others:
+        theirs, own = first.steps[0].weights, rank.steps[0].weights
+        both = theirs.keys() & own.keys()
+        names |= {name for name in both if theirs[name].shape != own[name].shape}
+        if rank in facts.peers:
+            names |= theirs.keys() ^ own.keys()
+    return names & set().union(*(rank.parameters for rank in facts.ranks))
+
+
+def beside_one(facts: Facts, alone: Alone | None) -> Facts:
+    """The facts, if one process shows whether weights that differ are copies or parts."""
+    first, parts = facts.ranks[0].steps[0].weights, set()
+    for name, tensor in alone.notes.steps[0].weights.items() if alone else []:
+        is_other = name not in first or first[name].shape != tensor.shape
+        if is_other and name in alone.notes.parameters:
+            parts.add(name)
+    if not parts:
+        return dataclasses.replace(facts, model=COPIES)
+    model = UNKNOWN if alone.unmatched else PARTS
+    return dataclasses.replace(facts, model=model, parts=frozenset(parts))
+
+
+def are_joined_rightly(facts: Facts, alone: Alone) -> bool:
+    """Whether the parts make what one process has before its first step.  Joins are a guess."""
+    theirs = alone.notes.steps[0].weights
+    for name in facts.parts & theirs.keys():
+        whole = facts.whole("weights", name, 0, theirs[name].shape)
+        if whole is None or not whole.equal(theirs[name]):
+            return False
+    return True
+
+
+def complete(ranks: tuple[Step, ...]) -> list[Step]:
+    """Where optimizers share out the parameters, the others get what the owner's has made."""
+    completed = []
+    for rank in ranks:
+        got, unclipped = dict(rank.got), dict(rank.unclipped)
+        for owner in ranks:
+            for name in owner.got:
+                if name not in rank.options and name in rank.weights:
+                    got.setdefault(name, owner.got[name])
+                    if name in owner.unclipped:
+                        unclipped.setdefault(name, owner.unclipped[name])
+        completed.append(dataclasses.replace(rank, got=got, unclipped=unclipped))
+    return completed
+
+
+def infinite(ranks: list[Notes], length: int) -> str:
+    """The first gradient that is not finite, a rank's own before those that were averaged."""
+    for k in range(min(length, *(len(rank.steps) for rank in ranks))):
+        for what in "own", "got":
+            for rank in ranks:
+                gradients = getattr(rank.steps[k], what).values()
+                if not all(bool(gradient.isfinite().all()) for gradient in gradients):
+                    return f"infinite or NaN in step {k + 1} on rank {rank.rank}"
+    return ""
