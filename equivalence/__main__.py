@@ -12,7 +12,7 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-if not __package__:  # as `python PATH/equivalence`, from any folder
+if __package__ != "equivalence":  # python PATH/equivalence, or the package that pip installs
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 from instruments import command  # noqa: E402

@@ -34,7 +34,18 @@ import torch
 import distributed as dist
 from tools.programs import ENVIRONMENT, LIMIT, ROOT, SHELL, Result, shell  # noqa: F401  for the tests, too
 
-FOLDERS = {"demos", "equivalence", "exercises", "experiments", "instruments", "tests", "timeline", "tools", "variants"}
+FOLDERS = {
+    "ddp_by_diff",
+    "demos",
+    "equivalence",
+    "exercises",
+    "experiments",
+    "instruments",
+    "tests",
+    "timeline",
+    "tools",
+    "variants",
+}
 # The project's programs.  (.ci/run tests a copy that git knows nothing of.)
 FILES = [*ROOT.glob("*.py"), *(file for folder in FOLDERS for file in (ROOT / folder).rglob("*.py"))]
 PROGRAMS = sorted(file.relative_to(ROOT).as_posix() for file in FILES)

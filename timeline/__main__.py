@@ -5,7 +5,7 @@ import os
 import sys
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-if not __package__:  # `python PATH/timeline`, from any folder
+if __package__ != "timeline":  # python PATH/timeline, or the package that pip installs
     sys.path[0] = ROOT
 # torch's profiler would warn of memory that is older than the recording.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

@@ -194,8 +194,8 @@ def wrong_with(command):
     if words[program] == "torchrun":
         parsed = get_args_parser().parse_args(args)
         args = [*(["-m"] if parsed.module else []), parsed.training_script, *parsed.training_script_args]
-    if args[0].startswith("PATH/"):  # from any folder
-        args = ["-m", args[0].removeprefix("PATH/"), *args[1:]]
+    if args[0].startswith(("PATH/", "ddp-")):  # from any folder, and installed
+        args = ["-m", re.sub("PATH/|ddp-", "", args[0]), *args[1:]]
     if args[0] == "-m" and args[1] in ("timeline", "equivalence"):  # its own flags, then a program and the program's
         place = next((i for i, word in enumerate(args[2:], 2) if word == "-m" or word.endswith(".py")), len(args))
         program = args[place:] and wrong_with(shlex.join(["python", *args[place:]]))
