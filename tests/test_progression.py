@@ -24,6 +24,8 @@ GOALS = {  # lines added + removed, at most
     ("mnist_ddp.py", "variants/mnist_pipeline.py"): 52,
     ("mnist_ddp.py", "variants/mnist_local_sgd.py"): 17,
     ("mnist_ddp.py", "variants/mnist_compile.py"): 6,
+    ("mnist_ddp.py", "variants/mnist_transformer.py"): 70,
+    ("variants/mnist_transformer.py", "variants/mnist_experts.py"): 69,
     ("mnist_ddp.py", "variants/mnist_horovod.py"): 42,
     ("mnist_ddp.py", "variants/mnist_xla.py"): 38,
 }
