@@ -71,10 +71,14 @@ else:
 
 LOCK_TIMEOUT = 10  # seconds: the processes of a killed run may still be ending
 HEAD_START = 0.1  # seconds: so much earlier the rank whose error it is raises it, and is the one that is named
+LOSSES = (  # LBFGS keeps the last loss, ReduceLROnPlateau the best
+    "If it is a loss, each rank has given its own: give the optimizer or the scheduler dist.reduce(loss) on all ranks"
+)
 SHARES = (
     "Shares (of FSDP, ZeRO, tensor parallelism) must be put together on all ranks first, as get_model_state_dict does "
     "with full_state_dict=True, or saved by torch.distributed.checkpoint"
 )
+EQUAL = f"Data parallelism keeps them equal. {SHARES}"
 
 
 class CheckpointError(Exception):
@@ -115,6 +119,8 @@ def read(path: Path, test: bool = False) -> dict:
     Damaged if the file is not what was written.  CheckpointError if it can't be read for a reason of the machine's:
     it is missing, or forbidden, or too many files are open.
     """
+    if path.is_dir():  # torch.distributed.checkpoint saves folders
+        raise CheckpointError(f"can't read {path} (it is a folder, no checkpoint of this kind: give it another name)")
     try:
         if test:
             _test(path)
@@ -128,6 +134,9 @@ def read(path: Path, test: bool = False) -> dict:
         raise CheckpointError(f"can't read {path} ({_reason(problem)})") from None
     if not isinstance(state, dict) or not state.keys() >= {"step", "config", "parts", "random"}:
         raise Damaged(f"{path} is damaged, or no checkpoint (it has no step, config, parts and random)")
+    random = state["random"]
+    if not isinstance(random, list) or not all(isinstance(one, dict) and "cpu" in one for one in random):
+        raise Damaged(f"{path} is damaged, or no checkpoint (its random is no list of the ranks' states)")
     return state
 
 
@@ -317,9 +326,10 @@ class Keeper:
         for rank, checksums in enumerate(rest, 1):
             for name in first | checksums:
                 if first.get(name) != checksums.get(name):
+                    is_number = _is_number(first.get(name)) and _is_number(checksums.get(name))
                     raise CheckpointError(
                         f"can't save {name[1:]}: rank {rank}'s differs from rank 0's, which alone would be kept. "
-                        f"Data parallelism keeps them equal. {SHARES}"
+                        f"{LOSSES if is_number else EQUAL}"
                     )
 
     def _write(self, state: dict, score: str) -> None:
@@ -344,6 +354,14 @@ class Keeper:
 
 def _is_count(number: Any) -> bool:
     return isinstance(number, int) and not isinstance(number, bool) and number >= 0
+
+
+def _is_number(text: str | None) -> bool:
+    """Whether a checksum is that of a number, which is its text."""
+    try:
+        return text is not None and math.isfinite(float(text))
+    except ValueError:
+        return False
 
 
 def _is_score(score: Any) -> bool:
@@ -428,7 +446,7 @@ class Preemption:
     """
 
     def __init__(self) -> None:
-        self.asked, self.process, self.group = False, os.getpid(), None
+        self.asked, self.calls, self.process, self.group = False, 0, os.getpid(), None
         if dist.get_world_size() > 1:  # on the CPU, so that no GPU waits for it
             self.group = torch_dist.new_group(backend="gloo", timeout=dist.get_timeout())
         signal.signal(signal.SIGTERM, self._handle)
@@ -440,8 +458,14 @@ class Preemption:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
-    def agreed(self) -> bool:
-        """Whether any rank was told to stop.  Every rank must call it, and gets the same answer."""
+    def agreed(self, every: int = 1) -> bool:
+        """Whether any rank was told to stop.  Every rank must call it, and gets the same answer.
+
+        every: a message, and a wait for all ranks, in each so-manieth call only; False in the others.
+        """
+        self.calls += 1
+        if self.calls % every:
+            return False
         flag = torch.tensor([int(self.asked)])
         if self.group is not None:
             torch_dist.all_reduce(flag, torch_dist.ReduceOp.MAX, group=self.group)

@@ -40,6 +40,7 @@ import hashlib
 import inspect
 import os
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -154,33 +155,37 @@ def _join(backend: str, limit: timedelta) -> None:
     options: dict = {"rank": rank, "world_size": world_size, "timeout": limit}
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if backend == "nccl" and torch.__version__ >= (2, 7, 1):  # 2.6 and 2.7.0 hang with it (pytorch#153960)
+    if needs_gpus(backend) and torch.__version__ >= (2, 7, 1):  # 2.6 and 2.7.0 hang with it (pytorch#153960)
         options["device_id"] = device  # connect at once, and to the right GPU
     torch_dist.init_process_group(backend, store=_meet(rank, world_size, limit), **options)
-    barrier()  # otherwise a rank that ends early would break connections that others are still making
+    barrier()  # without this, a rank that ends early closes connections that the others are still opening
     processes = "process" if world_size == 1 else "processes"
     print_primary(f"distributed: {world_size} {processes}, {backend}, {device.type}")
 
 
-_store: torch_dist.Store | None = None  # all groups of this process use it; rank 0 may serve it to the others
-_group_count = 0
+_store: torch_dist.Store | None = None  # of this process's group; rank 0 may serve it to the others
 _set_by_hand: list[str] = []  # the variables that init_process_group has set
 
 
 def _meet(rank: int, world_size: int, limit: timedelta) -> torch_dist.Store:
-    """The store of a new group: a table, served by one process, in which the ranks leave their addresses."""
-    global _store, _group_count
+    """The store of a new group: a table, served by one process, in which the ranks leave their addresses.
+
+    It is the group's own: the next group may have other processes, or another place.  torchrun and `launch` serve one
+    table for a whole run; so it counts the groups, and each has a part of its own.
+    """
+    global _store
     if world_size == 1:
         return torch_dist.HashStore()
-    if _store is None:
-        if launcher:
-            _store = launcher.open_store(rank, world_size, limit)
-        else:
-            _store, *_ = next(torch_dist.rendezvous("env://", rank, world_size, timeout=limit))
-    store = torch_dist.PrefixStore(f"group {_group_count}", _store)  # it must not read what an earlier group has left
+    if launcher:
+        launcher.leave_store(_store)  # if torch's destroy_process_group has ended the last group
+        _store = launcher.open_store(rank, world_size, limit)
+    else:
+        _store, *_ = next(torch_dist.rendezvous("env://", rank, world_size, timeout=limit))
+    count = f"groups of rank {rank}"
+    store = torch_dist.PrefixStore(f"group {_store.add(count, 0)}", _store)
     if launcher:
         launcher.wait_for_all_ranks(store, rank, world_size, limit)
-    _group_count += 1  # not before all are here: a rank that tries once more looks in the same place
+    _store.add(count, 1)  # not before all are here: a rank that tries once more looks in the same place
     return store
 
 
@@ -189,11 +194,16 @@ def choose_backend(backend: str | None = None) -> str:
     has_nccl = torch.cuda.device_count() > 0 and torch_dist.is_nccl_available()
     backend = (backend or os.environ.get("DIST_BACKEND") or ("nccl" if has_nccl else "gloo")).lower()
     names = [part.rpartition(":")[2] for part in backend.split(",")]  # torch's own way to have two: cpu:gloo,cuda:nccl
-    if "nccl" in names and not has_nccl:
-        raise ValueError("backend nccl needs a visible CUDA GPU and a torch that was built with it: use gloo")
+    if not has_nccl and any(map(needs_gpus, names)):
+        raise ValueError(f"backend {backend} needs a visible CUDA GPU and a torch that was built with it: use gloo")
     if not all(torch_dist.is_backend_available(name) for name in names):
         raise ValueError(f"torch has no backend {backend} (DIST_BACKEND or an argument): choose nccl or gloo")
     return backend
+
+
+def needs_gpus(backend: str) -> bool:
+    """Whether it moves tensors on GPUs alone, each process's own: nccl; torch 2.14 also has nccl2, nccl-lazy, ..."""
+    return backend.startswith("nccl")
 
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -260,11 +270,15 @@ def cleanup() -> None:
 
 
 def _leave_group() -> None:
+    global _store
     if torch_dist.is_initialized():
         # Gloo's threads need Python's lock to free their last tensors: let them have it, or leaving may hang
         # (pytorch#179291; seen with torch 2.4.1).
         time.sleep(0.02)
         torch_dist.destroy_process_group()
+        if launcher:
+            launcher.leave_store(_store)
+        _store = None
     _remove_variables()
 
 
@@ -276,8 +290,9 @@ def _remove_variables() -> None:
 
 # ------------------------------------------------------------------------------------------------------ collectives
 # All ranks must make the same call, with the same op, dtypes and (except in gather) shapes; otherwise RuntimeError on
-# all, with a table of what each rank called.  Each call first sends a small message to find that out; torch's own
-# functions don't, so they are cheaper in an inner loop.  If a rank calls nothing, the others wait for it until the
+# all, with a table of what each rank called.  To find that out, each call first sends a small message, which torch's
+# own functions don't.  A few numbers travel in it, too; more of them follow in torch's own call.  What a function
+# refuses it refuses after this message, so on all ranks.  If a rank calls nothing, the others wait for it until the
 # time-out; if it has ended, they report a lost connection.  No gradient flows through these functions.  With one
 # process they need no group.
 
@@ -294,10 +309,9 @@ def all_reduce(tensor: torch.Tensor, op: str | torch_dist.ReduceOp = "sum") -> t
     The dtype stays, so small dtypes may overflow.  TypeError for bool, int16 and the mean of integers: use `reduce`.
     """
     op = _op_name(op)
-    _check(f"all_reduce {op}", [tensor])
-    if tensor.dtype not in _SUMMABLE or (op == "mean" and not tensor.is_floating_point()):
-        raise TypeError(f"all_reduce can't put the {op} into {tensor.dtype}: use dist.reduce(tensor, {op!r})")
-    return _reduce_in_place(tensor, op)
+    rows = _check(f"all_reduce {op}", [tensor], is_written=True)
+    _write(tensor, _reduce_in_place(tensor.detach(), op) if rows is None else _combine(rows, op))
+    return tensor
 
 
 def reduce(tensor: torch.Tensor, op: str | torch_dist.ReduceOp = "mean") -> torch.Tensor:
@@ -306,22 +320,33 @@ def reduce(tensor: torch.Tensor, op: str | torch_dist.ReduceOp = "mean") -> torc
     Not torch's reduce, which returns nothing and leaves the result on one rank.
     The mean of the ranks' means is right if their shares are equal.  In an evaluation they may not be: there reduce
     the sum and the count with op="sum", and divide then.
-    op: as for `all_reduce`.  Computed in float64 or int64.  The result has the input's shape and device, and the dtype
-    of a floating-point input.  Of integers and bools means are float64, the others int64.
+    op: as for `all_reduce`.  Computed in float64 or int64, so 10 MB of float32 take about 2.5 times as long as torch's
+    all_reduce.  The result has the input's shape and device, and the dtype of a floating-point input.  Of integers and
+    bools means are float64, the others int64.
     """
     op = _op_name(op)
-    _check(f"reduce {op}", [tensor])
+    rows = _check(f"reduce {op}", [tensor])
     is_float = tensor.is_floating_point()
-    result = tensor.detach().to(torch.float64 if is_float or op == "mean" else torch.int64, copy=True)
-    result = _reduce_in_place(result, op)
+    if rows is None:
+        wide = torch.float64 if is_float or op == "mean" else torch.int64
+        result = _reduce_in_place(tensor.detach().to(wide, copy=True), op)
+    else:
+        result = _combine(rows, op).to(tensor.device)
     return result.to(tensor.dtype) if is_float else result
 
 
+def _combine(rows: torch.Tensor, op: str) -> torch.Tensor:
+    """The sum (or another op) of a few numbers of all ranks, [world size, *shape], in float64 or int64."""
+    rows = rows.to(torch.float64 if rows.is_floating_point() or op == "mean" else torch.int64)
+    return {"sum": rows.sum, "mean": rows.mean, "min": rows.amin, "max": rows.amax}[op](0)
+
+
 def _reduce_in_place(tensor: torch.Tensor, op: str) -> torch.Tensor:
+    """The sum (or another op) of many numbers, in the tensor's own dtype and, where it can be, its memory."""
     device = _comm_device()
     if device is None:
         return tensor
-    data = tensor.detach().to(device).contiguous()  # shares the tensor's memory, if that is as the backend needs it
+    data = tensor.to(device).resolve_neg().contiguous()
     is_extreme = op in ("min", "max")
     if is_extreme and data.is_floating_point():
         is_nan = data.isnan()  # the backends' min and max may drop a NaN
@@ -331,8 +356,12 @@ def _reduce_in_place(tensor: torch.Tensor, op: str) -> torch.Tensor:
         data.masked_fill_(is_nan, torch.nan)
     if op == "mean":  # gloo of torch 2.4 has no AVG
         data /= get_world_size()
-    tensor.detach().copy_(data)  # nothing to do, if they share the memory
-    return tensor
+    return data.to(tensor.device)
+
+
+def _write(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    if values.data_ptr() != tensor.data_ptr():  # otherwise they are there already
+        tensor.detach().copy_(values)
 
 
 def gather(tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -352,14 +381,14 @@ def gather(tensor: torch.Tensor) -> list[torch.Tensor]:
 def sync_params(params: torch.Tensor | Iterable[torch.Tensor]) -> None:
     """Copy rank 0's values into the tensors, in place: sync_params(model.parameters()), or model.buffers()."""
     params = [params] if isinstance(params, torch.Tensor) or not isinstance(params, Iterable) else list(params)
-    _check("sync_params", params)
+    _check("sync_params", params, is_written=True)
     device = _comm_device()
     if device is None:
         return
     for param in params:
         values = torch.empty(param.shape, dtype=param.dtype, device=device).copy_(param.detach())
         torch_dist.broadcast(values.view(-1).view(torch.uint8), 0)  # as bytes, so that every dtype works
-        param.detach().copy_(values)
+        _write(param, values)
 
 
 def barrier() -> None:
@@ -371,77 +400,117 @@ wait_for_everyone = barrier  # its name in joh-fischer/distributed-pytorch
 
 
 def _op_name(op: Any) -> str:
-    """One of _OPS, for a name or torch's ReduceOp."""
+    """One of _OPS, for a name or torch's ReduceOp; or what `_check` refuses."""
     name = str(getattr(op, "name", op)).lower()
     name = "mean" if name == "avg" else name
-    if name not in _OPS:
-        raise ValueError(f"op={op!r}: choose from {', '.join(_OPS)}")
-    return name
+    return name if name in _OPS else f"op={op!r}"
 
 
 def _comm_device() -> torch.device | None:
     """The device that the backend moves tensors on; None in a world of one.  Without a process group ValueError."""
     if get_world_size() == 1:
         return None
-    return get_device() if torch_dist.get_backend() == "nccl" else torch.device("cpu")
+    return get_device() if needs_gpus(torch_dist.get_backend()) else torch.device("cpu")
 
 
-def _check(call: str, values: list, is_any_shape: bool = False) -> None:
-    """RuntimeError on all ranks unless all make the same call; TypeError if a value is no tensor of these."""
+def _check(call: str, values: list, is_any_shape: bool = False, is_written: bool = False) -> torch.Tensor | None:
+    """RuntimeError on all ranks unless all make the same call; then TypeError or ValueError, on all, if it is refused.
+
+    call: the function's name, and the op if there is one.  With an op: returns the value of all ranks, as `_compare`.
+    """
+    op = call.partition(" ")[2]
+    problems: list = [ValueError(f"{op}: choose from {', '.join(_OPS)}")] if op and op not in _OPS else []
     kinds = []
     for value in values:
-        if not isinstance(value, torch.Tensor):
-            kinds.append(type(value).__name__)
-        elif is_any_shape:
-            kinds.append(f"{value.dtype} with {value.dim()} dimension(s)")
-        else:
-            kinds.append(f"{value.dtype} {list(value.shape)}")
-    _compare(f"{call} of {', '.join(kinds)}" if kinds else call)
-    for value in values:
-        if not isinstance(value, torch.Tensor):
-            hint = "use torch.as_tensor"
-            if value is None:
-                hint = "the .grad of an unused parameter? skip it on all ranks"
-            elif isinstance(value, nn.Module):
-                hint = "pass its parameters() or buffers()"
-            raise TypeError(f"{call} takes tensors, not {type(value).__name__} ({hint})")
-        if value.layout != torch.strided:
-            raise TypeError(f"{call} takes dense tensors: pass .to_dense()")
-        if value.dtype not in _DTYPES and call != "sync_params":  # which sends bytes
-            raise TypeError(f"{call} takes floats, integers or bools, not {value.dtype}")
+        kind, problem = _describe(call, value, is_any_shape, is_written)
+        kinds.append(kind)
+        if problem:
+            problems.append(TypeError(f"{call} {problem}"))
+    said = f"{call} of {', '.join(kinds)}" if kinds else call
+    if problems:
+        _compare(f"{said} ({problems[0]})")
+        raise problems[0]
+    return _compare(said, values[0] if op else None)
+
+
+def _describe(call: str, value: Any, is_any_shape: bool, is_written: bool) -> tuple[str, str]:
+    """What must be the same on all ranks; and why the function can't take this value, or ""."""
+    if not isinstance(value, torch.Tensor):
+        hint = "use torch.as_tensor"
+        if value is None:
+            hint = "the .grad of an unused parameter? skip it on all ranks"
+        elif isinstance(value, nn.Module):
+            hint = "pass its parameters() or buffers()"
+        return type(value).__name__, f"takes tensors, not {type(value).__name__} ({hint})"
+    if hasattr(value, "full_tensor"):
+        return "DTensor", "can't take a DTensor: pass .full_tensor(), the whole, or .to_local(), this rank's part"
+    if value.layout != torch.strided or value.is_nested:
+        return f"{value.dtype}", "takes dense tensors: pass .to_dense()"
+    if value.is_meta or isinstance(value, nn.parameter.UninitializedTensorMixin):
+        return f"{value.dtype}", "takes tensors with values: this one is on the device meta, or of a lazy layer"
+    kind = f"{value.dtype} with {value.dim()} dimension(s)" if is_any_shape else f"{value.dtype} {list(value.shape)}"
+    if value.dtype not in _DTYPES and call != "sync_params":  # which sends bytes
+        return kind, f"takes floats, integers or bools, not {value.dtype}"
+    function, _, op = call.partition(" ")
+    if function == "all_reduce" and (value.dtype not in _SUMMABLE or (op == "mean" and not value.is_floating_point())):
+        return kind, f"can't be kept in {value.dtype}: use dist.reduce(tensor, {op!r})"
+    if is_written and torch._debug_has_internal_overlap(value) == 1:  # surely; then torch's copy_ refuses it
+        return kind, "can't write to elements that share their memory (expand?): pass .contiguous()"
+    return kind, ""
 
 
 WARN_AFTER = 30  # seconds, if a rank waits so long for the others
+_DIGEST = 16  # bytes
+_MESSAGE = 8192  # bytes that a check brings to each rank: of two ranks a digest each, and 1,000 float32 numbers
 
 
-def _compare(call: str) -> None:
+def _compare(call: str, numbers: torch.Tensor | None = None) -> torch.Tensor | None:
     """RuntimeError on all ranks, with a table of the calls, unless all ranks make the same call.
 
     The backends don't check: of a sum of 3 and 5 elements one rank may get garbage, and another be killed.  This is an
-    all-gather of a hash.  It can't see two calls of one kind in another order: loss, accuracy; accuracy, loss.
+    all-gather of a hash, and of the numbers behind it, if they fit: the message is always of one length.  Returns all
+    ranks' numbers, or None.  It can't see two calls of one kind in another order: loss, accuracy; accuracy, loss.
     """
     device = _comm_device()
     if device is None:
-        return
-    digest = hashlib.blake2b(call.encode(), digest_size=16).digest()
-    mine = torch.tensor(list(digest), dtype=torch.uint8, device=device)
-    rows = [torch.empty_like(mine) for _ in range(get_world_size())]
-    work = torch_dist.all_gather(rows, mine, async_op=True)
-    started, pause, is_said = time.monotonic(), 1e-5, False
-    while not work.is_completed():  # not work.wait(seconds): when the seconds are over, NCCL ends the process
+        return None
+    world_size = get_world_size()
+    size = max(1, _MESSAGE // _DIGEST // world_size) * _DIGEST
+    digest = row = hashlib.blake2b(call.encode(), digest_size=_DIGEST).digest()
+    if fits := numbers is not None and 0 < numbers.nbytes <= size - _DIGEST:
+        values = numbers.detach().cpu().resolve_neg().contiguous()
+        row += values.view(-1).view(torch.uint8).numpy().tobytes()
+    mine = torch.frombuffer(bytearray(row.ljust(size) * world_size), dtype=torch.uint8).to(device)
+    table = torch.empty_like(mine)  # a row from each rank: gloo's all-to-all takes two thirds of its all-gather's time
+    _wait(torch_dist.all_to_all_single(table, mine, async_op=True), call, device)
+    received = table.cpu().numpy().tobytes()
+    rows = [received[start : start + len(row)] for start in range(0, len(received), size)]
+    if all(row.startswith(digest) for row in rows):
+        if not fits:
+            return None
+        values = bytearray(b"".join(row[_DIGEST:] for row in rows))
+        return torch.frombuffer(values, dtype=numbers.dtype).view(world_size, *numbers.shape)
+    calls = [call] * world_size
+    torch_dist.all_gather_object(calls, call)
+    lines = "".join(f"\n  rank {rank}: {called}" for rank, called in enumerate(calls))
+    raise RuntimeError(f"the ranks called different things, but all must call the same:{lines}")
+
+
+def _wait(work: torch_dist.Work, call: str, device: torch.device) -> None:
+    """Wait for a message, and say so after 30 s.  Not work.wait(seconds): when these are over, NCCL ends the process.
+
+    Waiting for an Event lets Python handle signals, which work.wait() alone does not.
+    """
+    is_done = threading.Event()
+    work.get_future().add_done_callback(lambda _: is_done.set())
+    started, is_said, is_early = time.monotonic(), False, device.type == "cuda"  # NCCL's future is
+    while not is_done.wait(min(1, WARN_AFTER)) or (is_early and not work.is_completed()):
         if time.monotonic() - started > WARN_AFTER and not is_said:
             is_said = True
             hint = "plain python shows at Ctrl-C where each rank stands"
             _warn(f"rank {get_rank()} has waited for {WARN_AFTER} s in {call}: {hint}")
-        time.sleep(pause)
-        pause = min(2 * pause, 1e-3)
+        time.sleep(1e-4)
     work.wait()  # raises the error, if there was one
-    if (torch.stack(rows) == mine).all():
-        return
-    calls = [call] * get_world_size()
-    torch_dist.all_gather_object(calls, call)
-    lines = "".join(f"\n  rank {rank}: {called}" for rank, called in enumerate(calls))
-    raise RuntimeError(f"the ranks called different things, but all must call the same:{lines}")
 
 
 def _warn(text: str) -> None:
@@ -471,7 +540,7 @@ def data_sampler(
 
     distributed: False gives every rank the whole data set, as tensor parallelism needs it.
     shuffle: a new order each epoch, a function of (seed, epoch), if `sampler.set_epoch(epoch)` is called before each.
-        `set_epoch(epoch, skip=n)` leaves out this rank's first n examples: to go on in the middle of an epoch.
+        `set_epoch(epoch, skip=n)` skips this rank's first n examples, to resume in the middle of an epoch.
     pad: of 10 examples on 4 ranks each rank gets 3; two come twice.  That is for training: a rank with fewer steps
         would leave the others waiting in backward().  With False the ranks get 3, 3, 2, 2, and every example comes
         exactly once: for evaluation.  Then ValueError if there are fewer examples than ranks.
@@ -481,7 +550,8 @@ def data_sampler(
     if isinstance(dataset, Sampler):
         raise TypeError(
             f"data_sampler takes a data set, not a {type(dataset).__name__}: draw the same indices on all ranks (with "
-            "a generator of the same seed), and give the DataLoader sampler=indices[rank::world_size]"
+            "a generator of the same seed), and give the DataLoader equal shares of them: "
+            "sampler=indices[: len(indices) // world_size * world_size][rank::world_size]"
         )
     replicas, rank = (get_world_size(), get_rank()) if distributed else (1, 0)
     if drop_last and not pad:
@@ -549,7 +619,10 @@ def prepare_ddp_model(
 
 def unwrap_model(model: nn.Module) -> nn.Module:
     """The model inside DDP, DataParallel and torch.compile; the names in its state dict don't begin with "module."."""
-    while isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)) or hasattr(model, "_orig_mod"):
+    wrappers = [nn.parallel.DistributedDataParallel, nn.DataParallel]
+    if dynamo := sys.modules.get("torch._dynamo"):  # torch.compile imports it
+        wrappers.append(dynamo.OptimizedModule)
+    while isinstance(model, tuple(wrappers)):
         model = model._orig_mod if hasattr(model, "_orig_mod") else model.module
     return model
 
@@ -562,7 +635,8 @@ def launch(worker_fn: Callable, *args: Any, nproc: int | None = None) -> Any:
 
     Starts nproc (or NPROC) processes on this machine, by default one per visible GPU, or two without a GPU.  With one
     process worker_fn is called here.  So it is under torchrun, srun and mpirun, where nproc is ignored.
-    The first started process that fails ends the run: SystemExit with its error, in a notebook RuntimeError.
+    The first started process that fails ends the run: SystemExit with its error; RuntimeError in a notebook, in a
+    thread and in a process of multiprocessing.
     The processes are forked where that is safe, else spawned: then each imports the program anew.  So what worker_fn
     needs (a default dtype, globals) is set in it or passed to it.  Files that it leaves open are written, and its
     atexit functions run, unless it is killed because another rank has failed; archives (gzip, zip) it must close.
@@ -585,7 +659,7 @@ def launch(worker_fn: Callable, *args: Any, nproc: int | None = None) -> Any:
 def count_processes(nproc: int | None = None) -> int:
     """How many processes `launch(..., nproc=nproc)` runs; under a launcher its world size.
 
-    If they can't run, the program ends here, with one line on stderr and exit code 2; in a notebook RuntimeError.
+    If they can't run, the program ends here, with one line on stderr and exit code 2, or with RuntimeError.
     """
     gpus = torch.cuda.device_count()
     count = str(os.environ.get("NPROC") or gpus or 2) if nproc is None else str(nproc)
@@ -601,7 +675,7 @@ def count_processes(nproc: int | None = None) -> int:
         return get_world_size()
     if not count.isdecimal() or int(count) < 1:
         _refuse(f"nproc (or NPROC) is {count}: start at least 1 process")
-    if backend == "nccl" and int(count) > gpus:
+    if needs_gpus(backend) and int(count) > gpus:
         _refuse(
             f"{count} processes, but {gpus} visible GPU(s): start {gpus}, hide the GPUs (CUDA_VISIBLE_DEVICES=), or "
             "let the processes share them (DIST_BACKEND=gloo)"
@@ -621,8 +695,8 @@ def _call(worker_fn: Callable, args: tuple) -> Any:
 
 
 def _refuse(problem: str) -> NoReturn:
-    """End the program with one line on stderr and exit code 2; in a notebook or an interactive shell RuntimeError."""
-    if hasattr(sys, "ps1"):
+    """End the program with one line on stderr and exit code 2; RuntimeError where `launch` raises it."""
+    if launcher.must_go_on() if launcher else hasattr(sys, "ps1"):
         raise RuntimeError(problem)
     print(f"distributed: {problem}", file=sys.stderr, flush=True)
     raise SystemExit(2)

@@ -15,8 +15,10 @@ import contextlib
 import errno
 import faulthandler
 import fcntl
+import functools
 import gc
 import io
+import logging.handlers
 import math
 import multiprocessing
 import os
@@ -37,7 +39,7 @@ import weakref
 import zlib
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from multiprocessing import resource_tracker
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -81,13 +83,16 @@ class _Report(NamedTuple):
 def run(function: Callable, args: tuple = (), nproc: int = 2) -> Any:
     """function(*args) in nproc new processes; returns what it returned on rank 0.
 
-    The first rank that fails ends the run: SystemExit with its error, so the exit code is 1; in a notebook or a shell
-    RuntimeError.  Ctrl-C and SIGTERM end with 130 and 143 (in a shell Ctrl-C is KeyboardInterrupt).  Ctrl-C, and
-    `kill -USR1` of this process, print where each rank stands.
+    The first rank that fails ends the run: SystemExit with its error, so the exit code is 1; RuntimeError where
+    SystemExit would be lost: in a notebook, a shell, a thread, a process of multiprocessing.  Ctrl-C and SIGTERM end
+    with 130 and 143 (in a shell Ctrl-C is KeyboardInterrupt); in a thread they are the program's, as Python has it.
+    Ctrl-C, and `kill -USR1` of this process, print where each rank stands.
     Ranks that handle SIGTERM have DIST_GRACE seconds to save, or 30 if the run is told to stop, 3 after a failure.
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):  # a spawned rank, which imports the program
         sys.exit('launch: the program calls it when it is imported: write  if __name__ == "__main__":  above the call')
+    if multiprocessing.current_process().daemon:
+        raise RuntimeError("launch: a daemonic process can't start processes: make it with daemon=False")
     ranks = _Ranks(nproc, read_grace())
     with ranks.signals_handled():
         try:
@@ -96,7 +101,7 @@ def run(function: Callable, args: tuple = (), nproc: int = 2) -> Any:
         finally:
             ranks.end()
     if error:
-        raise RuntimeError(error) if _in_shell() else SystemExit(error)
+        raise RuntimeError(error) if must_go_on() else SystemExit(error)
     if ranks.stop_signal:
         is_ctrl_c_in_shell = ranks.stop_signal == signal.SIGINT and _in_shell()
         raise KeyboardInterrupt if is_ctrl_c_in_shell else SystemExit(128 + ranks.stop_signal)
@@ -120,6 +125,15 @@ def read_grace() -> float | None:
 def _in_shell() -> bool:
     """Whether this is a notebook or an interactive shell, which SystemExit would end."""
     return hasattr(sys, "ps1")
+
+
+def _is_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+def must_go_on() -> bool:
+    """Whether SystemExit would not end the program: a thread drops it, and a Pool waits for its worker for ever."""
+    return _in_shell() or not _is_main_thread() or multiprocessing.parent_process() is not None
 
 
 # ------------------------------------------------------------------------------------------------------------- start
@@ -208,6 +222,9 @@ class _Ranks:
     @contextlib.contextmanager
     def signals_handled(self) -> Iterator[None]:
         """Signals are noted here, and acted on in `watch`.  What is ignored stays ignored (SIGHUP under nohup)."""
+        if not _is_main_thread():  # there Python sets no handlers
+            yield
+            return
         # A handler of the program's own might wait for the ranks in our place.
         handlers = {signal.SIGCHLD: signal.signal(signal.SIGCHLD, signal.SIG_DFL)}
         for number in (*STOP_SIGNALS, signal.SIGUSR1):
@@ -480,9 +497,7 @@ def _be_rank(guard: int, environment: dict, folder: str, threads: int | None, jo
     multiprocessing.current_process()._config["tempdir"] = folder  # for sockets that killed workers can't remove
     is_forked = not isinstance(job, bytes)
     if is_forked:
-        gc.freeze()  # a rank that looked at all objects of the launching process would get a copy of their memory
-        atexit._clear()  # what the launching process has registered runs there alone
-        atexit.register(multiprocessing.util._exit_function)  # as Python 3.13 does itself
+        _leave_to_the_parent()
     rank = int(environment["RANK"])
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_DFL)
@@ -501,7 +516,8 @@ def _be_rank(guard: int, environment: dict, folder: str, threads: int | None, jo
     except BaseException as error:
         failure = error  # still here: what its frames hold may take long to end
         report = _report_of(error)
-        _write(_open_files())  # before the report: a rank that has reported a failure is killed
+        # Before the report: a rank that has reported a failure is killed.
+        _write([*_log_handlers(), *_open_files()])
     if os.getpid() != pid:  # a child that the function has forked, and that came back
         os._exit(failure is not None)
     _write_report(report, f"{folder}/report{rank}")
@@ -514,6 +530,26 @@ def _be_rank(guard: int, environment: dict, folder: str, threads: int | None, jo
     threading._shutdown()  # waits for threads; pools of threads are told to end
     atexit._run_exitfuncs()
     _write(_open_files())
+
+
+def _leave_to_the_parent() -> None:
+    """Make a forked process as fresh as a new one: what its parent has begun, the parent ends, and alone.
+
+    multiprocessing does this with its own finalizers, and since Python 3.13 with atexit.  The libraries that register
+    with atexit once for each process must then register again: weakref.finalize (TemporaryDirectory) and logging.
+    """
+    signal.set_wakeup_fd(-1)  # an asyncio loop's: a signal to this rank would wake the parent's loop
+    gc.freeze()  # a rank that looked at all objects of the launching process would get a copy of their memory
+    atexit._clear()
+    for finalizer in list(weakref.finalize._registry):
+        finalizer.atexit = False
+    for handler in _log_handlers():
+        if isinstance(handler, logging.handlers.BufferingHandler):  # the others' files were flushed before the fork
+            handler.buffer = []
+    weakref.finalize._registered_with_atexit = True
+    for function in logging.shutdown, weakref.finalize._exitfunc, multiprocessing.util._exit_function:  # the last first
+        atexit.register(function)
+    forkserver._forkserver.__init__()  # this rank's data loaders start their own: Python waits for it as for a child
 
 
 class _RandomNumbers(NamedTuple):
@@ -552,6 +588,10 @@ def _open_files() -> list:
     kinds = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
     files = [item for item in gc.get_objects() if issubclass(type(item), kinds)]  # isinstance would ask the item
     return files + [file for reference in _inherited if (file := reference()) is not None]
+
+
+def _log_handlers() -> list[logging.Handler]:
+    return [handler for reference in logging._handlerList if (handler := reference())]
 
 
 def _write(files: list) -> None:
@@ -647,17 +687,30 @@ def translate_variables() -> None:
         if names is not SRUN and "MASTER_PORT" not in env:
             # PMIX_NAMESPACE, too, is made of a process's number, which is unique in its namespace: a container's.
             link = "/proc/self/ns/pid"
-            run = f"{run or os.getppid()} {os.readlink(link) if os.path.lexists(link) else ''}"
+            run = f"{run or _mpirun()} {os.readlink(link) if os.path.lexists(link) else ''}"
     env["DIST_RUN"] = run  # the same for all ranks, different for other runs; "" if there is no such name
     if host:
         env.setdefault("MASTER_ADDR", host)
         env.setdefault("MASTER_PORT", str(20000 + zlib.crc32(run.encode()) % 10000))  # below the ephemeral ports
 
 
+def _mpirun() -> int:
+    """The process ID of MPICH's process that started this rank.  A wrapper (conda run, time) may stand between them.
+
+    So it is the first ancestor that has no rank itself.
+    """
+    pid = os.getppid()
+    with contextlib.suppress(OSError):  # macOS has no /proc, and not every process lets itself be read
+        while b"\0PMI_RANK=" in b"\0" + Path(f"/proc/{pid}/environ").read_bytes():
+            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return pid
+
+
 # -------------------------------------------------------------------------------------- roll-call: who is missing?
 
 REPORT_MISSING_AFTER = 10  # seconds; then a line on stderr says which ranks are missing
 _own_address = _address_of_rank_0 = ""  # on the network that joins them
+_drawn = os.urandom(8).hex()  # tells this process from those of other machines
 
 
 def open_store(rank: int, world_size: int, limit: timedelta) -> torch_dist.Store:
@@ -668,40 +721,77 @@ def open_store(rank: int, world_size: int, limit: timedelta) -> torch_dist.Store
         # If torchrun or mpirun is killed, Linux kills this process, too.
         torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)
     address, port = env["MASTER_ADDR"], int(env["MASTER_PORT"])
-    is_server = rank == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-
-    def missing() -> str:
-        try:
-            socket.create_connection((address, port), timeout=5).close()
-        except OSError:
-            return f"rank 0 at {address}:{port}"
-        return ""
-
-    if not is_server:
-        _wait_for(missing, rank, limit)  # a TCPStore that connects too early prints torch's warnings
     advice = f"set MASTER_PORT to a free port, the same on all ranks of a run, and not {port}"
     inherited = " ".join(f"-u {name}" for name in PLACES if name in env)
     advice += f". If a rank has started this program, it has that rank's variables: type env {inherited} python ..."
-    options: dict = {"wait_for_workers": False, "multi_tenant": True}
-    try:
-        if is_server and _is_loopback(address):  # otherwise torch listens on all networks
-            server = socket.create_server((address, port), family=_family(address))
-            options |= {"master_listen_fd": server.detach(), "use_libuv": False}
-        store = torch_dist.TCPStore(address, port, world_size, is_server, limit, **options)
-    except (OSError, RuntimeError) as error:
-        if is_server and isinstance(error, torch_dist.DistNetworkError) and "EADDRINUSE" not in str(error):
-            raise RuntimeError(f"rank 0 is not at MASTER_ADDR={address}: set it to this machine's address") from None
-        if getattr(error, "errno", 0) != errno.EADDRINUSE and "EADDRINUSE" not in str(error):
-            raise
-        raise RuntimeError(f"rank 0: port {port} is in use. If by another run, {advice}") from None
+    options = {"timeout": limit, "multi_tenant": True, "wait_for_workers": False}
+    connect = functools.partial(torch_dist.TCPStore, address, port, world_size, **options)
+    if rank == 0 and not _is_served_for_us():
+        store = _serve(connect, address, port, advice)
+    else:
+        store = _find(connect, address, port, rank, limit)
     with socket.create_connection((address, port), timeout=60) as connection:
         _own_address, _address_of_rank_0 = connection.getsockname()[0], connection.getpeername()[0]
     # Two runs that meet on one port have different names; torch 2.4's torchrun has one store for all attempts.
     names = [env.get(name, "") for name in ("DIST_RUN", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")]
     store = torch_dist.PrefixStore(f"run {' '.join(names)} of {world_size}", store)
-    if store.add(f"processes with rank {rank}", 1) > 1:
+    holder = store.compare_set(f"process with rank {rank}", "", _name_of_process())
+    if holder.decode() != _name_of_process():
         raise RuntimeError(f"rank {rank} of {world_size} is here already. If this is another run, {advice}")
     return store
+
+
+def _serve(connect: Callable, address: str, port: int, advice: str) -> torch_dist.Store:
+    """The store of a new group, as rank 0 serves it."""
+    options: dict = {}
+    try:
+        if _is_loopback(address):  # otherwise torch listens on all networks
+            server = socket.create_server((address, port), family=_family(address))
+            options = {"master_listen_fd": server.detach(), "use_libuv": False}
+        return connect(is_master=True, **options)
+    except (OSError, RuntimeError) as error:
+        if isinstance(error, torch_dist.DistNetworkError) and "EADDRINUSE" not in str(error):
+            raise RuntimeError(f"rank 0 is not at MASTER_ADDR={address}: set it to this machine's address") from None
+        if getattr(error, "errno", 0) != errno.EADDRINUSE and "EADDRINUSE" not in str(error):
+            raise
+        raise RuntimeError(f"rank 0: port {port} is in use. If by another run, {advice}") from None
+
+
+def _find(connect: Callable, address: str, port: int, rank: int, limit: timedelta) -> torch_dist.Store:
+    """The store that rank 0, torchrun or `launch` serves: waits until it is there."""
+    found = []
+
+    def missing() -> str:
+        try:
+            socket.create_connection((address, port), timeout=5).close()  # a TCPStore that is early prints warnings
+            store = connect()
+            if not store.check([_name_of_process()]):  # otherwise it is the last group's, which rank 0 will end
+                found.append(store)
+        except (OSError, torch_dist.DistError):
+            pass
+        return "" if found else f"rank 0 at {address}:{port}"
+
+    _wait_for(missing, rank, limit)
+    return found[0]
+
+
+def leave_store(store: torch_dist.Store | None) -> None:
+    """Note in a group's store that this process has left it, so that it doesn't take it for the next group's.
+
+    The store of torchrun and `launch` is for all groups of a run.
+    """
+    if store is not None and not _is_served_for_us():
+        with contextlib.suppress(torch_dist.DistError):  # rank 0 has ended it
+            store.underlying_store.set(_name_of_process(), "has left")
+
+
+def _is_served_for_us() -> bool:
+    """Whether torchrun or `launch` serves the store, and not rank 0."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _name_of_process() -> str:
+    return f"process {os.getpid()} {_drawn}"
 
 
 def wait_for_all_ranks(store: torch_dist.Store, rank: int, world_size: int, limit: timedelta) -> None:

@@ -1,6 +1,7 @@
 """checkpoint.py: what was saved comes back on every rank, whatever was killed, full or damaged in between."""
 
 import contextlib
+import io
 import math
 import os
 import resource
@@ -382,6 +383,38 @@ def test_an_error_that_is_not_the_files_fault_ends_the_run_and_leaves_every_file
     for error in errors:
         assert error.startswith(f"CheckpointError: can't read {tmp_path}") and "\n" not in error
     assert names(tmp_path) == ["step-1.pt", "step-2.pt"]
+
+
+@on_ranks(1, 3)
+def test_a_wrong_random_state_a_folder_and_a_loss_of_one_rank_are_one_line_each(tmp_path):
+    keeper = save(tmp_path, 1)
+    if dist.is_primary():
+        for step, random in enumerate([[{}], {"cpu": 1}, "text", [None]], 2):
+            torch.save({"step": step, "config": {}, "parts": {}, "random": random}, tmp_path / f"step-{step}.pt")
+    dist.barrier()
+    with contextlib.redirect_stderr(io.StringIO()) as err:
+        assert keeper.restore()["step"] == 1
+    said = err.getvalue().splitlines()
+    assert len(said) == (4 if dist.is_primary() else 0)
+    assert all("(its random is no list of the ranks' states): going on from" in line for line in said)
+    (tmp_path / "step-9.pt").mkdir(exist_ok=True)
+    dist.barrier()
+    reason = "(it is a folder, no checkpoint of this kind: give it another name)"
+    assert error_of(keeper.restore) == f"CheckpointError: can't read {tmp_path}/step-9.pt {reason}"
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(torch.optim.SGD([nn.Parameter(torch.zeros(1))]))
+    scheduler.step(1.5 + dist.get_rank())
+    keeper = checkpoint.Keeper(tmp_path / "other", scheduler=scheduler)
+    error = str(error_of(keeper.save, 1))
+    own = "which alone would be kept. If it is a loss, each rank has given its own: give the optimizer or the scheduler"
+    assert own in error if dist.get_world_size() > 1 else error == "None"
+
+
+@on_ranks(1, 3)
+def test_agreed_in_some_steps_only():
+    stop = checkpoint.Preemption()
+    stop.asked = dist.get_rank() == dist.get_world_size() - 1
+    assert [stop.agreed(every=3) for _ in range(7)] == [False, False, True] * 2 + [False]
+    assert stop.agreed()
 
 
 @on_ranks(3)

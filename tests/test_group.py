@@ -144,6 +144,47 @@ def test_processes_that_no_launcher_has_started_meet_where_they_are_told():
     assert is_served(port) and not is_served(port, "127.0.0.2")  # nobody listens on another network
 
 
+def _member(pipe):
+    """A process that lives on, and takes part in any run that it is told of."""
+    while job := pipe.recv():
+        rank, n, port = job
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        answers = []
+        for _ in range(2):  # two groups of one run
+            error = error_of(dist.init_process_group, "gloo", n, rank, timeout=30)
+            answers.append(error or dist.all_reduce(torch.tensor(rank)).item())
+            dist.cleanup()
+        pipe.send(answers)
+    os._exit(0)
+
+
+RUNS = {  # the members of each run, in the order of their ranks, and which port
+    "other processes": [([0, 1], 0), ([1, 2], 1), ([0, 1], 2)],
+    "more, fewer": [([0, 1], 0), ([0, 1, 2], 1), ([2, 0], 2)],
+    "other ranks": [([0, 1], 0), ([1, 0], 1), ([2, 1, 0], 2), ([0, 1], 0)],
+    "always one port": [([0, 1, 2], 0), ([1, 2], 0), ([2, 0], 0), ([0, 2, 1], 0), ([0, 1, 2], 0)],
+    "one between several": [([0, 1], 0), ([1], 1), ([0], 1), ([0, 1], 0), ([1, 2, 0], 1)],
+}
+
+
+@pytest.mark.parametrize("case", RUNS)
+def test_a_process_takes_part_in_several_runs(case):
+    fork, pipes = multiprocessing.get_context("fork"), []
+    for _ in range(3):
+        pipe, theirs = fork.Pipe()
+        fork.Process(target=_member, args=(theirs,), daemon=True).start()
+        pipes.append(pipe)
+    ports = [free_port() for _ in range(3)]
+    for members, port in RUNS[case]:
+        n = len(members)
+        for rank, member in enumerate(members):
+            pipes[member].send((rank, n, ports[port]))
+        answers = answers_of({member: pipes[member] for member in members})
+        assert answers == dict.fromkeys(members, [n * (n - 1) // 2] * 2), (members, answers)
+    for pipe in pipes:
+        pipe.send(None)
+
+
 def test_a_rank_0_that_does_not_come_is_named_with_its_address():
     pipes, port = by_hand([1, 2], 3, 1)
     error = f"TimeoutError: init_process_group: rank 0 at 127.0.0.1:{port} did not come within 1 s"

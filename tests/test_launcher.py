@@ -468,6 +468,110 @@ def test_what_a_rank_leaves_open_is_written_once_and_its_atexit_functions_run(pr
     assert_nothing_left(file)
 
 
+AT_HOME = """
+import asyncio, logging, logging.handlers, multiprocessing, tempfile, threading, weakref
+from torch.utils.data import DataLoader
+
+class Item: pass
+log = logging.getLogger("mine")
+def loader(): return map(int, DataLoader(range(4), None, num_workers=1, multiprocessing_context="forkserver"))
+
+def worker(rank, n, what):
+    if what == "service":
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+        if rank == 0: time.sleep(1000)
+        while not os.path.exists("ready"): time.sleep(0.01)
+        log.warning("its last words")
+        raise ValueError("mine")
+    own = logging.handlers.MemoryHandler(1000, target=logging.FileHandler("records"))
+    log.addHandler(own)
+    log.warning("rank %d", rank)  # to the parent's handler, too
+    globals()["kept"] = tempfile.TemporaryDirectory(), Item()
+    weakref.finalize(kept[1], open(f"finalized{rank}", "w").write, "yes")
+    return list(loader())
+
+async def service():
+    asked = []
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, asked.append, "service")
+    open("ready", "w").close()
+    try: dist.launch(worker, "service", nproc=2)
+    except SystemExit as end: print("mine" in str(end), end=" ")
+    await asyncio.sleep(0.2)
+    print(asked, end=" ")
+    os.kill(os.getpid(), signal.SIGTERM)
+    await asyncio.sleep(0.2)
+    print(asked)
+
+def state(): return len(os.listdir("/proc/self/fd")), threading.active_count(), signal.getsignal(signal.SIGTERM)
+
+if __name__ == "__main__":
+    mine = tempfile.TemporaryDirectory()
+    weakref.finalize(mine, open("parents", "a").write, "parent")
+    parents = logging.handlers.MemoryHandler(1000, target=logging.FileHandler("parents_log"))
+    log.addHandler(parents)
+    log.warning("parent")
+    if sys.argv[1] == "service": asyncio.run(service())
+    else:
+        list(loader())  # from here on a forkserver runs
+        dist.launch(worker, sys.argv[1], nproc=2)
+        before = state()
+        print(dist.launch(worker, sys.argv[1], nproc=2))
+        print(state() == before, os.path.isdir(mine.name))
+"""
+
+
+@needs_proc
+@pytest.mark.parametrize("what", ["leaves", "service"])
+def test_a_forked_rank_ends_as_a_fresh_process_and_leaves_its_parents_things_alone(program, what):
+    """Log records, finalizers, temporary folders, a running forkserver, an asyncio loop's handlers."""
+    file = program(AT_HOME)
+    folder = file.parent
+    environment = ENVIRONMENT | {"TMPDIR": str(folder.with_name("tmp")), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, file, what]  # not forked: its own atexit functions run, too
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert_nothing_left(file)
+    out = done.stdout
+    if what == "service":
+        assert out == "True [] ['service']\n"
+        assert (folder / "parents_log").read_text() == "its last words\nparent\n"
+        return
+    assert out == "[0, 1, 2, 3]\nTrue True\n"
+    records = (folder / "records").read_text().split("\n")[:-1]
+    assert sorted(records) == sorted((folder / "parents_log").read_text().split("\n")[:-1])[1:]
+    assert len(records) == 2 * 2 and (folder / "parents_log").read_text().count("parent") == 1
+    assert [(folder / name).read_text() for name in ("finalized0", "finalized1", "parents")] == ["yes", "yes", "parent"]
+
+
+ELSEWHERE = """
+import asyncio, multiprocessing, threading
+def worker(rank, n, fails):
+    dist.init_process_group()
+    if fails and rank == 1: raise ValueError("mine")
+    return dist.all_reduce(torch.tensor(1)).item()
+def start(fails=False):
+    try: print(dist.launch(worker, fails, nproc=2), flush=True)
+    except Exception as error: print(type(error).__name__, str(error).replace("\\n", " ")[:40], flush=True)
+async def in_threads():
+    for fails in False, True: await asyncio.to_thread(start, fails)
+if __name__ == "__main__":
+    asyncio.run(in_threads())
+    spawn = multiprocessing.get_context("spawn")
+    for daemon in False, True:
+        process = spawn.Process(target=start, args=[not daemon], daemon=daemon)
+        process.start(), process.join()
+    with spawn.Pool(1) as pool: pool.apply_async(start).get(60)
+"""
+
+
+def test_launch_in_a_thread_and_in_other_processes(program):
+    """SystemExit would be lost there: a thread drops it, and a Pool waits for the answer of a worker that has ended."""
+    done = run(program(ELSEWHERE))
+    lines = [line for line in done.out.splitlines() if not line.startswith("distributed: ")]
+    failed, refused = "RuntimeError rank 1 of 2 failed first:", "RuntimeError launch: a daemonic process can't start"
+    assert done.code == 0 and [line[:38] for line in lines] == ["2", failed, failed, refused[:38], refused[:38]], done
+
+
 SEEDS = """
 import random
 import numpy

@@ -65,7 +65,7 @@ def test_all_reduce_keeps_the_dtype_or_refuses():
     for dtype, op in too_small + [(dtype, "mean") for dtype in (*INTEGERS, torch.bool)]:
         mine = torch.ones(2, dtype=dtype)
         error = error_of(dist.all_reduce, mine, op)
-        assert error == f"TypeError: all_reduce can't put the {op} into {dtype}: use dist.reduce(tensor, {op!r})"
+        assert error == f"TypeError: all_reduce {op} can't be kept in {dtype}: use dist.reduce(tensor, {op!r})"
         assert dist.reduce(mine, op).tolist() == [n if op == "sum" else 1] * 2  # as the message says
 
 
@@ -211,6 +211,66 @@ def test_ranks_that_call_different_things_get_one_error_on_all():
         for rank, line in enumerate(table):
             assert line.startswith(f"  rank {rank}: ") and (other if rank == odd else usual) in line, (case, table)
         assert dist.all_reduce(torch.tensor(1)).item() == 3, "the group still works"
+
+
+def dtensor():
+    from torch.distributed.device_mesh import init_device_mesh
+
+    try:
+        from torch.distributed.tensor import Shard, distribute_tensor
+    except ImportError:  # torch 2.4
+        from torch.distributed._tensor import Shard, distribute_tensor
+    return distribute_tensor(torch.ones(3), init_device_mesh("cpu", (dist.get_world_size(),)), [Shard(0)])
+
+
+REFUSED = {  # what one rank passes, or all: where one of the functions can't take it, none of the ranks gets a result
+    "sparse": (lambda: THREE.to_sparse(), "takes dense tensors: pass .to_dense()"),
+    "nested": (lambda: torch.nested.nested_tensor([THREE, THREE]), "takes dense tensors: pass .to_dense()"),
+    "meta": (lambda: THREE.to("meta"), "takes tensors with values: this one is on the device meta, or of a lazy layer"),
+    "lazy": (lambda: nn.LazyLinear(1).weight, "takes tensors with values: this one is on the device meta, or of a"),
+    "complex": (lambda: THREE.cfloat(), "takes floats, integers or bools, not torch.complex64"),
+    "expanded": (lambda: torch.ones(1).expand(3), "can't write to elements that share their memory (expand?): pass"),
+    "DTensor": (dtensor, "can't take a DTensor: pass .full_tensor(), the whole, or .to_local(), this rank's part"),
+}
+FUNCTIONS = {"reduce mean": dist.reduce, "all_reduce sum": dist.all_reduce, "gather": dist.gather}
+FUNCTIONS |= {"sync_params": dist.sync_params}
+
+
+@on_ranks(3)
+def test_what_is_refused_is_refused_on_all_ranks():
+    here = dist.get_rank()
+    for (case, (make, text)), (name, function) in itertools.product(REFUSED.items(), FUNCTIONS.items()):
+        takes = {"expanded": ("reduce mean", "gather"), "complex": ("sync_params",)}.get(case, ())
+        value = make()  # on all ranks: a DTensor is made by a collective
+        for odd in range(4):
+            error = str(error_of(function, value if odd in (here, 3) else THREE.clone()))
+            if name in takes and odd == 3:
+                assert error == "None" or "Error" not in error, (case, name, error)
+            elif name not in takes:
+                start = f"TypeError: {name} {text}" if odd == 3 else "RuntimeError: the ranks called different things"
+                assert error.startswith(start) and text in error, (case, name, odd, error)
+    for odd in range(3):
+        wrong = error_of(dist.reduce, THREE, "median" if odd == here else "sum")
+        assert f"rank {odd}: reduce op='median'" in wrong and "choose from sum, mean, min, max" in wrong, wrong
+    assert dist.all_reduce(torch.tensor(1)).item() == 3, "the group still works"
+
+
+@on_ranks(1, 3)
+def test_numbers_that_just_travel_with_the_check_and_that_just_do_not():
+    """The one way is this file's, the other torch's."""
+    rank, n = this_rank()
+    room = 8192 // n // 16 * 16 - 16
+    for dtype, count in itertools.product((torch.float64, torch.float32, torch.uint8), (-1, 0, 1)):
+        count = room // dtype.itemsize + count
+        mine = (torch.arange(count) % 50 + rank).to(dtype)
+        total = n * (torch.arange(count) % 50) + n * (n - 1) // 2
+        assert torch.equal(dist.reduce(mine, "sum"), total if dtype == torch.uint8 else total.to(dtype))
+        for op, expected in ("sum", total), ("min", mine - rank), ("max", mine - rank + n - 1):
+            assert torch.equal(dist.all_reduce(mine.clone(), op), expected.to(dtype)), (dtype, count, op)
+    for count in 1, 3000:  # contiguous views with torch's bit for "times -1"
+        negative = torch._neg_view(torch.full((count,), 1.0 + rank))
+        assert negative.is_neg() and dist.reduce(negative, "min").tolist() == [-n] * count
+        assert dist.all_reduce(negative.clone(), "max").tolist() == [-1] * count
 
 
 @on_ranks(3)

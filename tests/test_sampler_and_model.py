@@ -3,6 +3,7 @@
 import copy
 import itertools
 import warnings
+from unittest import mock
 
 import pytest
 import torch
@@ -79,8 +80,14 @@ def test_what_a_sampler_refuses(monkeypatch):
     with pytest.raises(ValueError, match="pad=False keeps every example, drop_last=True leaves some out: choose one"):
         samplers(monkeypatch, 3, 10, pad=False, drop_last=True)
     for ignored in RandomSampler(range(4)), WeightedRandomSampler([1.0, 2.0], 2):
-        with pytest.raises(TypeError, match=f"takes a data set, not a {type(ignored).__name__}: draw the same indices"):
+        with pytest.raises(
+            TypeError, match=f"takes a data set, not a {type(ignored).__name__}: draw the same indices"
+        ) as end:
             dist.data_sampler(ignored)
+    advice = str(end.value).rpartition("sampler=")[2]  # followed by three ranks: equal shares, and nothing twice
+    names = {"indices": list(range(11)), "world_size": 3}
+    shares = [eval(advice, names | {"rank": rank}) for rank in range(3)]
+    assert [len(share) for share in shares] == [3, 3, 3] and len(set(sum(shares, []))) == 9
     sampler = samplers(monkeypatch, 2, 10)[1]
     with pytest.raises(ValueError, match="set_epoch: skip is -1"):
         sampler.set_epoch(0, skip=-1)
@@ -191,6 +198,8 @@ def unwrapped():
     wrapped = [net, nn.DataParallel(net), model, compiled]
     wrapped += [DistributedDataParallel(compiled), torch.compile(model, backend="eager"), nn.DataParallel(compiled)]
     assert all(dist.unwrap_model(outer) is net for outer in wrapped)
+    endless = mock.MagicMock()  # has every attribute, and each has every attribute
+    assert dist.unwrap_model(endless) is endless
 
 
 def test_unwrap_model_finds_the_model_in_any_wrapper():

@@ -173,7 +173,9 @@ SMALL = 4 * (4 * 64 + 64 + 64 * 2 + 2)
 PART = 4 * -(-WEIGHTS // N)
 OUTPUTS, CUT_1, CUT_2 = (4 * BATCH * floats for floats in (10, 16 * (SIDE // 2) ** 2, 32 * (SIDE // 4) ** 2))
 GATHERED = [p for layer in (LAYERS[0], LAYERS[4], LAYERS[9]) for p in layer.parameters()]
-CHECKS = "allgather", 16  # distributed.py compares the calls
+ROW = 8192 // N // 16 * 16  # of a rank in the checks of distributed.py: 16 bytes, and what travels with them
+CHECKS = "alltoall", N * ROW
+LARGE = [p for p in LAYERS.parameters() if p.nbytes > ROW - 16]
 
 MESSAGES = {  # of rank 0 in two steps: (how many, bytes) of each kind
     "small": {"allreduce": (6, 2 * SMALL)},  # three buckets
@@ -181,8 +183,8 @@ MESSAGES = {  # of rank 0 in two steps: (how many, bytes) of each kind
     "mnist_overlap": {"allreduce": (20, 2 * 4 * WEIGHTS)},
     "mnist_zero": {"reducescatter": (2, 2 * N * PART), "allgather": (2, 2 * PART)},
     "mnist_accumulate": {"allreduce": (2, 2 * 4 * WEIGHTS)},  # DDP's one bucket, in the last of four micro-batches
-    "mnist_local_sgd": {"allreduce": (10, 4 * WEIGHTS)},  # every second step
-    "mnist_tensor_parallel": {"allreduce": (4, 2 * (OUTPUTS + CUT_1))},
+    "mnist_local_sgd": {"allreduce": (len(LARGE), sum(p.nbytes for p in LARGE))},  # every second step
+    "mnist_tensor_parallel": {"allreduce": (2, 2 * CUT_1)},  # the outputs, 1,200 bytes, travel with their check
     # Forward gathers the root and three layers, backward these again.
     "mnist_fsdp": {
         "allgather": (14, 2 * (share(LAYERS.parameters()) + share(GATHERED))),

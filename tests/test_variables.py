@@ -274,6 +274,11 @@ def mpich_command():
     return [mpirun(("mpirun.mpich", "mpiexec.hydra", "mpirun"), "HYDRA", "mpich"), "-np", "2", sys.executable], {}
 
 
+def wrapped(command):
+    """As conda run, nsys and time do: the program is not the launcher's own child."""
+    return [*command[:-1], "sh", "-c", '"$@"; exit $?', "wrapper", "sh", "-c", '"$@"; exit $?', "wrapper", command[-1]]
+
+
 def srun_command():
     if not shutil.which("srun"):
         pytest.skip("not installed: apt-get install slurm-wlm munge, and as root: tests/slurm_here.sh")
@@ -307,12 +312,13 @@ def python_command():
 
 STARTS = {"python": python_command, "torchrun": torchrun_command, "srun": srun_command}
 STARTS |= {"Open MPI": open_mpi_command, "MPICH": mpich_command}
+STARTS |= {"MPICH, wrapped": lambda: (wrapped(mpich_command()[0]), {})}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "end"),
-    [(name, "fails") for name in ("python", "torchrun", "srun", "Open MPI")]
+    [(name, "fails") for name in ("python", "torchrun", "srun", "Open MPI", "MPICH, wrapped")]
     + [("torchrun", "SIGTERM"), ("torchrun", "SIGINT"), ("MPICH", "SIGKILL")],
 )
 def test_what_the_starts_have_in_common_and_in_what_they_differ(name, end, tmp_path):

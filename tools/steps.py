@@ -57,7 +57,12 @@ GROUPS = {
         Step("variants/mnist_pipeline.py", ["mnist_ddp.py"], "a pipeline: each process has some of the layers"),
     ],
     "A transformer": [
-        Step("variants/mnist_transformer.py", ["mnist_ddp.py"], "a transformer in place of the convolutions"),
+        Step("variants/mnist_transformer.py", ["mnist_ddp.py"], "attention: an image is a sequence of patches"),
+        Step(
+            "variants/mnist_context_parallel.py",
+            ["variants/mnist_transformer.py"],
+            "context parallelism: each process has a share of each sequence; ring attention",
+        ),
         Step(
             "variants/mnist_experts.py",
             ["variants/mnist_transformer.py"],

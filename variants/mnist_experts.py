@@ -14,7 +14,7 @@ from torch import nn
 import data
 import distributed as dist  # this project's file, not torch.distributed
 
-WIDTH, HEADS, PATCH = 64, 4, 4
+WIDTH, HEADS, PATCH = 64, 4, 7
 
 EXPERTS = 4  # in each layer, of all processes together
 
@@ -180,7 +180,7 @@ def parse_args():
     parser.add_argument("--data-dir", default="data", help="data sets are kept here (default: %(default)s)")
     parser.add_argument("--epochs", type=int, default=3, help="(default: %(default)s)")
     parser.add_argument("--batch-size", type=int, default=200, help="of all processes together (default: %(default)s)")
-    parser.add_argument("--lr", type=float, default=0.003, help="peak learning rate (default: %(default)s)")
+    parser.add_argument("--lr", type=float, default=0.005, help="peak learning rate (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of weights and order (default: %(default)s)")
     parser.add_argument("--dry-run", action="store_true", help="one epoch of two batches, to see that all of it runs")
     parser.add_argument("--nproc", type=int, help="processes on this machine (default: one per GPU; without a GPU, 2)")

@@ -94,7 +94,8 @@ class Messages(TorchDispatchMode):
             tensors = args[1] if kind.startswith("allgather") else args[0]  # there the first are the outputs
             tensors = tensors if isinstance(tensors, list) else [tensors]
             elements = sum(tensor.numel() for tensor in tensors if isinstance(tensor, torch.Tensor))
-            is_check = kind == "allgather" and elements == 16  # distributed.py compares the calls: no data
+            # distributed.py compares the calls by 8 kB, in which a few numbers travel, too.
+            is_check = kind.startswith("alltoall") and 0 <= 8192 - elements < 16 * dist.get_world_size()
             if not is_check:
                 self.sent.append((kind, elements, args[2] if kind == "send" else -1))
         return operation(*args, **(kwargs or {}))

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 from test_variables import srun
 from world import FEW_DIGITS, ROOT, free_port
 
@@ -111,6 +112,20 @@ def test_more_processes_than_gpus(machine, start):
     assert run.code == 2 and text in run.err and "Traceback" not in run.err, run.err
     run = start("who", NPROC=3, DIST_BACKEND="gloo")  # two of them on one card
     assert answer(run)[3] == [3, 3] and "3 processes, gloo, cuda" in run.out
+
+
+@pytest.mark.parametrize("name", ["nccl", "nccl2", "nccl-legacy", "nccl-lazy", "cpu:gloo,cuda:nccl"])
+def test_nccl_by_each_name_that_torch_has_for_it(machine, start, name):
+    machine.needs(2)
+    if not all(map(torch.distributed.is_backend_available, (part.rpartition(":")[2] for part in name.split(",")))):
+        pytest.skip(f"torch {torch.__version__} has no {name}")
+    run = start("who", DIST_BACKEND=name)
+    assert answer(run)[3] == [2, 2] and f"2 processes, {name}, cuda" in run.out
+    run = start("who", DIST_BACKEND=name, NPROC=3)
+    if "gloo" not in name:
+        assert run.code == 2 and "3 processes, but 2 visible GPU(s): start 2" in run.err, run.err
+        run = start("who", DIST_BACKEND=name, CUDA_VISIBLE_DEVICES="")
+        assert run.code == 2 and run.err.startswith(f"distributed: backend {name} needs a visible CUDA GPU"), run.err
 
 
 def test_one_gpu_per_task_as_under_srun(start, uuids):

@@ -1,0 +1,55 @@
+"""What the check of the calls costs: dist.all_reduce and dist.reduce beside torch's own all_reduce.
+
+    python -m experiments.check                      # two ranks on the CPU, over Gloo
+    python -m experiments.check --save               # into experiments/results/check.md, for docs/api.md
+
+The two calls take turns within one run, so both meet the same moments of a busy machine.  A figure is the median of
+300 pairs, that of a large tensor of 60.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+import distributed as dist
+from experiments.measured import report
+
+SIZES = {"1 number": 1, "1,000 numbers": 1000, "10 MB": 2_500_000}  # float32
+FUNCTIONS = {"all_reduce": dist.all_reduce, "reduce": dist.reduce}
+
+
+def median_times(function: Callable, size: int, pairs: int) -> tuple[float, float]:
+    """torch's and ours, in ms, on this rank."""
+    tensor, ours, theirs = torch.zeros(size), [], []
+    for _ in range(pairs):
+        begin = time.perf_counter()
+        torch.distributed.all_reduce(tensor)
+        middle = time.perf_counter()
+        function(tensor)
+        theirs.append(middle - begin)
+        ours.append(time.perf_counter() - middle)
+    return 1000 * statistics.median(theirs), 1000 * statistics.median(ours)
+
+
+def measure(local_rank: int, world_size: int) -> list[list[str]]:
+    dist.init_process_group()
+    rows = [["float32", "torch's `all_reduce`", "`dist.all_reduce`", "ratio", "`dist.reduce`", "ratio"]]
+    for text, size in SIZES.items():
+        row = [text]
+        for function in FUNCTIONS.values():
+            theirs, ours = median_times(function, size, 60 if size > 1000 else 300)
+            row += [f"{theirs:.2f} ms"] * (len(row) == 1) + [f"{ours:.2f} ms", f"{ours / theirs:.2f}"]
+        rows.append(row)
+    dist.cleanup()
+    return rows
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--save", action="store_true")
+    args = parser.parse_args()
+    runs = "Two ranks, Gloo, each with half of the cores; medians of 300 pairs (10 MB: 60), rank 0's."
+    report("check", "python -m experiments.check", runs, dist.launch(measure, nproc=2), args.save)
