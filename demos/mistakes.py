@@ -90,6 +90,24 @@ def print_difference(model: nn.Module) -> None:
     dist.print_primary(f"largest difference between the ranks' weights: {difference:.2f}")
 
 
+def route() -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A router that has learnt its work: expert 0 for the tokens of even ranks, expert 1 for those of odd ones."""
+    router = nn.Linear(2, 2, bias=False)
+    nn.init.eye_(router.weight)
+    router = dist.prepare_ddp_model(router)
+    return router, torch.optim.SGD(router.parameters(), lr=0.05)
+
+
+def my_tokens() -> torch.Tensor:
+    """This rank's tokens, [4, 2]; those of even ranks differ from those of odd ones."""
+    return 2 * F.one_hot(torch.full((4,), dist.get_rank() % 2), 2).float()
+
+
+def print_certainty(router: nn.Module) -> None:
+    certainty = router(my_tokens()).softmax(1)[0, dist.get_rank() % 2]
+    dist.print_primary(f"probability of the right expert: {certainty:.0%}")
+
+
 def train(loader: DataLoader, target: float) -> torch.Tensor:
     """Train for an epoch on images; returns the images of all ranks: [rank, image]."""
     model = dist.prepare_ddp_model(zero_model())
@@ -304,6 +322,26 @@ def token_mean_right() -> None:
     print_frequency(model)
 
 
+def balance_wrong() -> None:
+    router, optimizer = route()
+    for _ in range(40):
+        probabilities = router(my_tokens()).softmax(1)
+        chosen = probabilities.argmax(1).bincount(minlength=2)  # by this rank's tokens
+        loss = 2 * (chosen / chosen.sum() * probabilities.mean(0)).sum()
+        make_step(optimizer, loss)
+    print_certainty(router)
+
+
+def balance_right() -> None:
+    router, optimizer = route()
+    for _ in range(40):
+        probabilities = router(my_tokens()).softmax(1)
+        chosen = dist.all_reduce(probabilities.argmax(1).bincount(minlength=2))  # by all ranks' tokens
+        loss = 2 * (chosen / chosen.sum() * probabilities.mean(0)).sum()  # DDP takes the mean of the probabilities
+        make_step(optimizer, loss)
+    print_certainty(router)
+
+
 def batch_size_wrong() -> None:
     loader = DataLoader(images, batch_size=200, sampler=dist.data_sampler(images))
     dist.print_primary(f"{len(loader)} steps of {dist.get_world_size() * loader.batch_size} images")
@@ -392,6 +430,7 @@ MISTAKES = {
     "padding": (padding_wrong, padding_right),
     "mean_of_means": (mean_of_means_wrong, mean_of_means_right),
     "token_mean": (token_mean_wrong, token_mean_right),
+    "balance": (balance_wrong, balance_right),
     "batch_size": (batch_size_wrong, batch_size_right),
     "unused": (unused_wrong, unused_right),
     "early_stop": (early_stop_wrong, early_stop_right),

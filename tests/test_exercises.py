@@ -37,6 +37,7 @@ HANG = """import signal, time
 SQUARES = "centred.square().sum(0)"
 OWN_VARIANCE = "inputs.var(0, correction=0)"
 TOLD = 'dist.reduce(told, "max")'
+UNDO = "result[chosen.argsort(stable=True)] = received"
 
 # Words of the verdict, and pairs: a text of the stored solution, and what stands there instead.
 WRONG = {
@@ -133,6 +134,21 @@ WRONG = {
         ("one to another rank is not", f"if {TOLD}", "if dist.gather(told)[0]"),
         ("the number of the last step", "step + 1", "step", "return steps", "return steps - 1"),
     ],
+    "return_tokens": [
+        ("by expert: undo the sort", UNDO, "result = received"),
+        ("by expert, and the weights are left out", START, "weights = weights * 0 + 1", UNDO, "result = received"),
+        ("the rows were sorted once more", UNDO, "result = received[chosen.argsort(stable=True)]"),
+        ("the weights are left out", " * weights[:, None]", ""),
+        ("each weight counts twice", "weights[:, None]", "weights[:, None] ** 2"),
+        (
+            "another token's weight",
+            "= received",
+            "= received * weights[:, None]",
+            "result * weights[:, None]",
+            "result",
+        ),
+        ("which nobody has sent back", START, "return outputs"),
+    ],
 }
 RIGHT = [
     *[(name, "") for name in NAMES],
@@ -141,6 +157,7 @@ RIGHT = [
     ("token_mean", "", START, "return losses.sum() / dist.reduce(torch.tensor(len(losses)))"),
     ("average_gradients", "", AVERAGE, "dist.all_reduce(p.grad).div_(dist.get_world_size())"),
     ("atomic_checkpoint", "", "torch.save(state, file)", "torch.save(state, temporary)"),
+    ("return_tokens", "", UNDO, "result = received[chosen.argsort(stable=True).argsort()]"),
 ]
 CASES = [(name, *case) for name, cases in WRONG.items() for case in cases] + RIGHT
 
@@ -171,7 +188,12 @@ def verdict(n, name, file, folder):
     return check.judge(name, file, answers, folder)
 
 
-ALWAYS_SEVERAL = ("ring_all_reduce", "gather_unequal", "stop_together")  # a group of torch's, or pytest's SIGTERM
+ALWAYS_SEVERAL = (
+    "ring_all_reduce",
+    "gather_unequal",
+    "stop_together",
+    "return_tokens",
+)  # a group of torch's, or pytest's SIGTERM
 
 
 @pytest.mark.parametrize(("name", "words", "pairs"), [(n, w, pairs) for n, w, *pairs in CASES])
@@ -188,7 +210,7 @@ def test_all_blanks_fail_with_a_line_that_helps():
     if any("NotImplementedError" not in (ROOT / f"exercises/{name}.py").read_text() for name in NAMES):
         pytest.skip("an exercise has been solved here")
     done = forker().run("-m", "exercises.check", "all")
-    assert (done.code, done.err) == (1, "") and done.out.endswith("0 of 10 are right\n")
+    assert (done.code, done.err) == (1, "") and done.out.endswith("0 of 11 are right\n")
     for name in NAMES:
         assert f"not implemented yet: write {name}() in exercises/{name}.py" in done.out
 
@@ -202,7 +224,7 @@ def test_a_solution_passes_and_a_hint_is_given():
 
 
 def test_a_bad_name_and_a_launcher_are_one_line(monkeypatch):
-    for name in "shrad", "0", "11":  # there are ten
+    for name in "shrad", "0", "12":  # there are eleven
         refused(check.parse_args, f"invalid choice: '{name}'", flags=[name])
     for name, value in dict(RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", LOCAL_WORLD_SIZE="2").items():
         monkeypatch.setenv(name, value)
@@ -246,6 +268,12 @@ def test_a_hang_is_an_answer_with_the_place_of_each_rank(tmp_path):
         ("ring_all_reduce", "rank 0: a.py:1, f, in send\nrank 1: a.py:2, f, in recv", ""),
         ("stop_together", "rank 0: a.py:1, f, in reduce\nrank 1: exercises/checks/common.py:112, <genexpr>", "alone"),
         ("stop_together", "rank 0 of 1 failed first: ended by SIGTERM", "no function is set"),
+        (
+            "return_tokens",
+            "RuntimeError: Split sizes doesn't match total dim 0 size",
+            "can't know these without a message",
+        ),
+        ("return_tokens", "Tensor's dim 0 does not divide equally across group size", "the counts are left out"),
         ("shard", "rank 0: a.py:1, f, in send\nrank 1: a.py:1, f, in send", ""),
     ],
 )

@@ -22,15 +22,16 @@ from world import FEW_DIGITS, ROOT, forker, on_ranks, refused, run, run_in_a_gro
 
 import data
 import distributed as dist
+from exercises.checks.common import Messages
 from mnist_ddp import ConvNet
-from variants import mnist_local_sgd, mnist_overlap, sharded
+from variants import mnist_experts, mnist_local_sgd, mnist_overlap, sharded
 
 CPU = torch.device("cpu")
 SIDE = 8  # pixels: convolutions cost time
 WEIGHTS = sum(p.numel() for p in ConvNet(1, SIDE).parameters())  # without BatchNorm's averages
 FLAGS = "--dataset synthetic --epochs 2 --batch-size 30 --lr 0.05 --seed 3"
 SHARED_LAYERS = ("mnist_tensor_parallel", "mnist_pipeline")  # so all ranks have the same batch
-SHARDED = ("mnist_fsdp", "mnist_mesh", *SHARED_LAYERS)
+SHARDED = ("mnist_fsdp", "mnist_mesh", "mnist_experts", *SHARED_LAYERS)
 
 
 def images(count, seed=1):
@@ -39,12 +40,12 @@ def images(count, seed=1):
     return data.Images(pixels, torch.arange(count) % 10, (0.5,), (0.5,))
 
 
-def _main(name, flags, has_batchnorm, dtype):
+def _main(name, flags, has_batchnorm, dtype, examples=69, tests=31):
     """parse_args and main of the script on this rank, in the group that is there.
 
     Returns what it evaluated, what it printed, the bytes of optimizer state, and those of the parameters that are here
-    when the last layer starts.  Each process trains on 23 images, in batches of 10, 10 and 3, and rank 0 has one batch
-    more to evaluate.
+    when the last layer starts.  Each of three processes trains on 23 images, in batches of 10, 10 and 3, and rank 0 has
+    one batch more to evaluate.
     """
     rank, n, module = dist.get_rank(), dist.get_world_size(), importlib.import_module(name)
     states, modes, held, gathered = [], set(), [], []
@@ -71,7 +72,7 @@ def _main(name, flags, has_batchnorm, dtype):
         for group, function in (dist, "cleanup"), (torch.distributed, "destroy_process_group"):
             patch.setattr(group, "init_process_group", lambda *args, **kwargs: None)
             patch.setattr(group, function, lambda: None)
-        patch.setattr(data, "load", lambda *args: (images(69), images(31, seed=2)))
+        patch.setattr(data, "load", lambda *args: (images(examples), images(tests, seed=2)))
         patch.setattr(data, "batches", lambda *args: ((x.to(dtype), labels) for x, labels in batches(*args)))
         if not has_batchnorm:
             patch.setattr(nn, "BatchNorm2d", lambda channels: nn.Identity())
@@ -79,6 +80,8 @@ def _main(name, flags, has_batchnorm, dtype):
             patch.setattr(torch, "manual_seed", lambda number: seed(number + rank))  # rank 0's weights are meant to win
         if name.endswith("overlap"):
             patch.setattr(module, "start_all_reduce", functools.partial(_start_late, module.start_all_reduce))
+        if name.endswith("experts"):
+            patch.setattr(module, "PATCH", 2)  # 16 tokens in such a small image
         patch.setattr(module, "train", noted_train)
         patch.setattr(module, "evaluate", noted_evaluate)
         args = module.parse_args()
@@ -193,6 +196,54 @@ def test_it_computes_what_ddp_computes(n, name, flags, has_batchnorm):
         assert of_ranks == [held] * n
 
 
+# 72 images in batches of 24 are as many for each rank; of 25 to evaluate rank 0 has a batch more than the others.
+EXPERTS = ("variants.mnist_experts", "--batch-size 24 --lr 0.003", True, torch.float64, 72, 25)
+
+
+@functools.cache
+def experts_alone():
+    return outcome(1, *EXPERTS)[0]
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_experts_on_several_ranks_are_those_of_one(n):
+    states, printed, held, _ = experts_alone()
+    ranks = outcome(n, *EXPERTS)
+    for epoch, expected in enumerate(states):
+        whole = {}
+        for rank in ranks:
+            for key, value in rank[0][epoch].items():
+                assert torch.equal(whole.setdefault(key, value), value), f"the ranks differ: {key}"
+        assert whole.keys() == expected.keys()
+        assert max((whole[key] - value).abs().max().item() for key, value in expected.items()) <= 1e-10
+    for ours, theirs in zip(losses_and_counts(ranks[0][1]), losses_and_counts(printed), strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-4) and ours[2] == 25
+    assert all(bytes_ < held for *_, bytes_, _ in ranks), "each has the optimizer's state of its own experts only"
+
+
+def _layer_of_experts():
+    """What a layer sends in forward and backward, its balance loss, and which expert each token has chosen."""
+    torch.manual_seed(0)
+    layer, tokens = mnist_experts.Experts(), torch.randn(4, 6, mnist_experts.WIDTH)
+    mine = tokens.chunk(dist.get_world_size())[dist.get_rank()].requires_grad_()
+    with Messages() as messages:
+        layer(mine).sum().backward()
+    return messages.sent, layer.balance.item(), layer.router(mine).argmax(2).flatten().tolist()
+
+
+def test_a_layer_of_experts_sends_each_token_to_its_expert_and_back():
+    """One all-gather of counts and four all-to-alls; the mean of the ranks' balance losses is that of all tokens."""
+    n, experts, width = 2, mnist_experts.EXPERTS, mnist_experts.WIDTH
+    ranks = run(_layer_of_experts, n)
+    (_, balance, _), chosen = run_in_a_group_of_one(_layer_of_experts), [choices for *_, choices in ranks]
+    for rank, (sent, *_) in enumerate(ranks):
+        arriving = sum(expert * n // experts == rank for choices in chosen for expert in choices)
+        rows = [arriving, len(chosen[rank])] * 2  # in backward a gradient goes where its row has gone to, and back
+        assert [elements for _, elements, _ in sent] == [experts, *[width * count for count in rows]]
+        assert [kind.split("_")[0] for kind, *_ in sent] == ["allgather", *["alltoall"] * 4]
+    assert sum(of_rank for _, of_rank, _ in ranks) / n == pytest.approx(balance, rel=1e-6)
+
+
 def test_fsdp_gathers_one_layer_after_the_other_and_bfloat16_is_almost_float32():
     skip_if_refused("mnist_fsdp")
     ranks = outcome(3, "variants.mnist_fsdp", "--param-dtype bfloat16", True, torch.float32)
@@ -286,7 +337,7 @@ def dry_run(*script, nproc):
     return done.out.split("\n")[0], losses_and_counts(done.out)[0], done.err
 
 
-@pytest.mark.parametrize("name", sorted({case[1] for case in VARIANTS}))
+@pytest.mark.parametrize("name", sorted({case[1] for case in VARIANTS} | {"mnist_experts"}))
 def test_a_dry_run(name):
     skip_if_refused(name)
     nproc, processes = (4, "4 processes") if name == "mnist_mesh" else (1, "1 process")
@@ -307,6 +358,7 @@ REFUSED = [  # the script, flags, words of the line
     ("mnist_fsdp", ["--param-dtype", "float16"], "--param-dtype", "'bfloat16'"),
     ("mnist_pipeline", ["--nproc", 4], "three stages", "at most 3 processes"),
     ("mnist_tensor_parallel", ["--nproc", 33], "32 channels", "at most 32"),
+    ("mnist_experts", ["--nproc", 3], "4 experts", "1, 2 or 4 processes"),
     ("mnist_mesh", ["--nproc", 3], "--tensor-parallel 2", "divide the number of processes"),
     ("mnist_mesh", ["--nproc", 33, "--tensor-parallel", 33], "--tensor-parallel 33", "1 to 32"),
 ]

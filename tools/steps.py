@@ -56,6 +56,19 @@ GROUPS = {
         ),
         Step("variants/mnist_pipeline.py", ["mnist_ddp.py"], "a pipeline: each process has some of the layers"),
     ],
+    "A transformer": [
+        Step("variants/mnist_transformer.py", ["mnist_ddp.py"], "attention: an image is a sequence of patches"),
+        Step(
+            "variants/mnist_context_parallel.py",
+            ["variants/mnist_transformer.py"],
+            "context parallelism: each process has a share of each sequence; ring attention",
+        ),
+        Step(
+            "variants/mnist_experts.py",
+            ["variants/mnist_transformer.py"],
+            "expert parallelism: each process has some of the experts",
+        ),
+    ],
     "Faster": [
         Step("variants/mnist_local_sgd.py", ["mnist_ddp.py"], "local SGD: averages the weights, every few steps"),
         Step("variants/mnist_compile.py", ["mnist_ddp.py"], "`torch.compile`: fewer and larger operations"),

@@ -16,4 +16,5 @@ NAMES = [
     "global_batchnorm",
     "atomic_checkpoint",
     "stop_together",
+    "return_tokens",
 ]

@@ -1,0 +1,86 @@
+"""Each token's output in its own place; unequal counts, a rank without tokens, an expert without tokens."""
+
+import torch
+
+import distributed as dist
+from exercises.checks import common
+
+HINT = """
+Two messages.  A rank knows how many of its own tokens each expert got: count them in `chosen`.  How many rows it must
+send back to each rank, only the others know: each tells each its number.  What comes back stands in the order in which
+the tokens were sent: row 0 belongs to token order[0].
+"""
+COUNTS = {"unequal counts": (7, 4, 5), "a rank without tokens": (6, 0, 5), "an expert without tokens": (4, 6, 5)}
+SIGNS = {
+    "Split sizes doesn't match total dim 0 size": "the counts don't fit. A rank receives as many rows as its own "
+    "tokens chose each expert, and sends back as many as came from each rank: it can't know these without a message",
+    "does not divide equally across group size": "the counts are left out, but the ranks have unequal numbers of rows",
+}
+
+
+def tokens_of(case, n, rank):
+    """This rank's tokens, their experts and weights."""
+    generator = torch.Generator().manual_seed(100 * rank + len(case))
+    count = COUNTS[case][rank]
+    tokens = torch.randn(count, 3, generator=generator, dtype=torch.float64)
+    experts = max(1, n - 1) if case == "an expert without tokens" else n
+    chosen = torch.randint(experts, (count,), generator=generator)
+    return tokens, chosen, 0.2 + torch.rand(count, generator=generator, dtype=torch.float64)
+
+
+def expert(number, tokens):
+    return (number + 2) * tokens + number
+
+
+def outputs_of(case, n, rank):
+    """What this rank's expert has computed: of rank 0's tokens first."""
+    parts = []
+    for sender in range(n):
+        tokens, chosen, _ = tokens_of(case, n, sender)
+        parts.append(expert(rank, tokens[chosen == rank]))
+    return torch.cat(parts)
+
+
+def run(function, folder):
+    n, rank = dist.get_world_size(), dist.get_rank()
+    answer = {}
+    for case in COUNTS:
+        _, chosen, weights = tokens_of(case, n, rank)
+        answer[case] = common.as_answer(function(outputs_of(case, n, rank), chosen, weights))
+    return answer
+
+
+def judge(answers):
+    n = len(answers)
+
+    def as_if(way):
+        """What the ranks would have, if each returned way(rows as they come back, order, weights)."""
+        found = [{} for _ in range(n)]
+        for case in COUNTS:
+            for rank, answer in enumerate(found):
+                tokens, chosen, weights = tokens_of(case, n, rank)
+                order = chosen.argsort(stable=True)
+                rows = torch.cat([expert(number, tokens[chosen == number]) for number in range(n)])
+                answer[case] = way(rows, order, weights[:, None])
+        return found
+
+    wrong = {
+        "the weights are left out": as_if(lambda rows, order, weights: rows[order.argsort()]),
+        "the rows stand in the order in which they came back, by expert: undo the sort": as_if(
+            lambda rows, order, weights: rows * weights
+        ),
+        "the rows stand in the order in which they came back, by expert, and the weights are left out": as_if(
+            lambda rows, order, weights: rows
+        ),
+        "the rows were sorted once more, rows[order], where the sort must be undone: result[order] = rows": as_if(
+            lambda rows, order, weights: rows[order] * weights
+        ),
+        "each row has another token's weight: the sort was undone after the multiplication": as_if(
+            lambda rows, order, weights: (rows * weights)[order.argsort()]
+        ),
+        "each weight counts twice": as_if(lambda rows, order, weights: rows[order.argsort()] * weights.square()),
+        "this rank's own rows, which nobody has sent back": [
+            {case: outputs_of(case, n, rank) for case in COUNTS} for rank in range(n)
+        ],
+    }
+    return common.compare(answers, as_if(lambda rows, order, weights: rows[order.argsort()] * weights), wrong)
