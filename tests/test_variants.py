@@ -24,13 +24,17 @@ import data
 import distributed as dist
 from exercises.checks.common import Messages
 from mnist_ddp import ConvNet
-from variants import mnist_experts, mnist_local_sgd, mnist_overlap, sharded
+from variants import mnist_context_parallel, mnist_experts, mnist_local_sgd, mnist_overlap, sharded
 
 CPU = torch.device("cpu")
 SIDE = 8  # pixels: convolutions cost time
 WEIGHTS = sum(p.numel() for p in ConvNet(1, SIDE).parameters())  # without BatchNorm's averages
 FLAGS = "--dataset synthetic --epochs 2 --batch-size 30 --lr 0.05 --seed 3"
-SHARED_LAYERS = ("mnist_tensor_parallel", "mnist_pipeline")  # so all ranks have the same batch
+SHARED_LAYERS = (
+    "mnist_tensor_parallel",
+    "mnist_pipeline",
+    "mnist_context_parallel",
+)  # so all ranks have the same batch
 SHARDED = ("mnist_fsdp", "mnist_mesh", "mnist_experts", *SHARED_LAYERS)
 
 
@@ -76,12 +80,12 @@ def _main(name, flags, has_batchnorm, dtype, examples=69, tests=31):
         patch.setattr(data, "batches", lambda *args: ((x.to(dtype), labels) for x, labels in batches(*args)))
         if not has_batchnorm:
             patch.setattr(nn, "BatchNorm2d", lambda channels: nn.Identity())
+        if hasattr(module, "PATCH"):
+            patch.setattr(module, "PATCH", 2)  # 16 tokens
         if not name.endswith(SHARDED):  # those start from shares of equal weights
             patch.setattr(torch, "manual_seed", lambda number: seed(number + rank))  # rank 0's weights are meant to win
         if name.endswith("overlap"):
             patch.setattr(module, "start_all_reduce", functools.partial(_start_late, module.start_all_reduce))
-        if name.endswith("experts"):
-            patch.setattr(module, "PATCH", 2)  # 16 tokens in such a small image
         patch.setattr(module, "train", noted_train)
         patch.setattr(module, "evaluate", noted_evaluate)
         args = module.parse_args()
@@ -194,6 +198,48 @@ def test_it_computes_what_ddp_computes(n, name, flags, has_batchnorm):
         assert sum(of_ranks) == held and (n == 1 or max(of_ranks) < held)
     elif name not in ("mnist_tensor_parallel", "mnist_mesh"):
         assert of_ranks == [held] * n
+
+
+@functools.cache
+def transformer():
+    return outcome(1, "variants.mnist_transformer", "--lr 0.003", True, torch.float64)[0]
+
+
+@pytest.mark.parametrize(("name", "n"), [("mnist_transformer", 3), *(("mnist_context_parallel", n) for n in (2, 3, 4))])
+def test_a_transformer_on_several_ranks_is_that_of_one(name, n):
+    """Sharing out the batch, or each sequence: with three ranks 6, 5 and 5 tokens."""
+    states, printed, *_ = transformer()
+    ranks = outcome(n, f"variants.{name}", "--lr 0.003", True, torch.float64)
+    for epoch, expected in enumerate(states):
+        whole = together(name, [rank[0][epoch] for rank in ranks])
+        assert whole.keys() == expected.keys()
+        assert max((whole[key] - value).abs().max().item() for key, value in expected.items()) <= 1e-10
+    for ours, theirs in zip(losses_and_counts(ranks[0][1]), losses_and_counts(printed), strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-4)
+
+
+def _ring(counts):
+    """This rank's result and gradients of attention over shares of a sequence; large scores, of which exp overflows."""
+    generator = torch.Generator().manual_seed(4)
+    whole = [100 * torch.randn(2, 3, sum(counts), 4, generator=generator, dtype=torch.float64) for _ in range(3)]
+    upstream = torch.randn(2, 3, sum(counts), 4, generator=generator, dtype=torch.float64)
+    rank = dist.get_rank()
+    q, k, v = (tensor.split(counts, 2)[rank].clone().requires_grad_() for tensor in whole)
+    result = mnist_context_parallel.RingAttention.apply(q, k, v, counts)
+    result.backward(upstream.split(counts, 2)[rank])
+    for tensor in whole:
+        tensor.requires_grad_()
+    expected = F.scaled_dot_product_attention(*whole)
+    expected.backward(upstream)
+    mine = [result, q.grad, k.grad, v.grad]
+    theirs = [tensor.split(counts, 2)[rank] for tensor in (expected, *(tensor.grad for tensor in whole))]
+    return [(one - other).abs().max().item() for one, other in zip(mine, theirs, strict=True)]
+
+
+@pytest.mark.parametrize("counts", [[5], [3, 2], [1, 4, 2], [2, 1, 1, 3]])
+def test_ring_attention_is_torchs_attention_to_all_tokens(counts):
+    ranks = run(_ring, len(counts), counts) if len(counts) > 1 else [run_in_a_group_of_one(_ring, counts)]
+    assert max(max(rank) for rank in ranks) < 1e-9
 
 
 # 72 images in batches of 24 are as many for each rank; of 25 to evaluate rank 0 has a batch more than the others.
@@ -337,7 +383,9 @@ def dry_run(*script, nproc):
     return done.out.split("\n")[0], losses_and_counts(done.out)[0], done.err
 
 
-@pytest.mark.parametrize("name", sorted({case[1] for case in VARIANTS} | {"mnist_experts"}))
+@pytest.mark.parametrize(
+    "name", sorted({case[1] for case in VARIANTS} | {"mnist_transformer", "mnist_experts", "mnist_context_parallel"})
+)
 def test_a_dry_run(name):
     skip_if_refused(name)
     nproc, processes = (4, "4 processes") if name == "mnist_mesh" else (1, "1 process")
@@ -359,6 +407,7 @@ REFUSED = [  # the script, flags, words of the line
     ("mnist_pipeline", ["--nproc", 4], "three stages", "at most 3 processes"),
     ("mnist_tensor_parallel", ["--nproc", 33], "32 channels", "at most 32"),
     ("mnist_experts", ["--nproc", 3], "4 experts", "1, 2 or 4 processes"),
+    ("mnist_context_parallel", ["--nproc", 17], "16 tokens", "at most 16"),
     ("mnist_mesh", ["--nproc", 3], "--tensor-parallel 2", "divide the number of processes"),
     ("mnist_mesh", ["--nproc", 33, "--tensor-parallel", 33], "--tensor-parallel 33", "1 to 32"),
 ]
