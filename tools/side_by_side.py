@@ -284,13 +284,11 @@ def line_html(line: Sequence[tuple[str, str]], marked: set[int]) -> str:
     return html
 
 
-def cell(lines: list[list[tuple[str, str]]], number: int | None, marked: set[int], with_links: bool = True) -> str:
+def cell(lines: list[list[tuple[str, str]]], number: int | None, marked: set[int]) -> str:
     """A line and its number.  The indent of a long line is an element: a line is not broken after it."""
     if number is None:
         return "<td class=none>"
     line = lines[number]
-    if not with_links:
-        line = [(character, "" if tag.startswith("<a") else tag) for character, tag in line]
     if len(line) <= LONG:
         return f"<td data-n={number + 1}>{line_html(line, marked)}"
     indent = next(place for place, (character, _) in enumerate(line) if character != " ")
@@ -304,7 +302,8 @@ def rows_html(part: Part, before: str, after: str) -> str:
     for i, j in part.rows:
         is_equal = None not in (i, j) and old.lines[i] == new.lines[j]
         marks = changed_words(old.lines[i], new.lines[j]) if None not in (i, j) else (set(), set())
-        left = cell(old.html, i, marks[0], with_links=not is_equal)
+        # An equal line is written once; page.js copies it to the left.
+        left = f"<td data-n={i + 1}>" if is_equal else cell(old.html, i, marks[0])
         html += f"<tr{' class=equal' if is_equal else ''}>{left}{cell(new.html, j, marks[1])}\n"
     return html
 
