@@ -134,8 +134,11 @@ def read(path: Path, test: bool = False) -> dict:
         raise CheckpointError(f"can't read {path} ({_reason(problem)})") from None
     if not isinstance(state, dict) or not state.keys() >= {"step", "config", "parts", "random"}:
         raise Damaged(f"{path} is damaged, or no checkpoint (it has no step, config, parts and random)")
-    random = state["random"]
-    if not isinstance(random, list) or not all(isinstance(one, dict) and "cpu" in one for one in random):
+    usual, random = torch.get_rng_state(), state["random"]
+    states = (
+        [one.get("cpu") if isinstance(one, dict) else None for one in random] if isinstance(random, list) else [None]
+    )
+    if not all(torch.is_tensor(one) and (one.dtype, one.shape) == (usual.dtype, usual.shape) for one in states):
         raise Damaged(f"{path} is damaged, or no checkpoint (its random is no list of the ranks' states)")
     return state
 
@@ -463,6 +466,8 @@ class Preemption:
 
         every: a message, and a wait for all ranks, in each so-manieth call only; False in the others.
         """
+        if not _is_count(every) or every < 1:
+            raise ValueError(f"agreed: every is {every!r}: give an integer of at least 1")
         self.calls += 1
         if self.calls % every:
             return False

@@ -132,6 +132,8 @@ def init_process_group(
     """
     if isinstance(backend, int):
         backend, rank = None, backend
+    if not torch_dist.is_initialized():
+        _remove_variables()  # torch's own destroy_process_group has ended the last group
     limit = get_timeout(timeout)
     backend = choose_backend(backend)
     if rank is not None or world_size is not None:
@@ -163,29 +165,27 @@ def _join(backend: str, limit: timedelta) -> None:
     print_primary(f"distributed: {world_size} {processes}, {backend}, {device.type}")
 
 
-_store: torch_dist.Store | None = None  # of this process's group; rank 0 may serve it to the others
 _set_by_hand: list[str] = []  # the variables that init_process_group has set
 
 
 def _meet(rank: int, world_size: int, limit: timedelta) -> torch_dist.Store:
     """The store of a new group: a table, served by one process, in which the ranks leave their addresses.
 
-    It is the group's own: the next group may have other processes, or another place.  torchrun and `launch` serve one
+    It ends with the group, as the next one may have other processes, or another place.  torchrun and `launch` serve one
     table for a whole run; so it counts the groups, and each has a part of its own.
     """
-    global _store
     if world_size == 1:
         return torch_dist.HashStore()
     if launcher:
-        launcher.leave_store(_store)  # if torch's destroy_process_group has ended the last group
-        _store = launcher.open_store(rank, world_size, limit)
+        table = launcher.open_store(rank, world_size, limit)
     else:
-        _store, *_ = next(torch_dist.rendezvous("env://", rank, world_size, timeout=limit))
+        table, *_ = next(torch_dist.rendezvous("env://", rank, world_size, timeout=limit))
     count = f"groups of rank {rank}"
-    store = torch_dist.PrefixStore(f"group {_store.add(count, 0)}", _store)
+    store = torch_dist.PrefixStore(f"group {table.add(count, 0)}", table)
     if launcher:
         launcher.wait_for_all_ranks(store, rank, world_size, limit)
-    _store.add(count, 1)  # not before all are here: a rank that tries once more looks in the same place
+        launcher.note_joined(table)
+    table.add(count, 1)  # not before all are here: a rank that tries once more looks in the same place
     return store
 
 
@@ -270,15 +270,11 @@ def cleanup() -> None:
 
 
 def _leave_group() -> None:
-    global _store
     if torch_dist.is_initialized():
         # Gloo's threads need Python's lock to free their last tensors: let them have it, or leaving may hang
         # (pytorch#179291; seen with torch 2.4.1).
         time.sleep(0.02)
         torch_dist.destroy_process_group()
-        if launcher:
-            launcher.leave_store(_store)
-        _store = None
     _remove_variables()
 
 
@@ -435,21 +431,21 @@ def _check(call: str, values: list, is_any_shape: bool = False, is_written: bool
 
 def _describe(call: str, value: Any, is_any_shape: bool, is_written: bool) -> tuple[str, str]:
     """What must be the same on all ranks; and why the function can't take this value, or ""."""
+    name = type(value).__name__
     if not isinstance(value, torch.Tensor):
-        hint = "use torch.as_tensor"
-        if value is None:
-            hint = "the .grad of an unused parameter? skip it on all ranks"
-        elif isinstance(value, nn.Module):
-            hint = "pass its parameters() or buffers()"
-        return type(value).__name__, f"takes tensors, not {type(value).__name__} ({hint})"
+        hint = "pass its parameters() or buffers()" if isinstance(value, nn.Module) else "use torch.as_tensor"
+        hint = "the .grad of an unused parameter? skip it on all ranks" if value is None else hint
+        return name, f"takes tensors, not {name} ({hint})"
     if hasattr(value, "full_tensor"):
         return "DTensor", "can't take a DTensor: pass .full_tensor(), the whole, or .to_local(), this rank's part"
+    if type(value).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:  # a class of another kind, such as masked
+        return name, f"takes plain tensors, not {name}: pass one that holds its values"
     if value.layout != torch.strided or value.is_nested:
         return f"{value.dtype}", "takes dense tensors: pass .to_dense()"
     if value.is_meta or isinstance(value, nn.parameter.UninitializedTensorMixin):
         return f"{value.dtype}", "takes tensors with values: this one is on the device meta, or of a lazy layer"
     kind = f"{value.dtype} with {value.dim()} dimension(s)" if is_any_shape else f"{value.dtype} {list(value.shape)}"
-    if value.dtype not in _DTYPES and call != "sync_params":  # which sends bytes
+    if value.is_quantized or (value.dtype not in _DTYPES and call != "sync_params"):  # which sends bytes
         return kind, f"takes floats, integers or bools, not {value.dtype}"
     function, _, op = call.partition(" ")
     if function == "all_reduce" and (value.dtype not in _SUMMABLE or (op == "mean" and not value.is_floating_point())):
@@ -478,7 +474,7 @@ def _compare(call: str, numbers: torch.Tensor | None = None) -> torch.Tensor | N
     size = max(1, _MESSAGE // _DIGEST // world_size) * _DIGEST
     digest = row = hashlib.blake2b(call.encode(), digest_size=_DIGEST).digest()
     if fits := numbers is not None and 0 < numbers.nbytes <= size - _DIGEST:
-        values = numbers.detach().cpu().resolve_neg().contiguous()
+        values = torch.empty(numbers.shape, dtype=numbers.dtype).copy_(numbers.detach())
         row += values.view(-1).view(torch.uint8).numpy().tobytes()
     mine = torch.frombuffer(bytearray(row.ljust(size) * world_size), dtype=torch.uint8).to(device)
     table = torch.empty_like(mine)  # a row from each rank: gloo's all-to-all takes two thirds of its all-gather's time
@@ -638,8 +634,9 @@ def launch(worker_fn: Callable, *args: Any, nproc: int | None = None) -> Any:
     The first started process that fails ends the run: SystemExit with its error; RuntimeError in a notebook, in a
     thread and in a process of multiprocessing.
     The processes are forked where that is safe, else spawned: then each imports the program anew.  So what worker_fn
-    needs (a default dtype, globals) is set in it or passed to it.  Files that it leaves open are written, and its
-    atexit functions run, unless it is killed because another rank has failed; archives (gzip, zip) it must close.
+    needs (a default dtype, globals) is set in it or passed to it.  Files that it leaves open are written, and atexit
+    functions that it registers run, unless it is killed because another rank has failed; what buffers in another way
+    (gzip, zip, shelve) it must close.
     `launch` changes no random numbers: torch's, Python's and numpy's go on in each rank where they are in this process.
     So a seed that was set before holds in every rank, as under torchrun.  (Without one these ranks begin equal, and
     torchrun's don't.)  Then all ranks have the same dropout masks, too.  A rank draws its own if it seeds once more,

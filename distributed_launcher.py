@@ -15,7 +15,6 @@ import contextlib
 import errno
 import faulthandler
 import fcntl
-import functools
 import gc
 import io
 import logging.handlers
@@ -724,17 +723,20 @@ def open_store(rank: int, world_size: int, limit: timedelta) -> torch_dist.Store
     advice = f"set MASTER_PORT to a free port, the same on all ranks of a run, and not {port}"
     inherited = " ".join(f"-u {name}" for name in PLACES if name in env)
     advice += f". If a rank has started this program, it has that rank's variables: type env {inherited} python ..."
-    options = {"timeout": limit, "multi_tenant": True, "wait_for_workers": False}
-    connect = functools.partial(torch_dist.TCPStore, address, port, world_size, **options)
+    # Two runs that meet on one port have different names; torch 2.4's torchrun has one store for all attempts.
+    names = [env.get(name, "") for name in ("DIST_RUN", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")]
+
+    def connect(**options: Any) -> torch_dist.Store:
+        options |= {"timeout": limit, "multi_tenant": True, "wait_for_workers": False}
+        store = torch_dist.TCPStore(address, port, world_size, **options)
+        return torch_dist.PrefixStore(f"run {' '.join(names)} of {world_size}", store)
+
     if rank == 0 and not _is_served_for_us():
         store = _serve(connect, address, port, advice)
     else:
         store = _find(connect, address, port, rank, limit)
     with socket.create_connection((address, port), timeout=60) as connection:
         _own_address, _address_of_rank_0 = connection.getsockname()[0], connection.getpeername()[0]
-    # Two runs that meet on one port have different names; torch 2.4's torchrun has one store for all attempts.
-    names = [env.get(name, "") for name in ("DIST_RUN", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")]
-    store = torch_dist.PrefixStore(f"run {' '.join(names)} of {world_size}", store)
     holder = store.compare_set(f"process with rank {rank}", "", _name_of_process())
     if holder.decode() != _name_of_process():
         raise RuntimeError(f"rank {rank} of {world_size} is here already. If this is another run, {advice}")
@@ -765,7 +767,8 @@ def _find(connect: Callable, address: str, port: int, rank: int, limit: timedelt
         try:
             socket.create_connection((address, port), timeout=5).close()  # a TCPStore that is early prints warnings
             store = connect()
-            if not store.check([_name_of_process()]):  # otherwise it is the last group's, which rank 0 will end
+            # A rank's store is for one group: where this process has joined one, rank 0 is about to end it.
+            if _is_served_for_us() or not store.check([_name_of_process()]):
                 found.append(store)
         except (OSError, torch_dist.DistError):
             pass
@@ -775,14 +778,9 @@ def _find(connect: Callable, address: str, port: int, rank: int, limit: timedelt
     return found[0]
 
 
-def leave_store(store: torch_dist.Store | None) -> None:
-    """Note in a group's store that this process has left it, so that it doesn't take it for the next group's.
-
-    The store of torchrun and `launch` is for all groups of a run.
-    """
-    if store is not None and not _is_served_for_us():
-        with contextlib.suppress(torch_dist.DistError):  # rank 0 has ended it
-            store.underlying_store.set(_name_of_process(), "has left")
+def note_joined(store: torch_dist.Store) -> None:
+    """Note in a run's store that this process has joined a group there."""
+    store.set(_name_of_process(), "has joined")
 
 
 def _is_served_for_us() -> bool:

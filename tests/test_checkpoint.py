@@ -389,13 +389,13 @@ def test_an_error_that_is_not_the_files_fault_ends_the_run_and_leaves_every_file
 def test_a_wrong_random_state_a_folder_and_a_loss_of_one_rank_are_one_line_each(tmp_path):
     keeper = save(tmp_path, 1)
     if dist.is_primary():
-        for step, random in enumerate([[{}], {"cpu": 1}, "text", [None]], 2):
+        for step, random in enumerate([[{}], {"cpu": 1}, "text", [None], [{"cpu": 3}], [{"cpu": torch.zeros(3)}]], 2):
             torch.save({"step": step, "config": {}, "parts": {}, "random": random}, tmp_path / f"step-{step}.pt")
     dist.barrier()
     with contextlib.redirect_stderr(io.StringIO()) as err:
         assert keeper.restore()["step"] == 1
     said = err.getvalue().splitlines()
-    assert len(said) == (4 if dist.is_primary() else 0)
+    assert len(said) == (6 if dist.is_primary() else 0)
     assert all("(its random is no list of the ranks' states): going on from" in line for line in said)
     (tmp_path / "step-9.pt").mkdir(exist_ok=True)
     dist.barrier()
@@ -415,6 +415,8 @@ def test_agreed_in_some_steps_only():
     stop.asked = dist.get_rank() == dist.get_world_size() - 1
     assert [stop.agreed(every=3) for _ in range(7)] == [False, False, True] * 2 + [False]
     assert stop.agreed()
+    for wrong in 0, -1, 2.5, "2", None:
+        assert error_of(stop.agreed, wrong) == f"ValueError: agreed: every is {wrong!r}: give an integer of at least 1"
 
 
 @on_ranks(3)

@@ -147,13 +147,13 @@ def test_processes_that_no_launcher_has_started_meet_where_they_are_told():
 def _member(pipe):
     """A process that lives on, and takes part in any run that it is told of."""
     while job := pipe.recv():
-        rank, n, port = job
+        rank, n, port, is_torchs = job
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         answers = []
         for _ in range(2):  # two groups of one run
             error = error_of(dist.init_process_group, "gloo", n, rank, timeout=30)
             answers.append(error or dist.all_reduce(torch.tensor(rank)).item())
-            dist.cleanup()
+            torch_dist.destroy_process_group() if is_torchs else dist.cleanup()
         pipe.send(answers)
     os._exit(0)
 
@@ -167,8 +167,10 @@ RUNS = {  # the members of each run, in the order of their ranks, and which port
 }
 
 
+@pytest.mark.parametrize("is_torchs", [False, True])
 @pytest.mark.parametrize("case", RUNS)
-def test_a_process_takes_part_in_several_runs(case):
+def test_a_process_takes_part_in_several_runs(case, is_torchs):
+    """It leaves them by dist.cleanup, or by torch's own function, after which our variables are still there."""
     fork, pipes = multiprocessing.get_context("fork"), []
     for _ in range(3):
         pipe, theirs = fork.Pipe()
@@ -178,7 +180,7 @@ def test_a_process_takes_part_in_several_runs(case):
     for members, port in RUNS[case]:
         n = len(members)
         for rank, member in enumerate(members):
-            pipes[member].send((rank, n, ports[port]))
+            pipes[member].send((rank, n, ports[port], is_torchs))
         answers = answers_of({member: pipes[member] for member in members})
         assert answers == dict.fromkeys(members, [n * (n - 1) // 2] * 2), (members, answers)
     for pipe in pipes:

@@ -223,6 +223,12 @@ def dtensor():
     return distribute_tensor(torch.ones(3), init_device_mesh("cpu", (dist.get_world_size(),)), [Shard(0)])
 
 
+def masked():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls it a prototype
+        return torch.masked.masked_tensor(THREE.clone(), THREE == 0)
+
+
 REFUSED = {  # what one rank passes, or all: where one of the functions can't take it, none of the ranks gets a result
     "sparse": (lambda: THREE.to_sparse(), "takes dense tensors: pass .to_dense()"),
     "nested": (lambda: torch.nested.nested_tensor([THREE, THREE]), "takes dense tensors: pass .to_dense()"),
@@ -230,6 +236,8 @@ REFUSED = {  # what one rank passes, or all: where one of the functions can't ta
     "lazy": (lambda: nn.LazyLinear(1).weight, "takes tensors with values: this one is on the device meta, or of a"),
     "complex": (lambda: THREE.cfloat(), "takes floats, integers or bools, not torch.complex64"),
     "expanded": (lambda: torch.ones(1).expand(3), "can't write to elements that share their memory (expand?): pass"),
+    "masked": (masked, "takes plain tensors, not MaskedTensor: pass one that holds its values"),
+    "quantized": (lambda: torch.quantize_per_tensor(THREE, 1, 0, torch.quint8), "takes floats, integers or bools, not"),
     "DTensor": (dtensor, "can't take a DTensor: pass .full_tensor(), the whole, or .to_local(), this rank's part"),
 }
 FUNCTIONS = {"reduce mean": dist.reduce, "all_reduce sum": dist.all_reduce, "gather": dist.gather}
@@ -267,6 +275,8 @@ def test_numbers_that_just_travel_with_the_check_and_that_just_do_not():
         assert torch.equal(dist.reduce(mine, "sum"), total if dtype == torch.uint8 else total.to(dtype))
         for op, expected in ("sum", total), ("min", mine - rank), ("max", mine - rank + n - 1):
             assert torch.equal(dist.all_reduce(mine.clone(), op), expected.to(dtype)), (dtype, count, op)
+    column = torch.full((1, 5), 1.0 + rank)[:, 2]  # one element, with a stride of 5
+    assert dist.reduce(column, "sum").tolist() == dist.all_reduce(column).tolist() == [n * (n + 1) / 2]
     for count in 1, 3000:  # contiguous views with torch's bit for "times -1"
         negative = torch._neg_view(torch.full((count,), 1.0 + rank))
         assert negative.is_neg() and dist.reduce(negative, "min").tolist() == [-n] * count
