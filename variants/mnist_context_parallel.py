@@ -14,7 +14,7 @@ from torch import nn
 import data
 import distributed as dist  # this project's file, not torch.distributed
 
-WIDTH, HEADS, PATCH = 64, 4, 7
+WIDTH, HEADS, PATCH = 64, 4, 7  # of CIFAR-10's 32 x 32 pixels 28 x 28 are seen
 
 
 class Block(nn.Module):
@@ -59,7 +59,8 @@ class RingAttention(torch.autograd.Function):
             total = correction * total + weights.sum(-1, keepdim=True)
             result = correction * result + weights @ part[1]
             largest = new_largest
-            part = pass_on(part, counts, turn)
+            if turn < len(counts) - 1:
+                part = pass_on(part, counts, turn)
         result /= total
         ctx.save_for_backward(q, k, v, result, largest + total.log())
         ctx.counts = counts
