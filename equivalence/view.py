@@ -21,15 +21,14 @@ def facts_of(ranks: list[Notes], length: int, known: Facts | None = None) -> Fac
 
 
 def have_other_shapes(facts: Facts) -> set[str]:
-    """Parameters whose shapes differ; or that others lack which have the same batches."""
+    """Parameters whose shapes differ, or that other ranks lack."""
     names: set[str] = set()
     first, *others = facts.ranks
     for rank in others:
         theirs, own = first.steps[0].weights, rank.steps[0].weights
         both = theirs.keys() & own.keys()
         names |= {name for name in both if theirs[name].shape != own[name].shape}
-        if rank in facts.peers:
-            names |= theirs.keys() ^ own.keys()
+        names |= theirs.keys() ^ own.keys()
     return names & set().union(*(rank.parameters for rank in facts.ranks))
 
 

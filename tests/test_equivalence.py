@@ -1069,3 +1069,24 @@ def test_under_torchrun_from_any_folder(tmp_path):
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", ROOT / "equivalence")
     done = forker().run(*torchrun, "--steps", 2, "train.py", cwd=tmp_path)
     assert done.code == 0 and done.out.startswith("verdict       THE SAME as one process"), done
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "code", "words"),
+    [
+        ("mnist_transformer", "", "THE SAME as one process"),
+        ("mnist_context_parallel", "", "of the same batch each rank takes its part"),
+        ("mnist_experts", "", "gradients right: one process's"),
+        ("mnist_experts", "p.grad /= dist.get_world_size()", "is 2 times one process's of blocks.0.mlp.experts.0.0"),
+    ],
+)
+def test_a_sequence_or_experts_that_the_ranks_share(script, code, words, tmp_path):
+    """The scripts of variants/; and without the line that `code` begins, in whose place nothing is done."""
+    text = (ROOT / f"variants/{script}.py").read_text()
+    assert code in text
+    (tmp_path / "train.py").write_text(text.replace(code, "0") if code else text)
+    program = (tmp_path / "train.py", "--dataset", "synthetic", "--epochs", 1)
+    run = forker().run("-m", "equivalence", *program, path=[ROOT])
+    said = " ".join(run.out.split())
+    assert run.code == (1 if code else 0) and words in said, run.out + run.err
