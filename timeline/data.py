@@ -17,6 +17,7 @@ COLLECTIVES = {
     "allreduce": "all-reduce",
     "allgather": "all-gather",
     "reducescatter": "reduce-scatter",
+    "alltoall": "all-to-all",
 }
 
 
