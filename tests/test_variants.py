@@ -17,7 +17,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from functorch.compile import make_boxed_func
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from world import FEW_DIGITS, ROOT, forker, on_ranks, refused, run, run_in_a_group_of_one, skip_if_refused, wait_for
 
 import data
@@ -398,6 +401,55 @@ def test_a_dry_run(name):
 def test_compiled_it_is_ddp():
     compiled, plain = (dry_run(*script, nproc=2) for script in (["-m", "variants.mnist_compile"], ["mnist_ddp.py"]))
     assert compiled[:2] == (plain[0], pytest.approx(plain[1], abs=2e-4))
+
+
+class OwnForward(nn.Module):
+    """Six layers in a class with a forward of its own: nn.Sequential's stands in torch's files."""
+
+    def __init__(self, layers):
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+def ends_of_backward(model, compile_first):
+    """What the third step's backward pass ended, in order: a compiled graph, a bucket of DDP."""
+    ended = []
+
+    def noted(graph, inputs):
+        return make_boxed_func(lambda *args: (ended.append("graph"), graph.forward(*args))[1])
+
+    def hook(state, bucket):
+        ended.append("bucket")
+        return allreduce_hook(state, bucket)
+
+    torch._dynamo.reset()
+    backend = aot_autograd(fw_compiler=lambda graph, inputs: make_boxed_func(graph.forward), bw_compiler=noted)
+    inner = torch.compile(model, backend=backend) if compile_first else model
+    ddp = nn.parallel.DistributedDataParallel(inner, bucket_cap_mb=2)
+    ddp.register_comm_hook(None, hook)
+    outer = ddp if compile_first else torch.compile(ddp, backend=backend)
+    for _ in range(3):
+        ended.clear()
+        outer(torch.ones(1, 512)).sum().backward()
+    return ended
+
+
+@pytest.mark.skipif(torch.__version__ < (2, 14), reason="variants/README.md speaks of 2.14 and newer")
+@on_ranks(2)
+def test_compiled_gradients_are_sent_during_backward():
+    """In both orders; a large bucket here is two layers of 1 MB.  DDP around an nn.Sequential compiles nothing."""
+    for compile_first in True, False:
+        layers = nn.Sequential(*(nn.Linear(512, 512) for _ in range(6)))
+        ended = ends_of_backward(OwnForward(layers), compile_first)
+        assert ended.count("graph") == 4 and ended.index("bucket") < len(ended) - 1 - ended[::-1].index("graph"), ended
+    layers = nn.Sequential(*(nn.Linear(512, 512) for _ in range(6)))
+    assert "graph" in ends_of_backward(layers, True) and "graph" not in ends_of_backward(layers, False)
+    with torch._dynamo.config.patch(optimize_ddp=False):
+        assert ends_of_backward(layers, True)[:2] == ["graph", "bucket"]
+    torch._dynamo.reset()
 
 
 REFUSED = [  # the script, flags, words of the line
