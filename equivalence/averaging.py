@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from equivalence import limits, vectors
+from equivalence import clipping, limits, vectors
 from equivalence.explain import LABEL, Gradients, explain
 from equivalence.facts import Facts
 from equivalence.notes import Step
@@ -20,9 +20,9 @@ Choose = Callable[[Step], Vector]  # which gradients of a step
 
 def averaging(facts: Facts, right: Look | None, changes: Changes) -> Link:
     """right: what one process has shown, if link 2 was answered.  changes: of the weights."""
-    link = compared(facts, right, lambda step: step.got | step.unclipped)
-    if link.is_right and any(step.is_changed for rank in facts.ranks for step in rank.steps):
-        link = compared(facts, right, lambda step: step.got)
+    link = compared(facts, right, clipping.before)
+    if link.is_right and clipping.is_changed_after(facts):
+        link = compared(facts, right, clipping.after)
     is_other = link.is_right is False and facts.is_free and not facts.unequal
     if is_other and changes.is_right:  # one process's own changes
         text = link.text.removeprefix("WRONG: ")
@@ -34,7 +34,7 @@ def averaging(facts: Facts, right: Look | None, changes: Changes) -> Link:
 def in_weights(changes: Changes) -> Link:
     """If the optimizers have parameters of their own, what they got is not seen."""
     why = "the optimizer has parameters of its own"
-    if changes.why or changes.is_coarse and not changes.is_right:
+    if changes.why or changes.excuse and not changes.is_right:
         return Link(LABEL, None, why=why)
     limit = max(changes.limit, changes.hidden) if changes.is_right else changes.worst.far
     return Link(LABEL, True, f"seen in the weights only: {why}", limit)
@@ -50,8 +50,7 @@ def compared(facts: Facts, right: Look | None, choose: Choose) -> Link:
     bad, worst, far = compare(facts, gots, goals, limit)
     figures = Figures(far, limit)
     if not bad:
-        clipped = ", clipped" if any(step.unclipped for step in facts.ranks[0].steps) else ""
-        text = f"right: the optimizers get {in_shares(shares)}{clipped} {figures}"
+        text = f"right: the optimizers get {in_shares(shares)}{clipping.in_words(facts)} {figures}"
         return Link(LABEL, True, text, limit, figures=figures)
     if link := sent_coarsely(facts, gots, goals, limit):
         return link

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from equivalence import limits, vectors
+from equivalence import clipping, limits, vectors
 from equivalence.facts import Facts
 from equivalence.vectors import Fit, Vector
 from equivalence.verdict import Figures, Link, made_of, percent
@@ -31,7 +31,7 @@ class Gradients:
 
 def explain(facts: Facts, gradients: Gradients, is_known: bool, figures: Figures) -> Link:
     """is_known: how much each rank's should count; else the mean is a guess."""
-    if not are_equal(gradients.got):
+    if not vectors.are_near(gradients.got):
         return wrong(unequal(facts, gradients), figures)
     fit = vectors.fit(gradients.got[0], gradients.own)
     if not is_known and (text := perhaps_right(gradients, fit, figures)):
@@ -41,10 +41,6 @@ def explain(facts: Facts, gradients: Gradients, is_known: bool, figures: Figures
 
 def wrong(text: str, figures: Figures) -> Link:
     return Link(LABEL, False, f"WRONG: {text}", figures=figures)
-
-
-def are_equal(parts: list[Vector]) -> bool:
-    return all(vectors.distance(part, parts[0]) < limits.UPDATED for part in parts)
 
 
 def perhaps_right(gradients: Gradients, fit: Fit, figures: Figures) -> str:
@@ -61,11 +57,10 @@ def perhaps_right(gradients: Gradients, fit: Fit, figures: Figures) -> str:
 
 
 def unequal(facts: Facts, gradients: Gradients) -> str:
-    """The ranks' optimizers get different gradients, or clip_grad_norm_ does."""
+    """What is wrong, if the ranks' optimizers get different gradients."""
     got, own, place = gradients.got, gradients.own, gradients.place
-    if is_clipped_early(facts, gradients):
-        text = "clip_grad_norm_ got other gradients on each rank"
-        return f"{text}: average them before they are clipped"
+    if text := clipping.too_early(facts, gradients.step, set(gradients.goal)):
+        return text
     if are_multiples(got, own):
         text = f"each rank's optimizer gets the gradients of its own share{place}"
         return f"{text}: nobody averages them"
@@ -79,16 +74,8 @@ def unequal(facts: Facts, gradients: Gradients) -> str:
     return f"{text}: {'; '.join(texts)}"
 
 
-def is_clipped_early(facts: Facts, gradients: Gradients) -> bool:
-    """Whether what clip_grad_norm_ has changed on each rank was averaged after it."""
-    names = set(gradients.goal)
-    steps = [rank.steps[gradients.step] for rank in facts.ranks]
-    is_clipped = any(vectors.only(step.unclipped, names) for step in steps)
-    return is_clipped and are_equal([vectors.only(step.got, names) for step in steps])
-
-
 def are_multiples(got: list[Vector], own: list[Vector]) -> bool:
-    """Each rank's of its own: it may be clipped."""
+    """Whether each rank got a multiple of its own gradients (they may be clipped)."""
     if len(got) != len(own):
         return False
     for part, own_part in zip(got, own, strict=True):

@@ -1,17 +1,16 @@
-"""Each rank's own gradients, what the optimizers got, and what changes gradients in between."""
+"""Each rank's own gradients, what the optimizers got, and the optimizers' options."""
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from instruments.observer import Observer
-from instruments.tensors import digest, parameters_of, whole
+from instruments.tensors import parameters_of, whole
 from torch import nn
 from torch.nn.modules import module as nn_module
 from torch.nn.parameter import is_lazy
-from torch.nn.utils import clip_grad
 
+from equivalence.clipping import Clipping
 from equivalence.notes import Shelf
 
 PLAIN = (int, float, bool, str, type(None), tuple)
@@ -54,21 +53,19 @@ class OwnGradients:
 
 
 class Gradients(Observer):
-    """Notes own gradients, what the optimizers got, before and after clip_grad_norm_; options."""
+    """Notes own gradients, what the optimizers got, and options."""
 
-    def __init__(self, steps: Any, weights: Any, shelf: Shelf) -> None:
-        self.steps, self.weights, self.shelf = steps, weights, shelf
+    def __init__(self, steps: Any, weights: Any, clipping: Clipping, shelf: Shelf) -> None:
+        self.steps, self.weights, self.clipping, self.shelf = steps, weights, clipping, shelf
         self.own = OwnGradients()
         self.slots: dict[tuple[int, str], torch.Tensor] = {}  # parameters, by module and name
         self.parts: set[int] = set()  # the ids of parameters of which a layer has a part
         self.scale = 1.0  # a GradScaler's
-        # Of a parameter's id: its gradient before clip_grad_norm_, and a digest of that after it.
-        self.clipped: dict[int, tuple[Any, str]] = {}
         self.has_stepped = False  # an optimizer has, since this step began
         steps.at_new_step.append(self.new_step)
 
     def new_step(self) -> None:
-        self.clipped, self.has_stepped = {}, False
+        self.has_stepped = False
 
     def installed(self) -> None:
         handle = nn_module.register_module_forward_hook(self.watch_unsharded)
@@ -76,8 +73,6 @@ class Gradients(Observer):
 
     def patches(self) -> list[tuple[Any, str, Callable]]:
         return [
-            (nn.utils, "clip_grad_norm_", self.clip),
-            (clip_grad, "clip_grad_norm_", self.clip),
             (torch.amp.GradScaler, "scale", self.scaled),
             (torch.optim.Optimizer, "add_param_group", self.parameters_are_known),
         ]
@@ -121,30 +116,6 @@ class Gradients(Observer):
         self.scale = float(scaler.get_scale()) or 1.0
         return scaled
 
-    # ---------------------------------------------------------------------------------- clipping
-
-    def clip(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
-        if self.hooks.is_elsewhere():
-            return original(*args, **kwargs)
-        arguments = inspect.signature(original).bind(*args, **kwargs).arguments
-        parameters = arguments["parameters"]
-        is_one = isinstance(parameters, torch.Tensor)
-        parameters = [parameters] if is_one else list(parameters)  # an iterator is read once
-        some = [parameter for parameter in parameters if parameter.grad is not None]
-        before = [self.before_clip(parameter) for parameter in some]
-        norm = original(**{**arguments, "parameters": parameters})
-        for parameter, (gradient, old) in zip(some, before, strict=True):
-            left = digest(whole(parameter.grad))
-            if left != old:
-                self.clipped[id(parameter)] = gradient, left
-        return norm
-
-    def before_clip(self, parameter: torch.Tensor) -> tuple[Any, str]:
-        """A parameter's gradient, and a digest; before the first of several clips in a row."""
-        now = digest(whole(parameter.grad))  # of all of a DTensor, as ranks must agree
-        gradient, left = self.clipped.get(id(parameter), (None, ""))
-        return (gradient if now == left else self.shelf.keep(parameter.grad)), now
-
     # ------------------------------------------------------------------- what the optimizers got
 
     def gradients_are_there(self, optimizer: Any, is_again: bool) -> None:
@@ -177,9 +148,7 @@ class Gradients(Observer):
         if parameter.grad is None:
             return
         step.got[name] = self.shelf.keep(parameter.grad)
-        if id(parameter) in self.clipped:
-            step.unclipped[name], left = self.clipped[id(parameter)]
-            step.is_changed |= digest(whole(parameter.grad)) != left
+        self.clipping.note(step, name, parameter)
 
     def notes(self, is_own_thread: bool) -> None:
         parts = [name for name, tensor in self.weights.trained() if id(tensor) in self.parts]

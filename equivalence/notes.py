@@ -90,6 +90,9 @@ class Event(NamedTuple):
     indices: tuple = ()  # of its examples in the data set, if the loader has one
 
 
+RECEIVED = ("got", "unclipped")  # gradients that reach an optimizer; each owner notes its own
+
+
 @dataclass
 class Step:
     """One step of the first optimizer."""
@@ -97,13 +100,17 @@ class Step:
     weights: Vector = field(default_factory=dict)  # before it; buffers, too
     own: Vector = field(default_factory=dict)  # gradients, before any message
     got: Vector = field(default_factory=dict)  # gradients, as the optimizer got them
-    unclipped: Vector = field(default_factory=dict)  # those before clip_grad_norm_ changed them
-    is_changed: bool = False  # something else has changed gradients after clip_grad_norm_
+    unclipped: Vector = field(default_factory=dict)  # before and after clipping: see clipping.py
+    is_changed: bool = False
     options: dict[str, dict[str, Any]] = field(default_factory=dict)  # by parameter
     inputs: str = ""  # a digest of what the models were called with
     draws: set[str] = field(default_factory=set)  # generators used after the batch
     late: set[str] = field(default_factory=set)  # gradients that came after an optimizer's step
     is_repeated: bool = False  # an optimizer has asked for gradients more than once
+
+    def vectors(self) -> list[Vector]:
+        """All that it holds of the model's size."""
+        return [self.weights, self.own, *[getattr(self, kind) for kind in RECEIVED]]
 
 
 @dataclass
@@ -120,6 +127,7 @@ class Notes:
     parts: set[str] = field(default_factory=set)  # parameters of which a layer has a part (DTensor)
     kinds: set[str] = field(default_factory=set)  # "BatchNorm", "dropout", of layers that train
     is_coarse: bool = False  # a module computes in bfloat16 or float16
+    has_coarse_optimizer: bool = False  # and an optimizer (see coarse.py)
     # Of each loader, by its name:
     batch_sizes: dict[str, int] = field(default_factory=dict)  # 0: not known
     epochs: dict[str, list] = field(default_factory=dict)  # all indices, of torch's own samplers
@@ -157,7 +165,6 @@ class Alone(NamedTuple):
 
     notes: Notes  # weights: its own, before those of the processes were set
     unmatched: list[str]  # weights that the ranks don't have, or not in this shape
-    has_coarse_optimizer: bool  # it computes in bfloat16 or float16
     is_joined: bool  # it had batches that were made of the ranks'; else it had these itself
     is_mixed: bool  # it had both in one step
     rows: dict[str, int]  # of its own batches in the first step, by where they come from

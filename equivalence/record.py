@@ -21,6 +21,8 @@ from instruments.program import Finished, Refused
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from equivalence.clipping import Clipping
+from equivalence.coarse import CoarseOptimizers
 from equivalence.data import Data
 from equivalence.gradients import Gradients
 from equivalence.layers import Layers
@@ -49,9 +51,12 @@ def observers(
     shelf = Shelf(folder)
     steps = Steps(place, length, source)
     weights = Weights(steps, shelf)
-    parts = [Layers(steps.noted, left_out), weights, Data(steps), Gradients(steps, weights, shelf)]
-    last = Progress(steps, shelf, f"{log}{place.rank}", terminal)
-    return [steps, *parts, *([source] if source else []), last]
+    clipping = Clipping(steps, shelf)
+    gradients = Gradients(steps, weights, clipping, shelf)
+    parts = [Layers(steps.noted, left_out), weights, Data(steps), clipping, gradients]
+    if source:
+        parts += [source, CoarseOptimizers(steps.noted)]
+    return [steps, *parts, Progress(steps, shelf, f"{log}{place.rank}", terminal)]
 
 
 class Steps(Observer):
@@ -236,8 +241,7 @@ class Progress(Observer):
 
 def refuse_if_no_room(step: Step, length: int, processes: int, shelf: Shelf) -> None:
     """A full disk would harm others, too; a full memory ends the run without a word."""
-    vectors = step.weights, step.own, step.got, step.unclipped
-    noted = sum(tensor.nbytes for vector in vectors for tensor in vector.values())
+    noted = sum(tensor.nbytes for vector in step.vectors() for tensor in vector.values())
     needed = (processes + 2) * length * noted  # the runs in one process are noted, too
     free, where = math.inf, "in memory"
     if shelf.path is not None:

@@ -11,7 +11,6 @@ from instruments.observer import Observer
 from instruments.program import Refused
 from instruments.tensors import digest, local
 from torch import distributed as torch_dist
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from equivalence.batches import (
     count_examples,
@@ -22,7 +21,6 @@ from equivalence.batches import (
     plain_copy,
 )
 from equivalence.facts import Facts
-from equivalence.limits import COARSE
 from equivalence.notes import Alone, Event, Notes, RandomState
 from equivalence.vectors import moved, together
 
@@ -108,18 +106,6 @@ class Given:
         return together([getattr(rank.steps[step], what).get(name)], shape)
 
 
-class Formats(TorchDispatchMode):
-    """Whether what is called within it makes numbers in bfloat16 or float16."""
-
-    are_coarse = False
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: Any = None):  # noqa: ANN204
-        result = function(*args, **(kwargs or {}))
-        if isinstance(result, torch.Tensor) and result.is_floating_point():
-            self.are_coarse |= torch.finfo(result.dtype).eps > COARSE
-        return result
-
-
 class Source(Observer):
     """What the observers ask for a step's batch, weights and gradients."""
 
@@ -127,7 +113,6 @@ class Source(Observer):
         self.given = given
         self.name = f"one process, {given.kind}"
         self.matched: dict[str, bool] = {}  # whether the ranks had such a weight, in some step
-        self.formats = Formats()  # that the optimizer computes in
         self.own_in = -1  # the last step in which a batch was left as it is
         self.joined_in = -1  # and in which one was replaced
         self.is_mixed = False
@@ -198,19 +183,10 @@ class Source(Observer):
             if value is not None:
                 put_gradient(parameter, value)
 
-    def optimizer_begins(self, optimizer: Any) -> None:
-        if not self.hooks.is_in("optimizer"):
-            self.formats.__enter__()
-
-    def optimizer_ends(self, optimizer: Any) -> None:
-        if not self.hooks.is_in("optimizer"):
-            self.formats.__exit__(None, None, None)
-
     def found(self, noted: Notes) -> Alone:
         noted.events = {}
         unmatched = sorted(name for name, is_matched in self.matched.items() if not is_matched)
-        is_joined, is_coarse = self.joined_in >= 0, self.formats.are_coarse
-        return Alone(noted, unmatched, is_coarse, is_joined, self.is_mixed, dict(self.rows))
+        return Alone(noted, unmatched, self.joined_in >= 0, self.is_mixed, dict(self.rows))
 
 
 def put_gradient(parameter: torch.Tensor, value: torch.Tensor) -> None:

@@ -3,7 +3,7 @@
 import dataclasses
 
 from equivalence.facts import COPIES, PARTS, UNKNOWN, Facts
-from equivalence.notes import Alone, Notes, Step
+from equivalence.notes import RECEIVED, Alone, Notes, Step
 
 
 def facts_of(ranks: list[Notes], length: int, known: Facts | None = None) -> Facts:
@@ -59,14 +59,15 @@ def complete(ranks: tuple[Step, ...]) -> list[Step]:
     """Where optimizers share out the parameters, the others get what the owner's has made."""
     completed = []
     for rank in ranks:
-        got, unclipped = dict(rank.got), dict(rank.unclipped)
-        for owner in ranks:
-            for name in owner.got:
-                if name not in rank.options and name in rank.weights:
-                    got.setdefault(name, owner.got[name])
-                    if name in owner.unclipped:
-                        unclipped.setdefault(name, owner.unclipped[name])
-        completed.append(dataclasses.replace(rank, got=got, unclipped=unclipped))
+        others = {name for name in rank.weights if name not in rank.options}
+        received = {}
+        for kind in RECEIVED:
+            received[kind] = dict(getattr(rank, kind))
+            for owner in ranks:
+                for name, gradient in getattr(owner, kind).items():
+                    if name in others:
+                        received[kind].setdefault(name, gradient)
+        completed.append(dataclasses.replace(rank, **received))
     return completed
 
 

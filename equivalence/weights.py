@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from instruments.command import Line
 
-from equivalence import limits, vectors
+from equivalence import coarse, limits, vectors
 from equivalence.facts import Facts
 from equivalence.notes import Alone
 from equivalence.verdict import Figures, Link, some_of
@@ -32,7 +32,7 @@ class Changes(NamedTuple):
     worst: Change = Change()
     limit: float = 0.0
     hidden: float = 0.0
-    is_coarse: bool = False  # the optimizer computes in bfloat16 or float16
+    excuse: str = ""  # why they may be right though they differ
 
     @property
     def is_right(self) -> bool | None:
@@ -59,7 +59,7 @@ def measured(facts: Facts, alone: Alone, moved_run: Alone | None) -> Changes:
     if skipped:
         text += f"; not in step {', '.join(skipped)}, where nothing changes"
     hidden = max(change.hidden for change in changes)
-    return Changes("", text, worst, limit, hidden, alone.has_coarse_optimizer)
+    return Changes("", text, worst, limit, hidden, coarse.excuse(alone.notes))
 
 
 def weights(changes: Changes, gradients: Link, settings: Link) -> Link:
@@ -71,9 +71,9 @@ def weights(changes: Changes, gradients: Link, settings: Link) -> Link:
     if changes.is_right:
         limit = max(changes.limit, changes.hidden)
         return Link(LABEL, True, f"right: they change {changes.text}", limit, figures=figures)
-    if changes.is_coarse:
+    if changes.excuse:
         text = f"not found out: they don't change {changes.text}: {name}"
-        return Link(LABEL, None, text, why="the optimizer computes in bfloat16 or float16")
+        return Link(LABEL, None, text, why=changes.excuse)
     if gradients.is_right is False:
         return Link(LABEL, None, why="not looked at, as the gradients are wrong")
     if settings.is_right is None:

@@ -1,0 +1,92 @@
+"""clip_grad_norm_: gradients as they come to it and as they leave it, and what it got wrongly."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from instruments.observer import Observer
+from instruments.tensors import digest, whole
+from torch import nn
+from torch.nn.utils import clip_grad
+
+from equivalence import vectors
+from equivalence.facts import Facts
+from equivalence.notes import Shelf, Step
+from equivalence.vectors import Vector
+
+
+class Clipping(Observer):
+    """Notes gradients before clip_grad_norm_ changes them, and whether others change them after."""
+
+    def __init__(self, steps: Any, shelf: Shelf) -> None:
+        self.steps, self.shelf = steps, shelf
+        # Of a parameter's id: its gradient before clip_grad_norm_, and a digest of that after it.
+        self.clipped: dict[int, tuple[Any, str]] = {}
+        steps.at_new_step.append(self.clipped.clear)
+
+    def patches(self) -> list[tuple[Any, str, Callable]]:
+        return [
+            (nn.utils, "clip_grad_norm_", self.clip),
+            (clip_grad, "clip_grad_norm_", self.clip),
+        ]
+
+    def clip(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
+        if self.hooks.is_elsewhere():
+            return original(*args, **kwargs)
+        arguments = inspect.signature(original).bind(*args, **kwargs).arguments
+        parameters = arguments["parameters"]
+        is_one = isinstance(parameters, torch.Tensor)
+        parameters = [parameters] if is_one else list(parameters)  # an iterator is read once
+        some = [parameter for parameter in parameters if parameter.grad is not None]
+        before = [self.before_clip(parameter) for parameter in some]
+        norm = original(**{**arguments, "parameters": parameters})
+        for parameter, (gradient, old) in zip(some, before, strict=True):
+            left = digest(whole(parameter.grad))
+            if left != old:
+                self.clipped[id(parameter)] = gradient, left
+        return norm
+
+    def before_clip(self, parameter: torch.Tensor) -> tuple[Any, str]:
+        """A parameter's gradient, and a digest; before the first of several clips in a row."""
+        now = digest(whole(parameter.grad))  # of all of a DTensor, as ranks must agree
+        gradient, left = self.clipped.get(id(parameter), (None, ""))
+        return (gradient if now == left else self.shelf.keep(parameter.grad)), now
+
+    def note(self, step: Step, name: str, parameter: torch.Tensor) -> None:
+        """The optimizer is about to use this parameter's gradient."""
+        if id(parameter) in self.clipped:
+            step.unclipped[name], left = self.clipped[id(parameter)]
+            step.is_changed |= digest(whole(parameter.grad)) != left
+
+
+# ------------------------------------------------------------------------------ what it says
+
+
+def before(step: Step) -> Vector:
+    """Gradients as the optimizers got them, but before they were clipped: these are averaged."""
+    return step.got | step.unclipped
+
+
+def after(step: Step) -> Vector:
+    return step.got
+
+
+def is_changed_after(facts: Facts) -> bool:
+    """Whether something else has changed gradients that were clipped."""
+    return any(step.is_changed for rank in facts.ranks for step in rank.steps)
+
+
+def in_words(facts: Facts) -> str:
+    return ", clipped" if any(step.unclipped for step in facts.ranks[0].steps) else ""
+
+
+def too_early(facts: Facts, step: int, names: set[str]) -> str:
+    """What is wrong, if what was clipped on each rank was averaged after it; or ""."""
+    steps = [rank.steps[step] for rank in facts.ranks]
+    is_clipped = any(vectors.only(one.unclipped, names) for one in steps)
+    if is_clipped and vectors.are_near([vectors.only(one.got, names) for one in steps]):
+        return (
+            "clip_grad_norm_ got other gradients on each rank: average them before they are clipped"
+        )
+    return ""
