@@ -95,10 +95,10 @@ def accused(looks: Looks, look: Look, text: str) -> Link:
     if looks.runs.rates:
         why = "one process takes another number of batches in a step"
         return Link(label(facts), False, text) if look.is_given else unknown(facts, why, text)
-    share = looks.runs.alone(facts, "share", look.left_out)
-    if is_its_own(look, share):
+    is_own = shares_give_their_own(looks, look)
+    if is_own:
         return Link(label(facts), False, f"{text}, though each share gives its own", why=TOGETHER)
-    if look.is_given and share is not None:  # nothing was joined
+    if look.is_given and is_own is not None:  # nothing was joined
         return Link(label(facts), False, text, why=OWN_DIFFERS)
     return unknown(facts, f"{OWN_DIFFERS}: {ELSEWHERE}", text)
 
@@ -159,19 +159,30 @@ def why_not_whole(look: Look) -> str:
     return ""
 
 
-def is_its_own(look: Look, share: Alone | None) -> bool:
-    """share: a run with one rank's examples, as long as the longest of all.
+def shares_give_their_own(looks: Looks, look: Look) -> bool | None:
+    """Whether each rank's examples give its gradient in one process; None: that was not seen."""
+    for turn in range(len(look.facts.distinct)):
+        share = looks.runs.alone(look.facts, "share", look.left_out, turn)
+        if share is None:
+            return None
+        if not is_its_own(look, share, turn):
+            return False
+    return True
+
+
+def is_its_own(look: Look, share: Alone, turn: int) -> bool:
+    """share: a run with one rank's examples, as long as the longest of all.  turn: whose.
 
     Unless they give that rank's own gradient, or a multiple, the join may be wrong.
     """
     facts = look.facts
-    for k in facts.comparable if share else []:
-        rank = facts.distinct[facts.chosen(k)]
+    for k in facts.comparable:
+        rank = facts.distinct[facts.chosen(k, turn)]
         own = vectors.only(rank.steps[k].own, facts.comparable_names(k))
         wanted = vectors.only(gradient(facts, share.notes, k, "own"), set(own))
         if vectors.fit(own, [wanted]).left > max(facts.most / limits.CLEARLY, limits.OWN):
             return False
-    return share is not None
+    return True
 
 
 def are_ragged(facts: Facts) -> bool:

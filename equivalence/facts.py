@@ -83,9 +83,9 @@ class Facts:
             return 1
         return max(sum(self.examples(rank, k) for rank in self.distinct) for k in self.steps)
 
-    def chosen(self, step: int) -> int:
-        """The rank with the smallest batches, as padding changes it most; if all are equal, a
-        different rank in each step."""
+    def chosen(self, step: int, turn: int) -> int:
+        """A rank: that with the smallest batches first, as padding changes it most; if all are
+        equal, a different one in each step.  turn: the next smallest, until each had its turn."""
         sizes = []
         step = min(step, len(self.steps) - 1)
         for place, rank in enumerate(self.distinct):
@@ -94,7 +94,7 @@ class Facts:
                 values += [event.value for event in self.events(rank, key, step)]
             size = sum(tensor.numel() for tensor in tensors_in(values))
             sizes.append((size, (place - step) % len(self.distinct)))
-        return sizes.index(min(sizes))
+        return sizes.index(sorted(sizes)[turn])
 
     @cached_property
     def is_same_work(self) -> bool:

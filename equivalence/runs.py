@@ -39,9 +39,9 @@ class Runs:
         is_complete = is_complete and all(len(rank.counts) > self.args.steps for rank in ranks)
         return facts_of(ranks, self.args.steps, known) if is_complete else None
 
-    def alone(self, facts: Facts, kind: str, left_out: tuple = ()) -> Alone | None:
+    def alone(self, facts: Facts, kind: str, left_out: tuple = (), turn: int = 0) -> Alone | None:
         """None: the program failed, or did not come through the steps."""
-        given = Given(facts, kind, left_out)
+        given = Given(facts, kind, left_out, turn)
         result = self.once(dataclasses.replace(given, rates=self.rates))
         if result is not None and not self.rates:
             self.rates = other_rates(facts.ranks[0], result.notes)

@@ -53,8 +53,10 @@ class Given:
     # whole     all examples in one batch; then the gradients that the processes' optimizers got
     # own data  the program's own batches, as one batch can't be made; then those gradients
     # moved     all examples in another order, and each weight changed in its last digit
-    # share     one rank's examples, as long as the longest of all; another rank in each step
+    # share     one rank's examples, as long as the longest of all; another rank in each step,
+    #           and in each turn
     left_out: tuple = ()  # kinds of layers
+    turn: int = 0
     rates: dict[str, int] = dataclasses.field(default_factory=dict)  # if it takes other batches
 
     def batch(self, key: str, number: int) -> Batch | None:
@@ -78,7 +80,7 @@ class Given:
             return None
         only = None
         if self.kind == "share":
-            only = self.facts.chosen(number // max(1, before))
+            only = self.facts.chosen(number // max(1, before), self.turn)
             if only >= len(events):
                 return None
         return self.union(events, only, number)
@@ -102,7 +104,7 @@ class Given:
         """What the ranks had ("weights" or "got"); put together, if they have parts of it."""
         if self.kind != "share":
             return self.facts.whole(what, name, step, shape)
-        rank = self.facts.distinct[self.facts.chosen(step)]
+        rank = self.facts.distinct[self.facts.chosen(step, self.turn)]
         return together([getattr(rank.steps[step], what).get(name)], shape)
 
 

@@ -235,6 +235,15 @@ import copy
 smooth = copy.deepcopy(net)
 batches = iter(DataLoader(data, 8, sampler=DistributedSampler(data)))
 a, b = next(batches)"""
+EITHER = """
+class Either(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.calls = nn.Linear(8, 4), nn.Linear(8, 4), 0
+    def forward(self, x):
+        self.calls += 1 + rank
+        return self.first(x) if self.calls % 2 else self.first(x) + self.second(x)
+net = Either()"""
 ONE_SAMPLER = "DataLoader(data, SIZE, sampler=DistributedSampler(data, num_replicas=1, rank=0))"
 
 CASES = {
@@ -360,6 +369,13 @@ for p in net.parameters(): p.register_hook(total)""",
         **contrast(
             "all = [0] * n; dist.all_gather_object(all, part.detach()); all[rank] = part; part = torch.cat(all)"
         ),
+    ),
+    "other_layers": case(  # in one process rank 0's examples go through its layers, and in step 2 rank 1's, too
+        BATCH + "a rank's examples, computed in one process, don't give that rank's gradient",
+        {"averaging": "right: .*", "one batch": "different from all 24 in one batch .*"},
+        nproc=(2, 3),
+        begin=EITHER,
+        model="nn.parallel.DistributedDataParallel(net, find_unused_parameters=True)",
     ),
     "contrastive_of_each": case(
         TOGETHER,
