@@ -75,7 +75,6 @@ PICTURES = {  # below each other
         Run(f"{PIPELINE} 200", note="wide network, 4 micro-batches", **WIDE),
     ],
     "local_sgd": [Run("mnist_ddp", 50, shown=8), Run("variants.mnist_local_sgd --every 8", 50, shown=8)],
-    "compile": [Run("mnist_ddp"), Run("variants.mnist_compile")],
     "buckets": [Run("cifar10_ddp --batch-size 64 --width 16", 500)],
     "checkpointed": [Run("mnist_ddp"), Run("mnist_ddp", network="Checkpointed", note="with checkpointing")],
     "slow_loading": [Run("demos.slow loading --every-rank", flags="", note="loading")],

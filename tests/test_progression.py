@@ -25,7 +25,6 @@ GOALS = {  # lines added + removed, at most
     ("mnist_ddp.py", "variants/mnist_transformer.py"): 62,
     ("variants/mnist_transformer.py", "variants/mnist_context_parallel.py"): 98,
     ("mnist_ddp.py", "variants/mnist_local_sgd.py"): 17,
-    ("mnist_ddp.py", "variants/mnist_compile.py"): 6,
     ("variants/mnist_transformer.py", "variants/mnist_experts.py"): 69,
     ("mnist_ddp.py", "variants/mnist_horovod.py"): 42,
     ("mnist_ddp.py", "variants/mnist_xla.py"): 38,

@@ -71,7 +71,6 @@ GROUPS = {
     ],
     "Faster": [
         Step("variants/mnist_local_sgd.py", ["mnist_ddp.py"], "local SGD: averages the weights, every few steps"),
-        Step("variants/mnist_compile.py", ["mnist_ddp.py"], "`torch.compile`: fewer and larger operations"),
     ],
     "Other engines": [
         Step("variants/mnist_horovod.py", ["mnist_ddp.py"], "the same under Horovod, to read older code"),
