@@ -35,6 +35,7 @@ answers = torch.tensor([1, 1, 1, 1, 0])  # of a model, for five test images: 1 i
 images = list(range(1200))
 weights = [9.0 if image % 10 == 0 else 1.0 for image in images]  # every tenth image is of a rare class
 texts = torch.tensor([[0, 0, 0, 0, 1, 2], [2, 2, -100, -100, -100, -100]])  # words are 0, 1, 2; -100 is padding
+text = torch.tensor([0, 1, 0, 1, 2, 0, 2, 0])  # one long text, of which two ranks have a half each
 loss = torch.tensor(0.5)
 model = nn.Linear(2, 1)
 
@@ -60,6 +61,17 @@ class Unigram(nn.Module):
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
         return self.logits[:, None].expand(len(words), 3, words.shape[1])
+
+
+class Bigram(nn.Module):
+    """A language model that only learns which word follows which: words -> logits of the next, [..., 3]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logits = nn.Parameter(torch.zeros(3, 3))
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        return self.logits[words]
 
 
 def make_step(optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> None:
@@ -136,6 +148,18 @@ def my_text() -> Iterator[torch.Tensor]:
 def print_frequency(model: nn.Module) -> None:
     frequency = dist.unwrap_model(model).logits.softmax(0)[2]
     dist.print_primary(f"the model has learnt: {frequency:.1%} of the words are word 2")
+
+
+def train_bigram(words: torch.Tensor, targets: torch.Tensor) -> None:
+    """Train on this rank's words; the loss is the mean over the words of all ranks."""
+    model = dist.prepare_ddp_model(Bigram())
+    optimizer = torch.optim.SGD(model.parameters(), lr=2)
+    count = dist.all_reduce(torch.tensor(len(words)))
+    for _ in range(400):
+        total = F.cross_entropy(model(words), targets, reduction="sum")
+        make_step(optimizer, total * dist.get_world_size() / count)
+    after_1 = model(torch.tensor(1)).softmax(0)
+    dist.print_primary(f"the model has learnt: after word 1 comes word 2 in {after_1[2]:.0%} of the cases")
 
 
 def print_overlap(train_set: Subset, test_set: Subset) -> None:
@@ -322,6 +346,17 @@ def token_mean_right() -> None:
     print_frequency(model)
 
 
+def border_wrong() -> None:
+    mine = text.tensor_split(dist.get_world_size())[dist.get_rank()]
+    train_bigram(mine[:-1], mine[1:])  # what follows my last word is on the next rank
+
+
+def border_right() -> None:
+    words, targets = text[:-1], text[1:]  # first the targets,
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    train_bigram(words.tensor_split(ranks)[rank], targets.tensor_split(ranks)[rank])  # then the shares
+
+
 def balance_wrong() -> None:
     router, optimizer = route()
     for _ in range(40):
@@ -430,6 +465,7 @@ MISTAKES = {
     "padding": (padding_wrong, padding_right),
     "mean_of_means": (mean_of_means_wrong, mean_of_means_right),
     "token_mean": (token_mean_wrong, token_mean_right),
+    "border": (border_wrong, border_right),
     "balance": (balance_wrong, balance_right),
     "batch_size": (batch_size_wrong, batch_size_right),
     "unused": (unused_wrong, unused_right),

@@ -22,6 +22,7 @@ PRINTED = {  # by name and number of ranks: what the right lines print, and the 
     ("padding", 2): ("80.0% .4/5", "83.3% .5/6"),
     ("mean_of_means", 2): ("80.0%", "83.3%"),  # 4 / 5; (2 / 3 + 2 / 2) / 2
     ("token_mean", 3): (" 28.6%", " 44.4%"),  # rank 2 has rank 0's text again: 4 / 14; (1 / 6 + 2 / 2 + 1 / 6) / 3
+    ("border", 2): (" 50%", " 0%"),  # one of two followers; never seen
     ("balance", 2): (
         " 88%",
         r" 5\d%",
