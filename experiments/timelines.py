@@ -2,7 +2,7 @@
 
     sudo python -m experiments.timelines overlap fsdp     # two pictures, into the folder timelines/
     python -m experiments.timelines pipeline              # one without a slowed network needs no root
-    python -m experiments.timelines adam                  # the table of docs/results.md
+    python -m experiments.timelines adam attention        # the tables of docs/results.md and docs/scaling.md
     sudo python -m experiments.timelines --save           # all: docs/timelines/, experiments/results/; 6 minutes
 
 The processes train on synthetic digits, on the CPU.  Where messages are what a picture is about, each process has a
@@ -57,6 +57,7 @@ class Run(NamedTuple):
 
 SINGLE, DDP, BY_HAND = Run("mnist_single", nproc=1), Run("mnist_ddp", 50), Run("variants.mnist_by_hand", 50)
 TENSOR_PARALLEL, PIPELINE = Run("variants.mnist_tensor_parallel"), "variants.mnist_pipeline --batch-size"
+TRANSFORMER = Run("variants.mnist_transformer")
 WIDE = {"network": "Wide", "flags": "--dataset synthetic --lr 0.001"}
 WIDE_DDP = Run("mnist_ddp", 1000, note="wide network, Adam", **WIDE)
 PICTURES = {  # below each other
@@ -74,6 +75,9 @@ PICTURES = {  # below each other
         Run(f"{PIPELINE} 199", note="wide network, 1 micro-batch", **WIDE),  # as many as divide the batch
         Run(f"{PIPELINE} 200", note="wide network, 4 micro-batches", **WIDE),
     ],
+    "transformer": [Run("mnist_ddp"), TRANSFORMER],
+    "context_parallel": [TRANSFORMER, Run("variants.mnist_context_parallel")],
+    "experts": [TRANSFORMER, Run("variants.mnist_experts")],
     "local_sgd": [Run("mnist_ddp", 50, shown=8), Run("variants.mnist_local_sgd --every 8", 50, shown=8)],
     "buckets": [Run("cifar10_ddp --batch-size 64 --width 16", 500)],
     "checkpointed": [Run("mnist_ddp"), Run("mnist_ddp", network="Checkpointed", note="with checkpointing")],
@@ -92,6 +96,11 @@ ADAM = [  # in one step, as each sends and keeps the same
     Run("variants.mnist_zero", nproc=4, recorded=1, **WIDE),
     Run("variants.mnist_fsdp", nproc=4, recorded=1, **WIDE),
 ]
+ATTENTION = []  # shares of a sequence on 1, 2 and 4 ranks
+for side in 4, 2:  # of a patch, of 28 x 28 pixels
+    for nproc in 1, 2, 4:
+        note, flags = f"{(28 // side) ** 2} tokens", "--dataset synthetic --batch-size 40"
+        ATTENTION.append(Run(f"experiments.sequence {side}", 0, 1, nproc, note, flags, recorded=2))
 
 
 @functools.cache
@@ -139,18 +148,25 @@ def drawn(runs: list[Run]) -> str:
     return text + f"<!-- recorded from {digests} -->\n"
 
 
+TABLES = {
+    "adam": ("With Adam; memory in kB.", ADAM),
+    "attention": ("A batch of 40, of 7 x 7 and of 14 x 14 patches; memory in kB.", ATTENTION),
+}
+
+
 def row(run: Run) -> list[str]:
     """Of rank 0, which has the largest shares: messages and kB of a step, and kB at the peak."""
     rank = record(run)["ranks"][0]
     sent = sum(message["bytes"] for message in rank["messages"])
     held = max(zip(*(rank["memory"][kind] for kind in KINDS), strict=True), key=sum)
     kilobytes = [f"{size / 1000:,.0f}" for size in (sent, *held, sum(held))]
-    return [f"`{run.module.removeprefix('variants.')}`", str(run.nproc), str(len(rank["messages"])), *kilobytes]
+    name = run.note if run in ATTENTION else f"`{run.module.removeprefix('variants.')}`"
+    return [name, str(run.nproc), str(len(rank["messages"])), *kilobytes]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = [*PICTURES, "adam"]
+    names = [*PICTURES, *TABLES]
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"(default: all) {' '.join(names)}")
     parser.add_argument("--save", action="store_true", help="write into docs/timelines/ and experiments/results/")
     args = parser.parse_args()
@@ -158,10 +174,10 @@ def main() -> None:
         parser.error(f"choose from {' '.join(names)}")
     folder = ROOT / "docs/timelines" if args.save else Path("timelines")
     for name in args.names or names:
-        if name == "adam":
-            rows = [["program", "processes", "messages", "kB", *KINDS, "sum"], *map(row, ADAM)]
-            command = "python -m experiments.timelines --save adam"
-            measured.report("adam", command, "With Adam; memory in kB.", rows, args.save)
+        if name in TABLES:
+            rows = [["run", "processes", "messages", "kB", *KINDS, "sum"], *map(row, TABLES[name][1])]
+            command = f"python -m experiments.timelines --save {name}"
+            measured.report(name, command, TABLES[name][0], rows, args.save)
             continue
         if os.geteuid() and any(run.rate for run in PICTURES[name]):
             parser.error(f"the slowed network needs root: sudo {sys.executable} -m experiments.timelines {name}")

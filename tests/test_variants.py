@@ -27,7 +27,7 @@ import data
 import distributed as dist
 from exercises.checks.common import Messages
 from mnist_ddp import ConvNet
-from variants import mnist_context_parallel, mnist_experts, mnist_local_sgd, mnist_overlap, sharded
+from variants import mnist_context_parallel, mnist_experts, mnist_local_sgd, mnist_overlap, mnist_transformer, sharded
 
 CPU = torch.device("cpu")
 SIDE = 8  # pixels: convolutions cost time
@@ -41,9 +41,9 @@ SHARED_LAYERS = (
 SHARDED = ("mnist_fsdp", "mnist_mesh", "mnist_experts", *SHARED_LAYERS)
 
 
-def images(count, seed=1):
+def images(count, seed=1, side=SIDE):
     generator = torch.Generator().manual_seed(seed)
-    pixels = torch.randint(256, (count, 1, SIDE, SIDE), dtype=torch.uint8, generator=generator)
+    pixels = torch.randint(256, (count, 1, side, side), dtype=torch.uint8, generator=generator)
     return data.Images(pixels, torch.arange(count) % 10, (0.5,), (0.5,))
 
 
@@ -354,11 +354,17 @@ def test_local_sgd_is_the_average_of_many_models():
         torch.testing.assert_close(ours, expected, rtol=0, atol=1e-6)
 
 
-def _hsdp(code):
+def small_transformer():
+    torch.manual_seed(0)
+    return mnist_transformer.Transformer(1, 14)  # four tokens
+
+
+def _sharded(code, make, has_whole_batch):
     """The largest distance from one process on the whole batch, after three steps; the share of the weights here."""
-    model, plain, batch = small_model(), small_model(), images(24)
-    exec(code, {"model": model})
-    for one, step in (model, dist.get_world_size()), (plain, 1):
+    world_size = dist.get_world_size()
+    model, plain, batch = make(), make(), images(24, side=14 if make is small_transformer else SIDE)
+    exec(code, {"model": model, "device": CPU, "world_size": world_size})
+    for one, step in (model, 1 if has_whole_batch else world_size), (plain, 1):
         mine = slice(dist.get_rank() % step, None, step)
         optimizer = torch.optim.SGD(one.parameters(), 0.1, momentum=0.9)
         for _ in range(3):
@@ -366,15 +372,27 @@ def _hsdp(code):
             optimizer.step()
             optimizer.zero_grad()
     pairs = zip(model.parameters(), plain.parameters(), strict=True)
-    distance = max((a.full_tensor() - b).abs().max().item() for a, b in pairs)
+    distance = max((getattr(a, "full_tensor", lambda a=a: a)() - b).abs().max().item() for a, b in pairs)
     return distance, sharded.local_bytes(model.parameters()) / sharded.local_bytes(plain.parameters())
 
 
 def test_fsdp_on_the_mesh_of_the_page_is_one_process():
     skip_if_refused("mnist_fsdp")
     page = (ROOT / "variants/README.md").read_text(encoding="utf-8")
-    found = run(_hsdp, 4, re.search(r"```python\n(from torch.distributed.device_mesh .*?)```", page, re.DOTALL)[1])
+    code = re.search(r"```python\n(from torch.distributed.device_mesh .*?)```", page, re.DOTALL)[1]
+    found = run(_sharded, 4, code, small_model, False)
     assert all(distance <= 1e-6 and share == 1 / 2 for distance, share in found)
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_a_transformer_by_fsdp_and_by_tensor_parallelism_of_the_page_is_one_process(n):
+    skip_if_refused("mnist_fsdp")
+    page = (ROOT / "variants/README.md").read_text(encoding="utf-8")
+    by_fsdp, by_tensors = re.findall(r"```python\n(from torch import distributed as .*?)```", page, re.DOTALL)
+    found = run(_sharded, n, by_fsdp, small_transformer, False)
+    assert all(distance <= 1e-6 and share < 1.02 / n for distance, share in found)
+    found = run(_sharded, n, by_tensors, small_transformer, True)
+    assert all(distance <= 1e-6 and 1 / n < share < 0.8 for distance, share in found)
 
 
 def dry_run(*script, nproc):

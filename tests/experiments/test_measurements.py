@@ -106,3 +106,23 @@ def test_what_each_form_sends_and_keeps():
     for row, form in zip(cells, expected, strict=True):
         assert all(want is None or has == pytest.approx(want, rel=0.01) for has, want in zip(row, form, strict=False))
     assert cells[3][-1] < cells[2][-1] < cells[1][-1]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.__version__ < (2, 14), reason="torch 2.14 tells which tensors a message has")
+def test_what_the_ring_sends_and_keeps():
+    """A batch of 40, two layers of width 64: the forms of docs/scaling.md, with what is received."""
+    done = forker().run("-m", "experiments.timelines", "attention", before=FEW_DIGITS, timeout=280)
+    assert done.code == 0, done.err
+    rows = [re.sub(r"[ ,]|tokens", "", line).strip("|").split("|") for line in done.out.splitlines()[-6:]]
+    sums, parameters = {}, {49: 104_960, 196: 113_600}
+    for tokens, n, messages, kilobytes, *kept in ([int(cell) for cell in row] for row in rows):
+        batch, width, layers = 40, 64, 2
+        sums[tokens, n] = kept
+        sent = layers * 2 * 4 * batch * tokens * width * ((n - 1) / n + 2) if n > 1 else 0
+        assert messages == 30 + (1 + 2 * layers * (2 * n - 1) if n > 1 else 0), "gradients, the logits, the ring"
+        assert kilobytes == pytest.approx((2 * sent + 4 * parameters[tokens]) / 1000 + 8 * (n > 1), rel=0.02)
+    for tokens in 49, 196:
+        activations, temporary = ([sums[tokens, n][kind] for n in (1, 2, 4)] for kind in (4, 5))
+        assert activations[0] > 1.3 * activations[1] > 1.3 * 1.3 * activations[2]
+        assert temporary[0] > 3 * temporary[1] > 3 * 1.5 * temporary[2]
