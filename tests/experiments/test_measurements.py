@@ -114,7 +114,10 @@ def test_what_the_ring_sends_and_keeps():
     """A batch of 40, two layers of width 64: the forms of docs/scaling.md, with what is received."""
     done = forker().run("-m", "experiments.timelines", "attention", before=FEW_DIGITS, timeout=280)
     assert done.code == 0, done.err
-    rows = [re.sub(r"[ ,]|tokens", "", line).strip("|").split("|") for line in done.out.splitlines()[-6:]]
+    rows = [
+        re.sub("[ ,]", "", row).replace("tokens", "").split("|")
+        for row in re.findall(r"^\| (\d.*) \|$", done.out, re.M)
+    ]
     sums, parameters = {}, {49: 104_960, 196: 113_600}
     for tokens, n, messages, kilobytes, *kept in ([int(cell) for cell in row] for row in rows):
         batch, width, layers = 40, 64, 2
