@@ -245,6 +245,25 @@ def test_ring_attention_is_torchs_attention_to_all_tokens(counts):
     assert max(max(rank) for rank in ranks) < 1e-9
 
 
+def _torchs_own():
+    """Of torch's context_parallel: this rank's tokens, and how far its attention is from attention to all tokens."""
+    from torch.distributed.tensor.experimental import context_parallel  # torch 2.4 has none
+
+    tensors = [torch.randn(2, 4, 16, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+    expected = F.scaled_dot_product_attention(*tensors)
+    mesh, tokens = torch.distributed.init_device_mesh("cpu", (dist.get_world_size(),)), torch.arange(16)
+    with context_parallel(mesh, buffers=[*tensors, tokens], buffer_seq_dims=[2, 2, 2, 0]):
+        places = tokens.tolist()
+        result = F.scaled_dot_product_attention(*tensors)
+    return places, (result - expected[:, :, places]).abs().max().item()
+
+
+@pytest.mark.skipif(torch.__version__ < (2, 14), reason="variants/README.md speaks of 2.14")
+def test_torchs_own_ring_deals_out_the_first_and_the_last_tokens():
+    (first, far), (second, other) = run(_torchs_own, 2)
+    assert (first, second) == ([*range(4), *range(12, 16)], [*range(4, 12)]) and max(far, other) < 1e-5
+
+
 # 72 images in batches of 24 are as many for each rank; of 25 to evaluate rank 0 has a batch more than the others.
 EXPERTS = ("variants.mnist_experts", "--batch-size 24 --lr 0.003", True, torch.float64, 72, 25)
 
