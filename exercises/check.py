@@ -44,21 +44,31 @@ class Outcome(NamedTuple):
     text: str = ""
 
 
-def check(name: str, path: Path, limit: float = LIMIT) -> bool:
-    """Print a line for each number of processes; returns whether all are right."""
+def check(name: str, path: Path, limit: float = LIMIT) -> str:
+    """Print a line for each number of processes; returns EQUAL, or the first verdict that differs."""
     print(f"{name} ({short(path)})", flush=True)
-    right = True
+    verdict = EQUAL
     for nproc in WORLD_SIZES:
         outcome = examine(name, path, nproc, limit)
         if outcome.verdict == BLANK:
             print(f"  {BLANK}: write {name}() in {short(path)}; to begin: python -m exercises.check {name} --hint")
-            return False
+            return BLANK
         processes = "1 process  " if nproc == 1 else f"{nproc} processes"
         print(f"  {processes}  {outcome.verdict}  {outcome.text}".rstrip(), flush=True)
         if outcome.verdict in (ERROR, HANGS):
-            return False  # more processes would show the same
-        right = right and outcome.verdict == EQUAL
-    return right
+            return outcome.verdict  # more processes would show the same
+        verdict = outcome.verdict if verdict == EQUAL else verdict
+    return verdict
+
+
+def print_summary(verdicts: dict[str, str]) -> None:
+    """Print which exercises are solved, which are not right, and which are blank."""
+    groups: dict[str, list[str]] = {"solved": [], "not right": [], "blank": []}
+    for name, verdict in verdicts.items():
+        groups[{EQUAL: "solved", BLANK: "blank"}.get(verdict, "not right")].append(name)
+    print()
+    for title, names in groups.items():
+        print(f"{title:<9} {len(names):>2} of {len(verdicts)}  {', '.join(names)}".rstrip())
 
 
 def short(path: Path | str) -> str:
@@ -204,13 +214,14 @@ def main() -> int:
         return 0
     folder = ROOT / "exercises" / "solutions" if args.solution else ROOT / "exercises"
     torch.set_num_threads(1)  # no pool of threads, so that processes can be forked
-    right = sum(check(name, folder / f"{name}.py") for name in names)
+    verdicts = {name: check(name, folder / f"{name}.py") for name in names}
+    is_right = set(verdicts.values()) == {EQUAL}
     if args.name == "all":
-        print(f"{right} of {len(names)} are right")
-    elif right:
+        print_summary(verdicts)
+    elif is_right:
         later = NAMES[NAMES.index(args.name) + 1 :]
         print(f"passed; next: {later[0]}" if later else "passed: that was the last one")
-    return 0 if right == len(names) else 1
+    return 0 if is_right else 1
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import pickle
 import re
+import shutil
 import signal
 
 import pytest
@@ -206,13 +207,44 @@ def test_a_wrong_solution_is_named_and_a_right_one_passes(tmp_path, name, words,
     assert any(words in text for text in texts) and bool(words) == any(texts), texts
 
 
+def summary_of(done):
+    """The exercises of each line of the summary, which stands after an empty line."""
+    lines = re.findall(r"^(\w+(?: \w+)?) +(\d+) of 11(?:  (.*))?$", done.out.rpartition("\n\n")[2], re.MULTILINE)
+    groups = {title: names.split(", ") if names else [] for title, _, names in lines}
+    assert [int(count) for _, count, _ in lines] == [len(names) for names in groups.values()] and len(groups) == 3
+    return {title: names for title, names in groups.items() if names}
+
+
 def test_all_blanks_fail_with_a_line_that_helps():
     if any("NotImplementedError" not in (ROOT / f"exercises/{name}.py").read_text() for name in NAMES):
         pytest.skip("an exercise has been solved here")
     done = forker().run("-m", "exercises.check", "all")
-    assert (done.code, done.err) == (1, "") and done.out.endswith("0 of 11 are right\n")
+    assert (done.code, done.err) == (1, "") and summary_of(done) == {"blank": NAMES}
     for name in NAMES:
         assert f"not implemented yet: write {name}() in exercises/{name}.py" in done.out
+
+
+def test_the_summary_says_what_is_solved(tmp_path):
+    """In a copy two exercises are solved, two are not right, and all others are blank."""
+    solved, wrong = ["shard", "global_mean"], ["average_gradients", "token_mean"]
+    (tmp_path / "exercises").mkdir()
+    (tmp_path / "exercises/checks").symlink_to(ROOT / "exercises/checks")
+    for file in "__init__.py", "check.py":
+        shutil.copy(ROOT / "exercises" / file, tmp_path / "exercises")
+    for name in NAMES:
+        changed(tmp_path / "exercises", name, *([] if name in solved else [START, "raise NotImplementedError"]))
+    changed(tmp_path / "exercises", wrong[0], AVERAGE, "pass")  # WRONG
+    changed(tmp_path / "exercises", wrong[1], START, "losses.none()")  # an ERROR
+    done = forker().run("-m", "exercises.check", "all", cwd=tmp_path, path=[ROOT])
+    blank = [name for name in NAMES if name not in solved + wrong]
+    assert (done.code, done.err) == (1, ""), done
+    assert summary_of(done) == {"solved": solved, "not right": wrong, "blank": blank}, done.out
+
+
+@pytest.mark.slow
+def test_all_solutions_are_solved():
+    done = forker().run("-m", "exercises.check", "all", "--solution")
+    assert (done.code, done.err) == (0, "") and summary_of(done) == {"solved": NAMES}, done
 
 
 def test_a_solution_passes_and_a_hint_is_given():
