@@ -102,7 +102,7 @@ def is_primary() -> bool:
 
 
 def print_primary(*args: Any, **kwargs: Any) -> None:
-    """`print` on rank 0, flushed at once; the other ranks print nothing.  Not a collective."""
+    """`print` on rank 0 only, flushed at once.  Not a collective."""
     if is_primary():
         print(*args, **{"flush": True, **kwargs})
 

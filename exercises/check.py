@@ -101,7 +101,7 @@ def examine(name: str, path: Path, nproc: int, limit: float = LIMIT) -> Outcome:
 
 @contextlib.contextmanager
 def asks_after(limit: float, said: io.StringIO):
-    """After so many seconds ask the launcher where the ranks stand; TimeoutError when it has said so."""
+    """After `limit` seconds ask the launcher where the ranks stand; TimeoutError when it has answered."""
 
     def ask(number, frame):
         if TABLE in said.getvalue():
@@ -119,7 +119,7 @@ def asks_after(limit: float, said: io.StringIO):
 
 
 def named(name: str, text: str) -> str:
-    """The mistake, if the exercise's check knows it by where the ranks stand, or by their error."""
+    """The mistake, if the exercise's check knows it by where the ranks stand, or by their error; else ""."""
     for pattern, mistake in getattr(module_of(name), "SIGNS", {}).items():
         if re.search(pattern, text):
             return f"\n  It looks like this: {mistake}"
@@ -157,13 +157,13 @@ def worker(name: str, path: Path, folder: str) -> None:
 
 
 def answer(name: str, path: Path, folder: str) -> Any:
-    """What is judged of this rank."""
+    """This rank's answer, which the check judges."""
     torch.manual_seed(dist.get_rank())  # random numbers differ between ranks, as in a script that sets no seed
     return module_of(name).run(load(name, path), folder)
 
 
 def load(name: str, path: Path) -> Callable:
-    """The function of this name in this file."""
+    """The function with this name in this file."""
     spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -173,7 +173,7 @@ def load(name: str, path: Path) -> Callable:
 
 
 def explain(error: BaseException, path: Path) -> str:
-    """The lines of the reader's file that led there, and the error's first lines."""
+    """The lines of the reader's file that led to the error, and the error's first lines."""
     if isinstance(error, SystemExit):
         error = RuntimeError(f"sys.exit({error.code!r}) was called")
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
