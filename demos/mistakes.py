@@ -42,7 +42,7 @@ model = nn.Linear(2, 1)
 
 
 class TwoHeads(nn.Module):
-    """Uses one of its heads only."""
+    """A model with two heads that uses only one of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.Tens
 
 
 def zero_model() -> nn.Module:
-    """A model whose weights are 0 at the start, so that its losses are the same everywhere."""
+    """A model whose weights are 0 at the start, so that losses are equal on all machines."""
     model = nn.Linear(2, 1)
     nn.init.zeros_(model.weight)
     nn.init.zeros_(model.bias)
@@ -93,7 +93,7 @@ def print_difference(model: nn.Module) -> None:
 
 
 def route() -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A router that has learnt its work: expert 0 for the tokens of even ranks, expert 1 for those of odd ones."""
+    """A trained router (expert 0 for tokens of even ranks, expert 1 for those of odd ranks), and its optimizer."""
     router = nn.Linear(2, 2, bias=False)
     nn.init.eye_(router.weight)
     router = dist.prepare_ddp_model(router)
@@ -141,7 +141,7 @@ def print_frequency(model: nn.Module) -> None:
 
 
 def print_overlap(train_set: Subset, test_set: Subset) -> None:
-    """Train on one; print how many images of the other were trained on, by any rank."""
+    """Train on train_set; print on how many images of test_set any rank has trained."""
     trained = train(DataLoader(train_set, batch_size=10, sampler=dist.data_sampler(train_set)), target=1)
     mine = [test_set[index] for index in dist.data_sampler(test_set, pad=False)]
     tested = torch.cat(dist.gather(torch.tensor(mine)))
@@ -157,7 +157,7 @@ def print_rare(sampler: Sampler | list[int]) -> None:
 
 
 class Stream(IterableDataset):
-    """A data set that can only be read from its beginning: as `read` does it."""
+    """A data set that can only be read from its beginning, by the function `read`."""
 
     def __init__(self, read: Callable[[], Iterator[int]]) -> None:
         self.read = read
@@ -167,7 +167,7 @@ class Stream(IterableDataset):
 
 
 def print_stream(read: Callable[[], Iterator[int]]) -> None:
-    """What all ranks together get, if each has two loader workers."""
+    """Print the examples that all ranks together read, each with two loader workers."""
     mine = torch.tensor(list(DataLoader(Stream(read), batch_size=None, num_workers=2)))
     dist.print_primary(f"examples of an epoch: {torch.cat(dist.gather(mine)).sort().values.tolist()}")
 

@@ -1,7 +1,7 @@
-"""Is it the same as one process?  The table of docs/results.md, made by equivalence/ itself.
+"""The table of equivalence/'s answers in docs/results.md.
 
 python -m experiments.equivalence                # all programs, with 3 processes: 5 minutes
-python -m experiments.equivalence min_DDP sum    # some
+python -m experiments.equivalence min_DDP sum    # two of them
 python -m experiments.equivalence --save         # writes experiments/results/equivalence.md
 """
 
@@ -30,7 +30,7 @@ for name in WAYS:
 
 
 def look_at(command: str) -> dict:
-    """What equivalence/ writes with --json."""
+    """The answer that equivalence/ writes with --json for this command."""
     with tempfile.TemporaryDirectory() as folder:
         words, file = command.replace("FOLDER", f"{folder}/run").split(), Path(folder, "answer.json")
         start = ["-m", "equivalence", "--json", file, "--nproc", PROCESSES, *words]
