@@ -1,4 +1,4 @@
-"""Checkpoints that are complete or not there, on every rank: copy this file beside distributed.py.
+"""Checkpoints that are complete or absent, on every rank: copy this file beside distributed.py.
 
     import sys
 
@@ -13,7 +13,7 @@
         stop = ckpt.Preemption()                      # notes a SIGTERM, whichever process gets it
         sampler = dist.data_sampler(dataset)
         loader = DataLoader(dataset, batch_size // world_size, sampler=sampler, drop_last=True)
-        in_epoch = len(loader)                        # steps, as long as nothing is skipped
+        in_epoch = len(loader)                        # steps of a whole epoch
         model = Net().to(dist.get_device())
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1, 0.1, epochs * in_epoch)
@@ -21,12 +21,12 @@
         keeper = ckpt.Keeper("run", model=model, optimizer=optimizer, scheduler=scheduler)
         step = keeper.restore().get("step", 0)        # 0: it is a new run
         for epoch in range(step // in_epoch, epochs):
-            sampler.set_epoch(epoch, skip=step % in_epoch * loader.batch_size)  # what was trained before the stop
+            sampler.set_epoch(epoch, skip=step % in_epoch * loader.batch_size)  # the examples before the stop
             for batch in loader:
                 loss = train_step(model, batch, optimizer)  # yours
                 scheduler.step()
                 step += 1
-                stopping = stop.agreed()              # a collective; a SIGTERM counts here, so call it in every step
+                stopping = stop.agreed()              # a collective; a SIGTERM takes effect here: call it in every step
                 if stopping or step % 100 == 0 or step == epochs * in_epoch:
                     keeper.save(step)                 # on every rank; rank 0 writes
                 if stopping:
@@ -70,7 +70,7 @@ else:
     import distributed as dist
 
 LOCK_TIMEOUT = 10  # seconds: the processes of a killed run may still be ending
-HEAD_START = 0.1  # seconds: so much earlier the rank whose error it is raises it, and is the one that is named
+HEAD_START = 0.1  # seconds: the rank with the error raises it so much earlier than the others, so that it is named
 LOSSES = (  # LBFGS keeps the last loss, ReduceLROnPlateau the best
     "If it is a loss, each rank has given its own: give the optimizer or the scheduler dist.reduce(loss) on all ranks"
 )
@@ -94,17 +94,17 @@ def write(path: Path, state: dict) -> None:
 
     CheckpointError if that can't be done (the disk is full) or torch.load couldn't read it; `path` is then as it was.
     """
-    temporary = path.with_name(f".{path.name}.tmp")  # in the same folder: a rename doesn't cross file systems
+    temporary = path.with_name(f".{path.name}.tmp")  # in the same folder, because a rename can't cross file systems
     try:
         with open(temporary, "wb") as file:
             torch.save(state, file)
             file.flush()
-            os.fsync(file.fileno())  # otherwise the rename may reach the disk before the bytes
+            os.fsync(file.fileno())  # without this, the rename may reach the disk before the bytes
         # What torch.load would refuse is not saved.  The tensors are mapped, so it costs no memory.
         torch.load(temporary, map_location="cpu", mmap=True, weights_only=True)
         os.replace(temporary, path)
         folder = os.open(path.parent, os.O_RDONLY)
-        os.fsync(folder)  # the new name, too
+        os.fsync(folder)  # writes the new name to the disk, too
         os.close(folder)
     except Exception as problem:
         with contextlib.suppress(OSError):
@@ -113,11 +113,11 @@ def write(path: Path, state: dict) -> None:
 
 
 def read(path: Path, test: bool = False) -> dict:
-    """The checkpoint in this file.  Its tensors are on the CPU, mapped: what is not looked at takes no memory.
+    """The checkpoint in this file.  Its tensors are mapped, on the CPU: a tensor that is not used takes no memory.
 
-    test: compare the checksums, as torch.load doesn't; that reads the whole file.
-    Damaged if the file is not what was written.  CheckpointError if it can't be read for a reason of the machine's:
-    it is missing, or forbidden, or too many files are open.
+    test: compare the checksums, which torch.load doesn't do; this reads the whole file.
+    Damaged if the file is not what was written.  CheckpointError if the machine can't read it: it is missing, or
+    forbidden, or too many files are open.
     """
     if path.is_dir():  # torch.distributed.checkpoint saves folders
         raise CheckpointError(f"can't read {path} (it is a folder, no checkpoint of this kind: give it another name)")
@@ -127,7 +127,7 @@ def read(path: Path, test: bool = False) -> dict:
         state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except Damaged:
         raise
-    except Exception as problem:  # torch has many kinds
+    except Exception as problem:  # torch raises many kinds
         # What weights_only refuses, and what torch's own reader of archives can't read, is the file's fault.
         if isinstance(problem, pickle.UnpicklingError) or "PytorchStreamReader failed" in str(problem):
             raise Damaged(f"{path} is damaged, or no checkpoint ({_reason(problem)})") from None
@@ -144,13 +144,13 @@ def read(path: Path, test: bool = False) -> dict:
 
 
 def _test(path: Path) -> None:
-    """Damaged unless the file is an archive (torch's format is zip) in which all checksums are right."""
+    """Raise Damaged unless the file is an archive (torch's format is zip) in which all checksums are right."""
     try:
         with zipfile.ZipFile(path) as archive:
             wrong = archive.testzip()
-    except Exception as problem:  # a broken archive leads to many kinds
+    except Exception as problem:  # a broken archive can raise many kinds
         is_machine = isinstance(problem, (OSError, MemoryError))
-        if is_machine and getattr(problem, "errno", 0) != errno.EINVAL:  # that one: its end names an impossible place
+        if is_machine and getattr(problem, "errno", 0) != errno.EINVAL:  # EINVAL: the end names an impossible place
             raise
         raise Damaged(f"{path} is damaged, or no checkpoint ({_reason(problem)})") from None
     if wrong:
@@ -169,7 +169,7 @@ def _reason(problem: Exception) -> str:
 def newest(folder: Path) -> tuple[Path | None, dict[Path, str]]:
     """The newest checkpoint that is not damaged (None if there is none), and what is wrong with each newer one.
 
-    CheckpointError if all are damaged, or if one can't be read for a reason that is not the file's.
+    CheckpointError if all are damaged, or if the machine can't read one of them.
     """
     problems = {}
     for _, _, path in reversed(_saved(folder)):
@@ -184,7 +184,7 @@ def newest(folder: Path) -> tuple[Path | None, dict[Path, str]]:
 
 
 def _saved(folder: Path) -> list[tuple[int, float, Path]]:
-    """(step, score, path) of each checkpoint in the folder, the oldest first; the score is -inf where there is none."""
+    """(step, score, path) of each checkpoint in the folder, the oldest first; a missing score is -inf."""
     try:
         names = os.listdir(folder)  # not glob, which hides errors in Python 3.13
     except FileNotFoundError:
@@ -209,13 +209,13 @@ def _checksums(path: Path) -> str:
 
 
 class Keeper:
-    """Saves the state of `parts` (whatever has state_dict and load_state_dict), and brings it back, on every rank.
+    """Saves the state of `parts` (objects with state_dict and load_state_dict), and restores it, on every rank.
 
-    For data parallelism: all ranks have equal parts, and rank 0's are kept.  `save` refuses others (of FSDP, ZeRO or
-    tensor parallelism).  A module's buffers, such as BatchNorm's averages, may differ: all ranks get rank 0's back.
-    Every rank must make one.  `folder` then belongs to this run: CheckpointError, on all ranks, if another one has it.
-    In it are step-STEP.pt or step-STEP-score-SCORE.pt: the last two, and the best `keep`.
-    config: what must be known to go on: numbers, strings, lists and dictionaries.
+    For data parallelism: all ranks have equal parts, and rank 0's are kept.  `save` refuses parts that differ (FSDP,
+    ZeRO, tensor parallelism).  A module's buffers, such as BatchNorm's averages, may differ: all ranks get rank 0's.
+    Every rank must make a Keeper.  `folder` then belongs to this run: CheckpointError, on all ranks, if another run has
+    it.  In it are step-STEP.pt or step-STEP-score-SCORE.pt: the last two, and the best `keep`.
+    config: what a resumed run must know: numbers, strings, lists and dictionaries.
     """
 
     def __init__(self, folder: str | Path, config: dict | None = None, keep: int = 2, **parts: Any) -> None:
@@ -228,9 +228,9 @@ class Keeper:
     def _take_folder(self) -> None:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self.lock = FileLock(self.folder / ".lock", is_singleton=True)  # free again however this process ends
+            self.lock = FileLock(self.folder / ".lock", is_singleton=True)  # the system frees it if this process dies
             self.lock.acquire(LOCK_TIMEOUT)
-            for temporary in self.folder.glob(".step-*.tmp"):  # left by a run that was killed
+            for temporary in self.folder.glob(".step-*.tmp"):  # from a run that was killed
                 temporary.unlink()
         except Timeout:
             raise CheckpointError(f"another run is writing to {self.folder}: end it, or take another folder") from None
@@ -240,8 +240,8 @@ class Keeper:
     def restore(self) -> dict:
         """Load all parts and the random states from the newest good checkpoint; returns it, or {} if there is none.
 
-        Every rank must call it.  Rank 0 tests the checksums, and says on stderr which newer ones are damaged; then each
-        rank reads the file.  The random states stay as they are if the checkpoint has a different number of processes.
+        Every rank must call it.  Rank 0 tests the checksums, and says on stderr which newer files are damaged; then
+        each rank reads the file.  The random states are not restored if the number of processes has changed.
         CheckpointError, on all ranks, if all are damaged, if a rank doesn't see the file, or if it doesn't fit.
         """
         path = _on_primary(self._choose)
@@ -266,7 +266,7 @@ class Keeper:
         for file, problem in damaged.items():
             print(f"{problem}: going on from {path}", file=sys.stderr, flush=True)
             with contextlib.suppress(OSError):
-                file.rename(f"{file}.damaged")  # so that it doesn't count among the last two
+                file.rename(f"{file}.damaged")  # so that it is not one of the last two
         return path
 
     def _load(self, path: Path) -> dict:
@@ -283,11 +283,11 @@ class Keeper:
         """Write a checkpoint, and remove those that are neither among the last two nor among the best `keep`.
 
         Every rank must call it, after `step` steps (an integer); it returns when rank 0 has written.
-        score: the higher the better; among equal ones the earlier is the better.
-        extra: more that `restore` returns: rank 0's tensors, numbers, strings, lists and dictionaries.
+        score: a higher score is better; of two equal scores the earlier is better.
+        extra: more values for `restore` to return: rank 0's tensors, numbers, strings, lists and dictionaries.
         CheckpointError, on all ranks, if it can't be written, if a part differs between ranks (they exchange checksums)
-        or if the folder has one of a later step, which `restore` would take: what was saved before is untouched.
-        One of the same step is replaced.
+        or if the folder has a checkpoint of a later step, which `restore` would take.  After an error all earlier
+        checkpoints are as before.  A checkpoint of the same step is replaced.
         """
         if not _is_count(step) or not _is_score(score):
             raise ValueError(f"save: step {step!r}, score {score!r}: give an integer of at least 0 and a finite score")
@@ -317,7 +317,7 @@ class Keeper:
         return states
 
     def _check_equal(self, states: dict) -> None:
-        """CheckpointError on all ranks if a state differs between them, a module's buffers apart."""
+        """Raise CheckpointError on all ranks if a state differs between them; a module's buffers may differ."""
         if dist.get_world_size() == 1:
             return
         compared = dict(states)
@@ -360,7 +360,7 @@ def _is_count(number: Any) -> bool:
 
 
 def _is_number(text: str | None) -> bool:
-    """Whether a checksum is that of a number, which is its text."""
+    """Whether a checksum belongs to a number: it is then the number's text."""
     try:
         return text is not None and math.isfinite(float(text))
     except ValueError:
@@ -379,22 +379,22 @@ def _in_one_line(problem: Exception) -> str:
 
 
 def _without_compile(name: str) -> str:
-    """torch.compile(layer) puts this into the names of a module's state."""
+    """The name of a module's tensor without the part that torch.compile(layer) adds."""
     return name.replace("_orig_mod.", "")
 
 
 def _as_named_in(part: Any, state: Any) -> Any:
-    """The saved state with the names that this part has: it may be compiled, or not."""
+    """The saved state with the names of this part, which may be compiled or not."""
     if isinstance(part, nn.Module):
         names = {_without_compile(name): name for name in part.state_dict()}
-        state = copy.copy(state)  # its metadata stay: torch notes the versions of modules there
+        state = copy.copy(state)  # keeps the metadata, in which torch notes the versions of modules
         for name in list(state):
             state[names.get(_without_compile(name), name)] = state.pop(name)
     return state
 
 
 def _checksums_of(state: Any, name: str) -> dict[str, str]:
-    """A checksum of each tensor in a state dict, and the text of whatever else is in it, by name."""
+    """{name: a tensor's checksum, or another value's text} for everything in a state dict."""
     if isinstance(state, (dict, list, tuple)):
         checksums = {}
         for key, value in state.items() if isinstance(state, dict) else enumerate(state):
@@ -413,7 +413,7 @@ def _checksums_of(state: Any, name: str) -> dict[str, str]:
 
 
 def from_all(value: Any) -> list:
-    """Every rank's value, in rank order, on every rank: anything that can be pickled.  Every rank must call it."""
+    """The values of all ranks, in rank order; a value is anything that can be pickled.  Every rank must call it."""
     values = [value] * dist.get_world_size()
     if len(values) > 1:
         torch_dist.all_gather_object(values, value)
@@ -421,7 +421,7 @@ def from_all(value: Any) -> list:
 
 
 def _on_all(function: Callable, *args: Any) -> Any:
-    """Call function(*args) on every rank.  An error of one is a CheckpointError on the others, so that none waits."""
+    """Call function(*args) on every rank.  One rank's error is a CheckpointError on the others: so no rank waits."""
     result = mine = told = None
     try:
         result = function(*args)
@@ -445,7 +445,7 @@ class Preemption:
     """SIGTERM, which clusters send to a job that must end: all ranks learn of it at the same step, and can save.
 
     Make one on every rank, in the main thread, after init_process_group.  It replaces the process's SIGTERM handler.
-    `asked`: whether this very process was told.  The ranks' answers differ; a common decision needs `agreed`.
+    `asked`: whether this process itself got SIGTERM.  It differs between ranks; for a common decision call `agreed`.
     """
 
     def __init__(self) -> None:
@@ -457,14 +457,14 @@ class Preemption:
     def _handle(self, number: int, frame: Any) -> None:
         if os.getpid() == self.process:
             self.asked = True
-        else:  # a forked process, such as a data loader's worker, ends as if this were not there
+        else:  # a forked process, such as a data loader's worker, ends as if there were no handler
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
     def agreed(self, every: int = 1) -> bool:
         """Whether any rank was told to stop.  Every rank must call it, and gets the same answer.
 
-        every: a message, and a wait for all ranks, in each so-manieth call only; False in the others.
+        every: only every `every`-th call sends a message and waits for all ranks; the others return False.
         """
         if not _is_count(every) or every < 1:
             raise ValueError(f"agreed: every is {every!r}: give an integer of at least 1")

@@ -5,7 +5,7 @@
     torchrun --standalone --nproc_per_node=8 --max-restarts=3 cifar10_ddp.py --amp         # continues by itself
     torchrun --nnodes=2 --node_rank=0 --nproc_per_node=8 --master_addr=HOST --master_port=29500 cifar10_ddp.py --amp
 
-The same line again continues a run that was stopped.  --run-dir names its folder, which all machines must see.
+To continue a run that was stopped, type the same line again.  --run-dir is its folder, which all machines must see.
 --dataset synthetic needs no download, --help lists the flags, docs/cifar10.md describes the files in the folder.
 """
 
@@ -69,7 +69,7 @@ def resnet9(width: int) -> nn.Module:
 
 
 def build(name: str, width: int) -> nn.Module:
-    """[N, 3, 32, 32] -> [N, 10]: resnet9, or a classification model of torchvision."""
+    """A model [N, 3, 32, 32] -> [N, 10]: resnet9, or a classification model of torchvision."""
     if name == "resnet9":
         return resnet9(width)
     model = torchvision.models.get_model(name, weights=None, num_classes=10)
@@ -80,7 +80,7 @@ def build(name: str, width: int) -> nn.Module:
 
 
 def train(model, loader, optimizer, scheduler, dtype, scaler, label_smoothing, progress):
-    """What is left of an epoch; `progress` adds up the losses, and saves checkpoints."""
+    """Train for the rest of an epoch; `progress` adds up the losses, and saves checkpoints."""
     model.train()
     device = progress.sums.device
     for images, labels in data.batches(loader, device):
@@ -130,9 +130,9 @@ def lr_factor(step, args, steps):
 
 
 class Progress:
-    """How far the run is: `epoch` epochs are done, and `batch` batches of the current one, which has `steps`.
+    """The state of the run: `epoch` epochs are done, and `batch` of the `steps` batches of the current epoch.
 
-    history: a dictionary of numbers for each epoch that is done.
+    history: a dictionary of numbers for each finished epoch.
     """
 
     def __init__(self, args, keeper, steps):
@@ -141,7 +141,7 @@ class Progress:
         if state.get("config", keeper.config) != keeper.config:  # saved after this run had read its flags
             sys.exit(f"cifar10_ddp.py: error: another run has saved in {args.run_dir} just now: type the line again")
         self.epoch, self.batch, self.history = state["epoch"], state["batch"], state["history"]
-        # The losses and the examples of this epoch: each process its own, but rank 0 goes on from those of all.
+        # This epoch's losses and examples: each process adds up its own; rank 0 starts with the saved sums of all.
         self.sums = torch.zeros(2, dtype=torch.float64, device=dist.get_device())
         if dist.is_primary():
             self.sums += torch.tensor(state["sums"], dtype=torch.float64, device=self.sums.device)
@@ -207,7 +207,7 @@ def open_events(args, history):
 
 
 def report(args, history, events):
-    """After an epoch: the table metrics.csv, and the last epoch's numbers to TensorBoard."""
+    """Write, after an epoch, the table metrics.csv, and the last epoch's numbers for TensorBoard."""
     with open(Path(args.run_dir, "metrics.csv"), "w", encoding="utf-8", newline="") as file:
         table = csv.DictWriter(file, dict.fromkeys(name for row in history for name in row))
         table.writeheader()
@@ -218,7 +218,7 @@ def report(args, history, events):
 
 
 def draw(args, history):
-    """curves.png: loss, accuracy and learning rate over the epochs."""
+    """Draw curves.png: loss, accuracy and learning rate over the epochs."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 4), layout="constrained")
@@ -273,7 +273,7 @@ def run(world_size, args):
 
 
 def run_epoch(args, loaders, parts, progress, events):
-    """What is left of this epoch, its evaluation, and a checkpoint."""
+    """Train for the rest of this epoch, evaluate, and save a checkpoint."""
     augmented_loader, train_loader, test_loader = loaders
     dtype, first_batch, started = getattr(torch, args.dtype), progress.batch, time.perf_counter()
     augmented_loader.sampler.set_epoch(progress.epoch, skip=first_batch * augmented_loader.batch_size)  # another order
@@ -283,7 +283,7 @@ def run_epoch(args, loaders, parts, progress, events):
     row = {"epoch": progress.epoch + 1, "training_loss": loss / seen}
     row["training_lr"] = parts["scheduler"].get_last_lr()[0]
     text = f"epoch {row['epoch']}/{args.epochs}  loss {loss / seen:.4f}"
-    if progress.batch > first_batch:  # else it was stopped after the epoch's last batch
+    if progress.batch > first_batch:  # if not, the run was stopped after the epoch's last batch
         speed = (progress.batch - first_batch) * args.batch_size / (time.perf_counter() - started)
         row["training_images_per_s"] = speed
         text += f"  {speed:.0f} images/s"
@@ -315,7 +315,7 @@ def make_loaders(args, world_size):
 
 
 def make_parts(args, steps, device):
-    """All that training changes and a checkpoint holds."""
+    """The parts of a checkpoint, everything that training changes: model, optimizer, scheduler, scaler."""
     torch.manual_seed(args.seed)  # the same initial weights in every process
     model = build(args.model, args.width).to(device, memory_format=torch.channels_last)
     torch.manual_seed(args.seed + dist.get_rank())  # from here on each process draws its own numbers, for dropout
@@ -387,7 +387,7 @@ def check_flags(parser, args):
 
 
 def check_model(parser, args):
-    """A model of torchvision must train on a small image, and return one tensor."""
+    """Check that a model of torchvision can train on a small image, and returns one tensor."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # after torch's thread pool has started, no process can be forked
     try:
@@ -400,7 +400,7 @@ def check_model(parser, args):
 
 
 def check_run_dir(parser, args):
-    """A checkpoint there must have the same flags.  Its precision is taken."""
+    """Check that a checkpoint in --run-dir has the same flags; its precision becomes this run's."""
     try:
         Path(args.run_dir).mkdir(parents=True, exist_ok=True)
         path, _ = checkpoint.newest(Path(args.run_dir))
@@ -417,7 +417,7 @@ def check_run_dir(parser, args):
 
 
 def as_flag(name, value):
-    """What to type on the command line: ("lr", 0.1) is "--lr 0.1"."""
+    """The text to type on the command line: ("lr", 0.1) is "--lr 0.1"."""
     if name == "amp":
         return "--amp" if value else "no --amp"
     if name == "batch_size":

@@ -1,9 +1,9 @@
 """MNIST, CIFAR-10 and synthetic digits as whole tensors, behind torch's own DataLoader.
 
 The usual loader decodes, transforms and stacks image by image, in Python.  Here a data set is one uint8 tensor, a batch
-is one indexed gather, and it is normalised after it has reached the device.
+is one indexed gather, and it is normalised on the device.
 
-    train_set, test_set = load("mnist", "data")                       # or "synthetic": no file, no network
+    train_set, test_set = load("mnist", "data")                       # "synthetic" needs no file and no network
     train_loader = loader(train_set, 128, RandomSampler(train_set))   # any sampler; DistributedSampler too
     for images, labels in batches(train_loader, device): ...          # float images, normalised, on the device
 """
@@ -25,12 +25,12 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from torchvision import datasets
 from tqdm import tqdm
 
-# The number of training examples of each.  mnist-like: your own files, with MNIST's names, format and sizes.
+# The number of training examples in each data set.  mnist-like: your own files, with MNIST's names, format and sizes.
 DATASETS = {"mnist": 60_000, "mnist-like": 60_000, "cifar10": 50_000, "synthetic": 12_000}
 COLOUR_DATASETS = ("cifar10", "synthetic")
-LOCK_TIMEOUT = 600  # seconds to wait for another process that downloads
+LOCK_TIMEOUT = 600  # seconds to wait for another process's download
 DOWNLOAD_TIMEOUT = 30  # seconds without a byte from the server
-MNIST = {  # what md5sum prints of the unpacked files; torchvision knows those of the packed ones
+MNIST = {  # the md5 sums of the unpacked files; torchvision has those of the packed files
     "train-images-idx3-ubyte": "6bbc9ace898e44ae57da46a324031adb",
     "train-labels-idx1-ubyte": "a25bea736e30d166cdddb491f175f624",
     "t10k-images-idx3-ubyte": "2646ac647ad5339dbf082846283269ea",
@@ -54,7 +54,7 @@ class Images(Dataset):
         return self.images[index], self.labels[index]
 
     def __getitems__(self, indices: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """A whole batch at once: DataLoader calls this instead of __getitem__ where it exists."""
+        """A whole batch at once: DataLoader calls this method, if it exists, instead of __getitem__."""
         index = torch.tensor(indices)
         return self.images[index], self.labels[index]
 
@@ -63,8 +63,8 @@ def load(name: str, data_dir: str, limit: int | None = None, colour: bool = Fals
     """The train and the test set, as `Images`; at most `limit` examples of each.
 
     `name` is one of DATASETS.  MNIST is read from data_dir/MNIST/raw, CIFAR-10 from data_dir/cifar-10-batches-py
-    (`prepare` puts them there), "mnist-like" from MNIST's folder, as it is: Fashion-MNIST, say.  `colour` gives the
-    synthetic digits CIFAR-10's shape, [N, 3, 32, 32].
+    (`prepare` puts them there), "mnist-like" (such as Fashion-MNIST) from MNIST's folder, without a test of md5 sums.
+    `colour` gives the synthetic digits CIFAR-10's shape, [N, 3, 32, 32].
     """
     if name == "synthetic":
         train, test = _digits(DATASETS[name], seed=1), _digits(2_000, seed=2)
@@ -101,9 +101,9 @@ def _read(name: str, data_dir: str, is_train: bool, download: bool = False) -> t
 
 
 def loader(dataset: Images, batch_size: int, sampler: Sampler, drop_last: bool = False) -> DataLoader:
-    """torch's DataLoader over `dataset` in the order of `sampler`; batch_size is this process's.
+    """torch's DataLoader over `dataset` in the order of `sampler`; batch_size is the number of this process's images.
 
-    drop_last leaves out a last batch that is not whole.
+    drop_last leaves out a last batch that is smaller.
     """
     _keep_memory()
     return DataLoader(
@@ -112,27 +112,27 @@ def loader(dataset: Images, batch_size: int, sampler: Sampler, drop_last: bool =
         sampler=sampler,
         drop_last=drop_last,
         collate_fn=tuple,  # nothing to collate: __getitems__ has made the batch
-        pin_memory=torch.cuda.is_available(),  # so that nobody waits for the copy to a GPU
-        generator=torch.Generator(),  # otherwise each pass would draw from dropout's random numbers
+        pin_memory=torch.cuda.is_available(),  # so that the process doesn't wait for a copy to the GPU
+        generator=torch.Generator(),  # without this, each pass would draw from dropout's random numbers
     )
 
 
 def batches(loader: DataLoader, device: torch.device) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """The batches on `device`: images float32, normalised (and augmented, if `Augmented`); labels int64.
 
-    On a terminal a progress bar is shown, of rank 0's share.  The process group says who that is, or else the sampler.
+    On a terminal rank 0 shows a progress bar of its share.  The rank is the process group's, or else the sampler's.
     """
     mean, std = (255 * torch.tensor(x, device=device).view(-1, 1, 1) for x in (loader.dataset.mean, loader.dataset.std))
     if isinstance(loader.dataset, Augmented):
-        draws = loader.dataset.draws.to(device)  # this epoch's: persistent workers have those of their first epoch
+        draws = loader.dataset.draws.to(device)  # of this epoch; persistent workers keep those of their first epoch
     for batch in _with_progress_bar(loader):
         # Move uint8 to the device: a quarter of float32's bytes.  A copy from pinned memory doesn't wait for its end.
         images, labels, *index = [part.to(device, non_blocking=True) for part in batch]
         if index:
             images = augment(images, draws[index[0]])
-        # Make it float, channels last: the faster layout for convolutions; without it DDP warns on GPUs.
+        # Make the images float, channels last: convolutions are faster with it, and without it DDP warns on GPUs.
         images = images.float(memory_format=torch.channels_last)
-        # Normalise, in place: (pixel / 255 - mean) / std, as torchvision's ToTensor and Normalize would.
+        # Normalise in place: (pixel / 255 - mean) / std, as torchvision's ToTensor and Normalize do.
         yield images.sub_(mean).div_(std), labels
 
 
@@ -147,10 +147,10 @@ def _with_progress_bar(loader: DataLoader) -> Iterable:
 
 
 class Augmented(Images):
-    """Images that `batches` crops at random (out of the image with PAD black pixels on each side) and flips at random.
+    """Images that `batches` pads with PAD black pixels on each side, then crops and flips at random.
 
-    Crops and flips depend only on seed, epoch and example index: the number of processes, the batch size and a restart
-    in the middle of an epoch change nothing.  Call `set_epoch` before each epoch.
+    Crops and flips depend only on seed, epoch and example index, not on the number of processes, the batch size or a
+    restart in the middle of an epoch.  Call `set_epoch` before each epoch.
     """
 
     PAD = 4
@@ -161,8 +161,8 @@ class Augmented(Images):
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int) -> None:
-        """Draw anew, independently of the order: the crop's row and column, and whether to flip; uint8, [N, 3]."""
-        seed = self.seed + epoch + 2**31  # the sampler's is seed + epoch, and the low 32 bits count
+        """Draw each image's crop (row, column) and whether to flip it, for this epoch: uint8, [N, 3]."""
+        seed = self.seed + epoch + 2**31  # the sampler uses seed + epoch; only the low 32 bits matter
         generator = torch.Generator().manual_seed(seed)
         highs = (2 * self.PAD + 1, 2 * self.PAD + 1, 2)
         draws = [torch.randint(high, (len(self),), generator=generator, dtype=torch.uint8) for high in highs]
@@ -186,14 +186,14 @@ def augment(images: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
 
 
 class DataError(Exception):
-    """The data can't be had; the message is one line that says what is missing, why, and what to do."""
+    """The data can't be read or downloaded; the message is one line: what is missing, why, and what to do."""
 
 
 def prepare(name: str, data_dir: str, error: Callable[[str], None] | None = None) -> None:
     """Make sure that `load(name, data_dir)` will work: torchvision downloads what is missing.
 
     Call it before any process starts, or in each of them: a file lock lets one process at a time do the work.
-    What fails is a DataError, or a call of `error` with its message (argparse's `parser.error`, say).
+    On failure it calls `error` with the message (for example argparse's `parser.error`), or raises DataError.
     """
     try:
         if name not in DATASETS:
@@ -208,13 +208,13 @@ def prepare(name: str, data_dir: str, error: Callable[[str], None] | None = None
 
 def _fetch(name: str, data_dir: str) -> None:
     """Read the data set; if that fails, download it first."""
-    data_dir = os.path.expanduser(data_dir)  # as torchvision does; no shell does it in --data-dir=~/data
+    data_dir = os.path.expanduser(data_dir)  # torchvision does it, too; the shell doesn't in --data-dir=~/data
     folder, files = ("cifar-10-batches-py", CIFAR10) if name == "cifar10" else ("MNIST/raw", MNIST)
     folder = Path(data_dir, folder)
     time_out, threads = socket.getdefaulttimeout(), torch.get_num_threads()
-    socket.setdefaulttimeout(DOWNLOAD_TIMEOUT)  # urllib would wait for ever for a server that says nothing
+    socket.setdefaulttimeout(DOWNLOAD_TIMEOUT)  # urllib would wait for ever for a silent server
     torch.set_num_threads(1)  # after torch's thread pool has started, no process can be forked
-    tqdm.monitor_interval = 0  # no thread that watches torchvision's progress bar, for the same reason
+    tqdm.monitor_interval = 0  # torchvision's progress bar would start a thread, too
     try:
         try:
             load(name, data_dir)
@@ -226,7 +226,7 @@ def _fetch(name: str, data_dir: str) -> None:
         with FileLock(Path(data_dir, ".lock"), timeout=LOCK_TIMEOUT), contextlib.redirect_stdout(io.StringIO()):
             _read(name, data_dir, is_train=True, download=True)  # downloads nothing if another process has done it
         load(name, data_dir)
-    except Exception as problem:  # the network, the disk and torchvision's readers have many kinds
+    except Exception as problem:  # the network, the disk and torchvision's readers raise many kinds
         kind = "" if isinstance(problem, DataError) else f"{type(problem).__name__}: "
         reason = " ".join(f"{kind}{problem}".split())
         raise DataError(
@@ -239,7 +239,7 @@ def _fetch(name: str, data_dir: str) -> None:
 
 
 def _digits(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Digits in Pillow's built-in font: turned, scaled, moved, faded and noisy; images [count, 1, 28, 28], labels."""
+    """Digits in Pillow's font, turned, scaled, moved, faded and noisy: images uint8 [count, 1, 28, 28], labels."""
     from PIL import Image, ImageDraw, ImageFont  # only this function needs Pillow
 
     glyphs = torch.zeros(10, 1, 28, 28)
@@ -268,10 +268,11 @@ def _digits(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
 def _keep_memory() -> None:
     """Tell glibc to keep the memory that a step frees, for the next step.
 
-    Else it gives large blocks back to the system, and gets them again page by page.  The user's own choice wins.
+    By default glibc gives large blocks back to the system, and gets them again page by page.  If the user has set
+    glibc's variables, nothing is changed.
     """
     is_chosen = any(name.startswith("MALLOC_") for name in os.environ) or "malloc" in os.getenv("GLIBC_TUNABLES", "")
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # there is none on macOS
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # macOS has no mallopt
     if mallopt and not is_chosen:
         mallopt(-3, 32 * 2**20)  # M_MMAP_THRESHOLD: smaller blocks come from the heap; glibc takes no larger number
         mallopt(-1, 1024 * 2**20)  # M_TRIM_THRESHOLD: free memory at the heap's end that is kept, in bytes

@@ -82,7 +82,7 @@ def get_world_size() -> int:
 def get_local_rank() -> int:
     """LOCAL_RANK: this process's number among those on this machine.
 
-    Without it the rank modulo the number of GPUs: so a machine's ranks take its GPUs in turn; without a GPU all are 0.
+    If it is not set: the rank modulo the number of GPUs, so a machine's ranks take its GPUs in turn; 0 without a GPU.
     """
     return int(os.environ.get("LOCAL_RANK", get_rank() % max(1, torch.cuda.device_count())))
 
@@ -102,7 +102,7 @@ def is_primary() -> bool:
 
 
 def print_primary(*args: Any, **kwargs: Any) -> None:
-    """`print` on rank 0, at once (flushed); nothing on the others.  Not a collective."""
+    """`print` on rank 0 only, flushed at once.  Not a collective."""
     if is_primary():
         print(*args, **{"flush": True, **kwargs})
 
@@ -123,7 +123,7 @@ def init_process_group(
         None: DIST_BACKEND, or nccl with GPUs, else gloo.
     rank, world_size: leave them out if `launch`, torchrun, srun or mpirun starts your processes.  If you start them
         yourself, give them, and set MASTER_ADDR and MASTER_PORT.  init_process_group(rank, world_size) works, too.
-        They become RANK and WORLD_SIZE until `cleanup`.  If RANK is set already, it counts, and `rank` is ignored.
+        They become RANK and WORLD_SIZE until `cleanup`.  If RANK is already set, `rank` is ignored.
     timeout: seconds, or a timedelta (None: DIST_TIMEOUT, or 600 s), for joining and for each collective.  Joining:
         distributed_launcher.py names the missing ranks on stderr after 10 s, and in a TimeoutError when the time is up.
         A collective: when the time is up, gloo raises an error; NCCL ends the process, about a minute later.
@@ -170,8 +170,8 @@ _set_by_hand: list[str] = []  # the variables that init_process_group has set
 def _meet(rank: int, world_size: int, limit: timedelta) -> torch_dist.Store:
     """The store of a new group: a table, served by one process, in which the ranks leave their addresses.
 
-    It ends with the group, as the next one may have other processes, or another place.  torchrun and `launch` serve one
-    table for a whole run; so it counts the groups, and each has a part of its own.
+    The store ends with the group, because the next group may have other processes, or another address.  torchrun and
+    `launch` serve one table for a whole run, so the table counts the groups, and each group has its own part.
     """
     if world_size == 1:
         return torch_dist.HashStore()
@@ -184,12 +184,12 @@ def _meet(rank: int, world_size: int, limit: timedelta) -> torch_dist.Store:
     if launcher:
         launcher.wait_for_all_ranks(store, rank, world_size, limit)
         launcher.note_joined(table)
-    table.add(count, 1)  # not before all are here: a rank that tries once more looks in the same place
+    table.add(count, 1)  # only when all ranks are here: a rank that tries once more looks in the same part
     return store
 
 
 def choose_backend(backend: str | None = None) -> str:
-    """The argument, or DIST_BACKEND, or nccl with GPUs, else gloo.  ValueError, in one line, if it can't be used."""
+    """The backend: the argument, or DIST_BACKEND, or nccl with GPUs, else gloo.  ValueError if it can't be used."""
     has_nccl = torch.cuda.device_count() > 0 and torch_dist.is_nccl_available()
     backend = (backend or os.environ.get("DIST_BACKEND") or ("nccl" if has_nccl else "gloo")).lower()
     names = [part.rpartition(":")[2] for part in backend.split(",")]  # torch's own way to have two: cpu:gloo,cuda:nccl
@@ -201,7 +201,7 @@ def choose_backend(backend: str | None = None) -> str:
 
 
 def needs_gpus(backend: str) -> bool:
-    """Whether it moves tensors on GPUs alone, each process's own: nccl; torch 2.14 also has nccl2, nccl-lazy, ..."""
+    """Whether the backend needs a GPU for each process: nccl does; torch 2.14 also has nccl2, nccl-lazy, ..."""
     return backend.startswith("nccl")
 
 
@@ -217,7 +217,7 @@ SIZES = (  # other launchers put their number of processes into these
 
 
 def check_variables() -> None:
-    """ValueError, in one line, if the launcher's variables are incomplete or contradict each other."""
+    """Check the launcher's variables: ValueError, in one line, if they are incomplete or contradict each other."""
     env = os.environ
     given = {name: env[name] for name in VARIABLES if name in env}
     if not given:
@@ -278,18 +278,18 @@ def _leave_group() -> None:
 
 
 def _remove_variables() -> None:
-    """Those that init_process_group has set."""
+    """Unset the environment variables that init_process_group has set."""
     while _set_by_hand:
         os.environ.pop(_set_by_hand.pop(), None)
 
 
 # ------------------------------------------------------------------------------------------------------ collectives
 # All ranks must make the same call, with the same op, dtypes and (except in gather) shapes; otherwise RuntimeError on
-# all, with a table of what each rank called.  To find that out, each call first sends a small message, which torch's
-# own functions don't.  A few numbers travel in it, too; more of them follow in torch's own call.  What a function
-# refuses it refuses after this message, so on all ranks.  If a rank calls nothing, the others wait for it until the
-# time-out; if it has ended, they report a lost connection.  No gradient flows through these functions.  With one
-# process they need no group.
+# all, with a table of what each rank called.  To find that out, each call first sends a small message; torch's own
+# functions don't.  A small tensor travels in this message; a larger one follows in torch's own call.  If a function
+# refuses a value, it does so after this message, on all ranks.  If a rank calls nothing, the others wait for it until
+# the time-out; if it has ended, they report a lost connection.  No gradient flows through these functions.  With one
+# process they need no process group.
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _SUMMABLE = (*_FLOATS, torch.uint8, torch.int8, torch.int32, torch.int64)  # nccl and gloo add up these
@@ -316,8 +316,8 @@ def reduce(tensor: torch.Tensor, op: str | torch_dist.ReduceOp = "mean") -> torc
     The mean of the ranks' means is right if their shares are equal.  In an evaluation they may not be: there reduce
     the sum and the count with op="sum", and divide then.
     op: as for `all_reduce`.  Computed in float64 or int64, so 10 MB of float32 take about 2.5 times as long as torch's
-    all_reduce.  The result has the input's shape and device, and the dtype of a floating-point input.  Of integers and
-    bools means are float64, the others int64.
+    all_reduce.  The result has the input's shape and device, and the dtype of a floating-point input.  For integers and
+    bools a mean is float64, another op's result int64.
     """
     op = _op_name(op)
     rows = _check(f"reduce {op}", [tensor])
@@ -331,13 +331,13 @@ def reduce(tensor: torch.Tensor, op: str | torch_dist.ReduceOp = "mean") -> torc
 
 
 def _combine(rows: torch.Tensor, op: str) -> torch.Tensor:
-    """The sum (or another op) of a few numbers of all ranks, [world size, *shape], in float64 or int64."""
+    """The sum (or another op) over the ranks' small tensors, [world size, *shape]: [*shape], float64 or int64."""
     rows = rows.to(torch.float64 if rows.is_floating_point() or op == "mean" else torch.int64)
     return {"sum": rows.sum, "mean": rows.mean, "min": rows.amin, "max": rows.amax}[op](0)
 
 
 def _reduce_in_place(tensor: torch.Tensor, op: str) -> torch.Tensor:
-    """The sum (or another op) of many numbers, in the tensor's own dtype and, where it can be, its memory."""
+    """The sum (or another op) over the ranks' large tensors, in their dtype and, if possible, this tensor's memory."""
     device = _comm_device()
     if device is None:
         return tensor
@@ -355,7 +355,7 @@ def _reduce_in_place(tensor: torch.Tensor, op: str) -> torch.Tensor:
 
 
 def _write(tensor: torch.Tensor, values: torch.Tensor) -> None:
-    if values.data_ptr() != tensor.data_ptr():  # otherwise they are there already
+    if values.data_ptr() != tensor.data_ptr():  # if equal, the values are there already
         tensor.detach().copy_(values)
 
 
@@ -395,23 +395,23 @@ wait_for_everyone = barrier  # its name in joh-fischer/distributed-pytorch
 
 
 def _op_name(op: Any) -> str:
-    """One of _OPS, for a name or torch's ReduceOp; or what `_check` refuses."""
+    """An op's name in _OPS, from a name or torch's ReduceOp; for an unknown op a text that `_check` refuses."""
     name = str(getattr(op, "name", op)).lower()
     name = "mean" if name == "avg" else name
     return name if name in _OPS else f"op={op!r}"
 
 
 def _comm_device() -> torch.device | None:
-    """The device that the backend moves tensors on; None in a world of one.  Without a process group ValueError."""
+    """The device whose tensors the backend moves; None with one process.  ValueError without a process group."""
     if get_world_size() == 1:
         return None
     return get_device() if needs_gpus(torch_dist.get_backend()) else torch.device("cpu")
 
 
 def _check(call: str, values: list, is_any_shape: bool = False, is_written: bool = False) -> torch.Tensor | None:
-    """RuntimeError on all ranks unless all make the same call; then TypeError or ValueError, on all, if it is refused.
+    """Check a call: on all ranks RuntimeError if their calls differ, TypeError or ValueError if the call is refused.
 
-    call: the function's name, and the op if there is one.  With an op: returns the value of all ranks, as `_compare`.
+    call: the function's name, and the op if there is one.  With an op: returns all ranks' values, as `_compare` does.
     """
     op = call.partition(" ")[2]
     problems: list = [ValueError(f"{op}: choose from {', '.join(_OPS)}")] if op and op not in _OPS else []
@@ -429,7 +429,7 @@ def _check(call: str, values: list, is_any_shape: bool = False, is_written: bool
 
 
 def _describe(call: str, value: Any, is_any_shape: bool, is_written: bool) -> tuple[str, str]:
-    """What must be the same on all ranks; and why the function can't take this value, or ""."""
+    """A description of the value, which must be equal on all ranks; why the function can't take the value, or ""."""
     name = type(value).__name__
     if not isinstance(value, torch.Tensor):
         hint = "pass its parameters() or buffers()" if isinstance(value, nn.Module) else "use torch.as_tensor"
@@ -457,15 +457,15 @@ def _describe(call: str, value: Any, is_any_shape: bool, is_written: bool) -> tu
 WARN_AFTER = 30  # seconds, if a rank waits so long for the others
 _let_others_run = getattr(os, "sched_yield", lambda: time.sleep(0))  # Windows has none
 _DIGEST = 16  # bytes
-_MESSAGE = 8192  # bytes that a check brings to each rank: of two ranks a digest each, and 1,000 float32 numbers
+_MESSAGE = 8192  # bytes that each rank gets in a check: with two ranks a digest and 1,000 float32 numbers from each
 
 
 def _compare(call: str, numbers: torch.Tensor | None = None) -> torch.Tensor | None:
-    """RuntimeError on all ranks, with a table of the calls, unless all ranks make the same call.
+    """Compare the ranks' calls: RuntimeError on all ranks, with a table of the calls, if they differ.
 
-    The backends don't check: of a sum of 3 and 5 elements one rank may get garbage, and another be killed.  This is an
-    all-gather of a hash, and of the numbers behind it, if they fit: the message is always of one length.  Returns all
-    ranks' numbers, or None.  It can't see two calls of one kind in another order: loss, accuracy; accuracy, loss.
+    The backends don't check: if 3 elements are added to 5, one rank may get garbage, and another may be killed.  The
+    message has a hash of the call and, if they fit, the numbers; its length is always the same.  Returns all ranks'
+    numbers, or None.  Two calls of one kind in a different order are not noticed: loss, accuracy; accuracy, loss.
     """
     device = _comm_device()
     if device is None:
@@ -493,10 +493,10 @@ def _compare(call: str, numbers: torch.Tensor | None = None) -> torch.Tensor | N
 
 
 def _wait(work: torch_dist.Work, call: str) -> None:
-    """Wait for a message, and say so after 30 s.  Not work.wait(seconds): when these are over, NCCL ends the process.
+    """Wait for a message, and warn after 30 s.  Not by work.wait(seconds): after this time NCCL ends the process.
 
-    It looks again and again: in work.wait() Python handles no signals, and to wake a thread takes longer than a small
-    message.  So it doesn't sleep in the first millisecond; then for 2 % of the time waited, at most for 10 ms.
+    The loop polls, because Python handles no signals in work.wait(), and waking a thread takes longer than a small
+    message.  In the first millisecond the loop doesn't sleep; later it sleeps 2 % of the time waited, at most 10 ms.
     """
     started, is_said = time.monotonic(), False
     while not work.is_completed():
@@ -513,7 +513,7 @@ def _wait(work: torch_dist.Work, call: str) -> None:
 
 
 def _warn(text: str) -> None:
-    """A warning that names the program's line, not one of this file or of torch."""
+    """Print a warning that names the program's line, not a line of this file or of torch."""
     frame = sys._getframe(1)
     while frame.f_back and (
         frame.f_code.co_filename == __file__
@@ -565,9 +565,9 @@ def data_sampler(
 
 
 class _Sampler(DistributedSampler):
-    """torch's sampler; it can start in the middle of an epoch, and warns of a forgotten set_epoch."""
+    """torch's DistributedSampler, which can start in the middle of an epoch, and warns of a forgotten set_epoch."""
 
-    passes = 0  # through this epoch, to its end
+    passes = 0  # how often this epoch was read to its end
     skip = 0
 
     def set_epoch(self, epoch: int, skip: int = 0) -> None:
@@ -633,17 +633,17 @@ def launch(worker_fn: Callable, *args: Any, nproc: int | None = None) -> Any:
     """Run `worker_fn(local_rank, world_size, *args)` once per process; returns what it returned on rank 0.
 
     Starts nproc (or NPROC) processes on this machine, by default one per visible GPU, or two without a GPU.  With one
-    process worker_fn is called here.  So it is under torchrun, srun and mpirun, where nproc is ignored.
+    process, and under torchrun, srun and mpirun (nproc is ignored there), worker_fn is called in this process.
     The first started process that fails ends the run: SystemExit with its error; RuntimeError in a notebook, in a
     thread and in a process of multiprocessing.
-    The processes are forked where that is safe, else spawned: then each imports the program anew.  So what worker_fn
-    needs (a default dtype, globals) is set in it or passed to it.  Files that it leaves open are written, and atexit
-    functions that it registers run, unless it is killed because another rank has failed; what buffers in another way
-    (gzip, zip, shelve) it must close.
+    The processes are forked where that is safe, else spawned: then each imports the program anew.  So set what
+    worker_fn needs (a default dtype, globals) inside it, or pass it.  Files that it leaves open are written, and atexit
+    functions that it registers run, unless it is killed because another rank has failed.  It must close files that
+    buffer in another way (gzip, zip, shelve).
     `launch` changes no random numbers: torch's, Python's and numpy's go on in each rank where they are in this process.
-    So a seed that was set before holds in every rank, as under torchrun.  (Without one these ranks begin equal, and
-    torchrun's don't.)  Then all ranks have the same dropout masks, too.  A rank draws its own if it seeds once more,
-    after what must be equal has been made (the model, random_split):  torch.manual_seed(seed + dist.get_rank())
+    So a seed that was set before holds in every rank, as under torchrun.  (Without a seed these ranks begin with equal
+    random numbers, torchrun's with different ones.)  With one seed all ranks also have the same dropout masks.  For
+    different masks seed again, after the model and random_split:  torch.manual_seed(seed + dist.get_rank())
     """
     count = count_processes(nproc)
     if count == 1 or "WORLD_SIZE" in os.environ:

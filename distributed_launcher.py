@@ -6,8 +6,8 @@
 Each rank finds its place in torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and
 MASTER_PORT), so torch's own init_process_group works in it, too.  distributed.py uses this file if it is beside it.
 
-The file reads in the order of a run: start, watch, explain, end; what each rank does.  Then come two things that
-torchrun's, srun's and mpirun's ranks need, too: the launchers' variables, and how the ranks find each other.
+The file has the order of a run: start, watch, explain, end; what each rank does.  Then come two parts that ranks of
+torchrun, srun and mpirun use, too: the launchers' variables, and how the ranks find each other.
 """
 
 import atexit
@@ -53,9 +53,9 @@ STOP_GRACE = 30  # seconds to save, for ranks that handle SIGTERM, if the run is
 FAILURE_GRACE = 3  # the same, after another rank has failed
 REPORT_UNENDED_AFTER = 10  # seconds that a rank's process lives on after the rank has finished
 POLL = 0.02  # seconds between two looks at the ranks
-CPU_QUOTA = "/sys/fs/cgroup/cpu.max"  # a container's: "200000 100000" is two cores, "max 100000" all
+CPU_QUOTA = "/sys/fs/cgroup/cpu.max"  # in a container "200000 100000" means two cores, "max 100000" all
 _FRAME = re.compile(r'File "(.+)", line (\d+),? in (.+)')  # a line of a traceback, Python's or faulthandler's
-# Files and folders that are not the program: where a rank stands is told by its own line.
+# Files and folders that are not the program: the table of where each rank stands shows a line of the program.
 NOT_THE_PROGRAM = [
     os.path.join(os.path.dirname(__file__), "distributed.py"),
     __file__,
@@ -64,8 +64,8 @@ NOT_THE_PROGRAM = [
     "<frozen ",  # a part of Python that is built in
 ]
 
-# How a rank may fail, the likeliest cause first.  One that died took its connections from the others.  One that reports
-# an error doesn't: it waits to be killed.  A lost connection is a consequence.
+# How a rank may fail, the likeliest first cause first.  A rank that died broke the others' connections.  A rank that
+# reports an error keeps its connections, and waits to be killed.  A lost connection is a consequence.
 DIED, FAILED, TIMED_OUT, LOST = FAILURES = ("died", "failed", "timed out", "lost its connection")
 
 
@@ -75,7 +75,7 @@ class _Report(NamedTuple):
     when: float
     failure: str = ""  # one of FAILURES; "": it has finished, or was told to stop
     error: str = ""
-    stop_signal: int = 0  # it ended itself with 128 + this signal, as programs do that have saved
+    stop_signal: int = 0  # the rank ended itself with 128 + this signal, as programs do after saving
     result: Any = None
 
 
@@ -84,7 +84,7 @@ def run(function: Callable, args: tuple = (), nproc: int = 2) -> Any:
 
     The first rank that fails ends the run: SystemExit with its error, so the exit code is 1; RuntimeError where
     SystemExit would be lost: in a notebook, a shell, a thread, a process of multiprocessing.  Ctrl-C and SIGTERM end
-    with 130 and 143 (in a shell Ctrl-C is KeyboardInterrupt); in a thread they are the program's, as Python has it.
+    with 130 and 143 (in a shell Ctrl-C is KeyboardInterrupt); in a thread the program must handle them.
     Ctrl-C, and `kill -USR1` of this process, print where each rank stands.
     Ranks that handle SIGTERM have DIST_GRACE seconds to save, or 30 if the run is told to stop, 3 after a failure.
     """
@@ -108,7 +108,7 @@ def run(function: Callable, args: tuple = (), nproc: int = 2) -> Any:
 
 
 def read_grace() -> float | None:
-    """DIST_GRACE, in seconds; ValueError, in one line, if it is something else."""
+    """DIST_GRACE in seconds, None if it is not set; ValueError, in one line, if it is no number of seconds."""
     text = os.environ.get("DIST_GRACE")
     if not text:
         return None
@@ -122,7 +122,7 @@ def read_grace() -> float | None:
 
 
 def _in_shell() -> bool:
-    """Whether this is a notebook or an interactive shell, which SystemExit would end."""
+    """Whether the program is a notebook or an interactive shell, which SystemExit would end."""
     return hasattr(sys, "ps1")
 
 
@@ -141,14 +141,14 @@ def must_go_on() -> bool:
 def fork_is_safe() -> bool:
     """Whether this process can be forked: a child has its parent's locks, but none of its threads.
 
-    So nothing may be forked while there are other threads, Python's or torch's OpenMP pool: a child that uses the pool
-    waits for ever.
+    So fork only if there are no other threads, of Python or of torch's OpenMP pool: a child that uses the pool waits
+    for ever.
     """
     return _can_fork() and threading.active_count() == 1 and len(os.listdir("/proc/self/task")) == 1
 
 
 def _can_fork() -> bool:
-    """Whether the system and CUDA allow it.  Forks a test child: only there does CUDA say so.
+    """Whether the system and CUDA allow a fork.  CUDA only says so in a forked child, so one is forked.
 
     OpenBLAS, which numpy brings, ends its threads at this first fork, so `fork_is_safe` doesn't count them.
     """
@@ -159,7 +159,7 @@ def _can_fork() -> bool:
 
 
 def _fork(function: Callable) -> int:
-    """A child process that does just this, and ends with its result as exit code; returns its process ID."""
+    """Fork a child process that calls the function, and ends with its result as exit code; returns its process ID."""
     child = os.fork()
     if child == 0:
         code = 1
@@ -193,7 +193,7 @@ def _how_to_start(job: tuple, nproc: int) -> tuple[str, int | None, Any]:
 
 
 def _count_cores() -> int:
-    """The cores for this process.  A container (docker --cpus=2) sees all cores, but has a quota of their time."""
+    """The number of cores for this process.  A container (docker --cpus=2) sees all cores, but has a quota."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with contextlib.suppress(OSError, ValueError):  # there is no such file, or no quota
         quota, period = Path(CPU_QUOTA).read_text().split()
@@ -214,14 +214,14 @@ class _Ranks:
         self.stop_now = False  # there was a second Ctrl-C: don't wait for the ranks to save
         self.stacks_wanted = False
         self.unended_reported = False
-        self.guard = 0  # its process ID
+        self.guard = 0  # the guard's process ID
         self.store: Any = None
         self.folder = ""  # for the ranks' reports and stacks
 
     @contextlib.contextmanager
     def signals_handled(self) -> Iterator[None]:
-        """Signals are noted here, and acted on in `watch`.  What is ignored stays ignored (SIGHUP under nohup)."""
-        if not _is_main_thread():  # there Python sets no handlers
+        """Note signals, for `watch` to act on.  An ignored signal stays ignored (SIGHUP under nohup)."""
+        if not _is_main_thread():  # Python sets handlers in the main thread only
             yield
             return
         # A handler of the program's own might wait for the ranks in our place.
@@ -249,7 +249,7 @@ class _Ranks:
         method, threads, job = _how_to_start(job, self.nproc)
         parent = os.getpid()
         self.guard = _fork(lambda: _guard(parent, self.folder))
-        os.setpgid(self.guard, self.guard)  # here, too: its group must be there when the ranks join it
+        os.setpgid(self.guard, self.guard)  # here, too: the group must exist before the ranks join it
         server = socket.create_server(("127.0.0.1", 0))  # held from now on, so no other run can have its port
         address, port = server.getsockname()
         environment = {
@@ -262,10 +262,10 @@ class _Ranks:
         }
         files = _open_files()
         _inherited[:] = [weakref.ref(file) for file in files]
-        _write(files)  # otherwise each forked rank would also write what they have buffered
+        _write(files)  # without this, each forked rank would also write the files' buffers
         if method == "spawn":
             resource_tracker.ensure_running()  # now, because it unblocks signals
-        # Blocked until a rank is ready for them, so that none dies half-way into its start.
+        # Signals are blocked until a rank is ready for them, so that no rank dies half-way into its start.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, (*STOP_SIGNALS, signal.SIGUSR1, STACK_SIGNAL))
         try:
             for rank in range(self.nproc):
@@ -290,14 +290,14 @@ class _Ranks:
     # -------------------------------------------------------------------------------------------------------- watch
 
     def watch(self) -> str:
-        """Wait until all have ended well, one has failed, or the run is told to stop; returns the error, or ""."""
+        """Wait until all ranks have ended, one has failed, or the run is told to stop; returns the error, or ""."""
         while not (self.stop_signal or self.failures() or len(self.ended) == self.nproc):
             self.wait_for_news()
             for report in self.reports.values():
                 self.stop_signal = self.stop_signal or report.stop_signal  # the rank was told to stop, so the run was
             self.report_unended()
-        # What is seen first may be a consequence.  So wait a moment for its cause, and longer if only lost connections
-        # are known.
+        # The first failure that is seen may be a consequence.  So wait a moment for its cause, and longer if only lost
+        # connections are known.
         since = time.monotonic()
         while self.failures() and not self.stop_signal:
             patience = 2 if self.reports[self.failures()[0]].failure == LOST else 0.2
@@ -310,7 +310,7 @@ class _Ranks:
         return ""
 
     def wait_for_news(self, seconds: float = POLL) -> None:
-        """Sleep for a moment, for so many seconds at most; then look what the ranks and signals have brought."""
+        """Sleep for POLL seconds, or `seconds` if that is less; then look at the signals and the ranks."""
         time.sleep(min(seconds, POLL))
         if self.stacks_wanted:
             self.stacks_wanted = False
@@ -319,8 +319,8 @@ class _Ranks:
             self.look_at(rank, process.exitcode)
 
     def look_at(self, rank: int, code: int | None) -> None:
-        """Note whether this rank has ended, and its report: its own, or one that says how it died."""
-        if code is not None:  # asked for first: a rank that has ended has written its report, or never will
+        """Note whether this rank has ended, and its report: the rank's own, or one that says how it died."""
+        if code is not None:  # look at this first: a rank that has ended has written its report, or never will
             self.ended.add(rank)
         if rank not in self.reports and (written := self.read(f"report{rank}")):
             try:
@@ -334,12 +334,12 @@ class _Ranks:
             self.reports[rank] = _Report(time.monotonic(), DIED, f"{_how_it_ended(code)} after its work")
 
     def read(self, name: str) -> bytes:
-        """What a rank has written into this file; b"" if nothing."""
+        """The content of a file that a rank may have written; b"" if there is none."""
         path = Path(self.folder, name)
         return path.read_bytes() if path.exists() else b""
 
     def report_unended(self) -> None:
-        """Name, once, the ranks that have finished, but whose processes go on."""
+        """Print, once, the ranks that have finished, but whose processes still run."""
         late = []
         for rank, report in self.reports.items():
             if rank not in self.ended and time.monotonic() - report.when > REPORT_UNENDED_AFTER:
@@ -358,7 +358,7 @@ class _Ranks:
     # ------------------------------------------------------------------------------------------------------ explain
 
     def explain(self) -> str:
-        """The error of the rank that failed first, and what helps to understand it."""
+        """The text for the user: the error of the rank that failed first, and where each rank stands."""
         rank = self.failures()[0]
         report = self.reports[rank]
         text = f"rank {rank} of {self.nproc} failed first: {report.error.rstrip()}"
@@ -370,7 +370,7 @@ class _Ranks:
         return text if report.failure == FAILED else f"{text}\n{self.table()}"
 
     def table(self) -> str:
-        """Where each rank stands."""
+        """A table with the line of the program at which each rank stands."""
         asked = set(range(len(self.processes))) - self.ended
         for rank in asked:
             with contextlib.suppress(ProcessLookupError):
@@ -400,7 +400,7 @@ class _Ranks:
     # ---------------------------------------------------------------------------------------------------------- end
 
     def end(self) -> None:
-        """Let the ranks save, then kill them all, with what they have started; nothing of the run is left."""
+        """Let the ranks save, then kill them and the processes that they have started, and remove the run's folder."""
         try:
             self.let_ranks_save()
         finally:
@@ -414,7 +414,7 @@ class _Ranks:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def let_ranks_save(self) -> None:
-        """Send SIGTERM to ranks that handle it.  The others stay until these have saved: they may be needed for it."""
+        """Send SIGTERM to ranks that handle it, and wait until they have saved.  They may need the others for that."""
         saving = []
         for rank, process in enumerate(self.processes):
             if rank not in self.reports and _handles_sigterm(process.pid):
@@ -442,7 +442,7 @@ class _Ranks:
 def _handles_sigterm(pid: int) -> bool:
     try:
         caught = int(re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())[1], 16)  # a bit for each
-    except OSError:  # macOS doesn't tell: perhaps
+    except OSError:  # macOS doesn't say: assume that it does
         return True
     return bool(caught >> (signal.SIGTERM - 1) & 1)
 
@@ -459,10 +459,10 @@ def _how_it_ended(code: int) -> str:
 
 
 def _where(frames: list[tuple[str, str, str]]) -> str:
-    """The program's own line: the first outside of NOT_THE_PROGRAM, of frames that begin with the innermost."""
+    """The innermost line of the program itself, outside of NOT_THE_PROGRAM; the innermost frame comes first."""
     called = ""
     for path, line, function in frames:
-        if function == "_bootstrap":  # what follows in a forked process is its parent's
+        if function == "_bootstrap":  # the frames that follow in a forked process are the parent's
             break
         if not path.startswith(tuple(NOT_THE_PROGRAM)):
             return f"{path}:{line}, {function}" + (f", in {called}" if called else "")
@@ -475,7 +475,7 @@ def _where(frames: list[tuple[str, str, str]]) -> str:
 
 
 def _guard(parent: int, folder: str) -> None:
-    """The leader of the process group that all ranks join, and so what they start: data loader workers, forkservers.
+    """The leader of the process group of all ranks and of the processes that they start (data loader workers, ...).
 
     If the launching process dies, even by SIGKILL, the run's folder is removed, and the group killed.
     """
@@ -487,7 +487,7 @@ def _guard(parent: int, folder: str) -> None:
 
 
 def _be_rank(guard: int, environment: dict, folder: str, threads: int | None, job: Any) -> None:
-    """Do the job, and report."""
+    """Call the function in this process, a rank, and write the report."""
     try:
         os.setpgid(0, guard)  # so Ctrl-C in a terminal reaches the launching process alone
     except OSError:  # the launching process was killed, and so the guard has ended
@@ -501,7 +501,7 @@ def _be_rank(guard: int, environment: dict, folder: str, threads: int | None, jo
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     stack_file = open(f"{folder}/stack{rank}", "a")  # noqa: SIM115  faulthandler keeps it open
-    faulthandler.enable(file=stack_file)  # if it crashes, maybe in another thread, as by NCCL's watchdog
+    faulthandler.enable(file=stack_file)  # for a crash, also in another thread, such as NCCL's watchdog
     faulthandler.register(STACK_SIGNAL, file=stack_file, all_threads=False)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (*STOP_SIGNALS, signal.SIGUSR1, STACK_SIGNAL))
     if threads:
@@ -513,11 +513,11 @@ def _be_rank(guard: int, environment: dict, folder: str, threads: int | None, jo
         result = function(*args)
         report = _Report(time.monotonic(), result=result if rank == 0 else None)
     except BaseException as error:
-        failure = error  # still here: what its frames hold may take long to end
+        failure = error  # kept until the report is written: to free its frames' files and loaders may take long
         report = _report_of(error)
         # Before the report: a rank that has reported a failure is killed.
         _write([*_log_handlers(), *_open_files()])
-    if os.getpid() != pid:  # a child that the function has forked, and that came back
+    if os.getpid() != pid:  # a child that the function has forked has returned from it
         os._exit(failure is not None)
     _write_report(report, f"{folder}/report{rank}")
     if report.failure or report.stop_signal:
@@ -532,7 +532,7 @@ def _be_rank(guard: int, environment: dict, folder: str, threads: int | None, jo
 
 
 def _leave_to_the_parent() -> None:
-    """Make a forked process as fresh as a new one: what its parent has begun, the parent ends, and alone.
+    """Make a forked process like a new one: only the parent cleans up what the parent has begun.
 
     multiprocessing does this with its own finalizers, and since Python 3.13 with atexit.  The libraries that register
     with atexit once for each process must then register again: weakref.finalize (TemporaryDirectory) and logging.
@@ -569,7 +569,7 @@ def _random_numbers() -> _RandomNumbers:
 
 
 def _set_random_numbers(states: _RandomNumbers, is_forked: bool) -> None:
-    """Go on where the launching process was.  A forked process does, but Python seeds its own generator anew."""
+    """Continue the launching process's random numbers.  A forked process does; only Python's generator is reseeded."""
     random.setstate(states.python)
     if not is_forked:
         torch.manual_seed(states.seed)  # GPUs, too
@@ -583,7 +583,7 @@ _inherited: list[weakref.ref] = []  # the files that the launching process had o
 
 
 def _open_files() -> list:
-    """The program's; gc does not tell of the inherited ones, as they are frozen."""
+    """The program's open files; the inherited ones are frozen, so gc does not list them."""
     kinds = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
     files = [item for item in gc.get_objects() if issubclass(type(item), kinds)]  # isinstance would ask the item
     return files + [file for reference in _inherited if (file := reference()) is not None]
@@ -594,7 +594,7 @@ def _log_handlers() -> list[logging.Handler]:
 
 
 def _write(files: list) -> None:
-    """Write what they have buffered; in threads, as one may be a pipe that nobody reads."""
+    """Write the files' buffers to disk, each in a thread: a file may be a pipe that nobody reads."""
     for file in files:
         thread = threading.Thread(target=_flush, args=[file], daemon=True)
         thread.start()
@@ -607,7 +607,7 @@ def _flush(file: Any) -> None:
 
 
 def _write_report(report: _Report, path: str) -> None:
-    """The launching process sees no report, or all of it."""
+    """Write the report, atomic: the launching process sees no report, or all of it."""
     try:
         Path(f"{path}.tmp").write_bytes(pickle.dumps(report))
     except Exception as error:  # pickle has many kinds, and the disk may be full
@@ -633,7 +633,7 @@ def _report_of(error: BaseException) -> _Report:
 
 
 def _failure_of(error: BaseException) -> str:
-    """FAILED, unless torch says that a connection was lost or that the time is up.
+    """The kind of an error: FAILED, unless torch says that a connection was lost or that the time is up.
 
     NCCL's errors and the store's have a class; gloo's are a RuntimeError that names the line of its source.
     """
@@ -661,13 +661,13 @@ LAUNCHER_VARIABLES = (*PLACES, "MASTER_ADDR", "MASTER_PORT")
 def translate_variables() -> None:
     """If mpirun or srun has started this process, write its place into torchrun's variables, unless these are set.
 
-    mpirun counts before srun, because it runs inside SLURM jobs.  A given MASTER_ADDR or MASTER_PORT stays.  What is
-    missing is not invented: distributed.check_variables refuses what is left.
+    mpirun has precedence over srun, because it runs inside SLURM jobs.  A given MASTER_ADDR or MASTER_PORT stays.
+    Missing variables are not invented: distributed.check_variables refuses an incomplete set.
     """
     env = os.environ
     if any(name in env for name in TORCHRUN):
         return
-    host = run = ""  # mpirun doesn't tell rank 0's host, and MPICH names no run
+    host = run = ""  # mpirun doesn't say where rank 0 is, and MPICH gives a run no name
     if any(name in env for name in OPEN_MPI):
         names, run = OPEN_MPI, env.get("PMIX_NAMESPACE", "")
     elif "MPI_LOCALRANKID" in env:  # srun --mpi=pmi2 sets PMI_RANK, but not this
@@ -694,9 +694,9 @@ def translate_variables() -> None:
 
 
 def _mpirun() -> int:
-    """The process ID of MPICH's process that started this rank.  A wrapper (conda run, time) may stand between them.
+    """The process ID of MPICH's process that started this rank: the first ancestor that has no rank itself.
 
-    So it is the first ancestor that has no rank itself.
+    A wrapper (conda run, time) may stand between them.
     """
     pid = os.getppid()
     with contextlib.suppress(OSError):  # macOS has no /proc, and not every process lets itself be read
@@ -708,8 +708,8 @@ def _mpirun() -> int:
 # -------------------------------------------------------------------------------------- roll-call: who is missing?
 
 REPORT_MISSING_AFTER = 10  # seconds; then a line on stderr says which ranks are missing
-_own_address = _address_of_rank_0 = ""  # on the network that joins them
-_drawn = os.urandom(8).hex()  # tells this process from those of other machines
+_own_address = _address_of_rank_0 = ""  # on the network between this process and rank 0
+_drawn = os.urandom(8).hex()  # distinguishes this process from those of other machines
 
 
 def open_store(rank: int, world_size: int, limit: timedelta) -> torch_dist.Store:
@@ -744,7 +744,7 @@ def open_store(rank: int, world_size: int, limit: timedelta) -> torch_dist.Store
 
 
 def _serve(connect: Callable, address: str, port: int, advice: str) -> torch_dist.Store:
-    """The store of a new group, as rank 0 serves it."""
+    """Serve the store of a new group, as rank 0; returns it."""
     options: dict = {}
     try:
         if _is_loopback(address):  # otherwise torch listens on all networks
@@ -760,14 +760,14 @@ def _serve(connect: Callable, address: str, port: int, advice: str) -> torch_dis
 
 
 def _find(connect: Callable, address: str, port: int, rank: int, limit: timedelta) -> torch_dist.Store:
-    """The store that rank 0, torchrun or `launch` serves: waits until it is there."""
+    """Wait for the store that rank 0, torchrun or `launch` serves; returns it."""
     found = []
 
     def missing() -> str:
         try:
             socket.create_connection((address, port), timeout=5).close()  # a TCPStore that is early prints warnings
             store = connect()
-            # A rank's store is for one group: where this process has joined one, rank 0 is about to end it.
+            # A rank's store is for one group: if this process has joined a group in it, rank 0 is about to end it.
             if _is_served_for_us() or not store.check([_name_of_process()]):
                 found.append(store)
         except (OSError, torch_dist.DistError):
@@ -784,7 +784,7 @@ def note_joined(store: torch_dist.Store) -> None:
 
 
 def _is_served_for_us() -> bool:
-    """Whether torchrun or `launch` serves the store, and not rank 0."""
+    """Whether torchrun or `launch` serves the store, instead of rank 0."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
@@ -793,7 +793,7 @@ def _name_of_process() -> str:
 
 
 def wait_for_all_ranks(store: torch_dist.Store, rank: int, world_size: int, limit: timedelta) -> None:
-    """Wait until all ranks have come to this store.  TimeoutError names those that don't; torch's own start doesn't."""
+    """Wait until all ranks have come to this store.  TimeoutError names the missing ranks; torch's own doesn't."""
     keys = [f"rank {number}" for number in range(world_size)]
     if not _is_loopback(_own_address):
         store.set("address of rank 0", _address_of_rank_0)
@@ -848,7 +848,7 @@ def _interface_with(address: str) -> str:
 def _wait_for(missing: Callable[[], str], rank: int, limit: timedelta) -> None:
     """Wait until `missing` returns "".  After 10 s a line on stderr names the ranks; at the limit TimeoutError does.
 
-    Not by store.wait, which prints torch's warnings when it times out.
+    store.wait is not used: it prints torch's warnings when it times out.
     """
     started = time.monotonic()
     pause = 0.001
@@ -859,7 +859,7 @@ def _wait_for(missing: Callable[[], str], rank: int, limit: timedelta) -> None:
             raise TimeoutError(f"init_process_group: {ranks} did not come within {limit.total_seconds():.0f} s")
         if waited > REPORT_MISSING_AFTER and not is_reported:
             is_reported = True
-            if rank == 0 or ranks.startswith("rank 0"):  # rank 0 speaks; if it is missing, all do
+            if rank == 0 or ranks.startswith("rank 0"):  # rank 0 prints the line; if it is missing, all others do
                 print(f"distributed: waiting for {ranks}", file=sys.stderr, flush=True)
         time.sleep(pause)
         pause = min(2 * pause, 0.1)

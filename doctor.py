@@ -1,10 +1,10 @@
-"""Is it the machine, or my script?  One screen: paste all of it into a bug report.
+"""A test of this machine: is the machine at fault, or my script?  Paste all of its output into a bug report.
 
     python doctor.py                          # this machine: all GPUs, or two processes without a GPU
     torchrun --nproc_per_node=2 doctor.py     # or srun, mpirun: the processes of a launcher, on all machines
-    kill -USR1 PID                            # of a run that `python train.py` has started: where each rank stands
+    kill -USR1 PID                            # PID: of a hanging `python train.py`, which prints where each rank stands
 
-Each line is ok, or WRONG and what to do.  Exit code 1 if anything is wrong.
+Each line is ok, or WRONG with what to do.  The exit code is 1 if a line is WRONG.
 """
 
 import argparse
@@ -17,23 +17,23 @@ import sys
 
 try:
     import torch
-except Exception as problem:  # not only ImportError: a library of CUDA that is missing is an OSError
+except Exception as problem:  # not only ImportError: a missing library of CUDA is an OSError
     sys.exit(f"WRONG  torch     {problem}: pip install torch")
 
 import distributed as dist
 import distributed_launcher as launcher
 
 VARIABLES = [*launcher.LAUNCHER_VARIABLES, "NPROC"]
-ADVICE = [  # for the first pattern that an error has
-    ("driver", "nvidia-smi shows up to which CUDA the driver goes: update it, or install a torch for an older CUDA"),
-    ("out of memory", "nvidia-smi shows who has the GPU's memory"),
-    ("tim(ed|e) ?out|connect|resolve", "a firewall? GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME name the interface to use"),
+ADVICE = [  # (a pattern of an error, what to do); the first that matches is printed
+    ("driver", "nvidia-smi shows the driver's newest CUDA: update the driver, or install torch for an older CUDA"),
+    ("out of memory", "nvidia-smi shows which processes use the GPU's memory"),
+    ("tim(ed|e) ?out|connect|resolve", "a firewall? GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME set the network interface"),
     ("", "look it up in docs/troubleshooting.md; report it with all of this, for NCCL with NCCL_DEBUG=INFO"),
 ]
 
 
 def show(is_ok: bool, what: str, found: str) -> bool:
-    """A line of the table; returns is_ok."""
+    """Print a line of the table; returns is_ok."""
     print(f"{'ok' if is_ok else 'WRONG':5}  {what:8}  {found}\n", end="", flush=True)  # in one piece: all ranks print
     return is_ok
 
@@ -49,15 +49,15 @@ def check_software() -> bool:
 
 
 def check_devices() -> bool:
-    """How many GPUs there are; whether they compute is seen later, in a process for each."""
+    """Print the cores and the GPUs.  check_rank tests whether the GPUs compute, in a process for each."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     show(True, "CPU", f"{cores} cores, OMP_NUM_THREADS {os.environ.get('OMP_NUM_THREADS', 'not set')}")
     count, chosen = torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES")
     found = f"{count}, CUDA_VISIBLE_DEVICES {'not set' if chosen is None else repr(chosen)}"
     if chosen and chosen != "-1" and count < len(chosen.split(",")):
-        return show(False, "GPUs", f"{found}: it names GPUs that torch can't see: correct it, or unset it")
+        return show(False, "GPUs", f"{found} names GPUs that torch can't see: correct it, or unset it")
     if count == 0 and chosen is None and os.path.exists("/dev/nvidia0"):
-        return show(False, "GPUs", f"{found}, but there is one: compare torch's CUDA with that of nvidia-smi")
+        return show(False, "GPUs", f"{found}, but the machine has a GPU: compare torch's CUDA with that of nvidia-smi")
     return show(True, "GPUs", found)
 
 
@@ -69,31 +69,31 @@ def check_launcher() -> bool:
             count = dist.count_processes()
     except SystemExit:
         return show(False, "launcher", refusal.getvalue().removeprefix("distributed: ").strip())
-    has_launcher = "RANK" in os.environ  # if another launcher's variables stand here, they have been translated
+    has_launcher = "RANK" in os.environ  # srun's and mpirun's variables have been translated
     started = "its processes" if has_launcher else "none; `launch` starts the processes"
     return show(True, "launcher", f"{started}: {count} ({variables or 'no variable set'})")
 
 
 def check_rank(local_rank: int, world_size: int) -> None:
-    """On each rank: its device computes, and all devices add up their numbers."""
+    """Test, on each rank, that its device computes, and that an all-reduce over all devices is right."""
     device = dist.get_device()
     ones = torch.ones(64, 64, device=device)
     total = (ones @ ones).sum().item()
     if total != 64**3:
-        raise ArithmeticError(f"{device} computes {total}, and {64**3} is right: don't train on it")
+        raise ArithmeticError(f"{device} computes {total} instead of {64**3}: don't train on it")
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     show(True, f"rank {dist.get_rank()}", f"{device} computes ({name})")
     dist.init_process_group(timeout=60)
     rank_sum = dist.all_reduce(torch.tensor(dist.get_rank())).item()
     expected = world_size * (world_size - 1) // 2
     if rank_sum != expected:
-        raise ArithmeticError(f"the all-reduce gives {rank_sum}, and {expected} is right: don't train with this torch")
+        raise ArithmeticError(f"the all-reduce returns {rank_sum} instead of {expected}: don't train with this torch")
 
 
 def check_ranks() -> bool:
     try:
         dist.launch(check_rank)
-        return not dist.is_primary() or show(True, "together", "one all-reduce over all devices gives the right sum")
+        return not dist.is_primary() or show(True, "together", "an all-reduce over all devices returns the right sum")
     except (SystemExit, Exception) as problem:
         if isinstance(problem, SystemExit) and isinstance(problem.code, int):
             raise  # Ctrl-C
@@ -110,7 +110,7 @@ def main() -> int:
     except ValueError:  # check_launcher says what is wrong
         is_primary = True
     findings = [check_software(), check_devices(), check_launcher()] if is_primary else [True]
-    if findings[-1]:  # else no process can find its place
+    if findings[-1]:  # if the launcher's variables are wrong, no process can find its place
         findings.append(check_ranks())
     return int(not all(findings))
 

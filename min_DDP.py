@@ -1,6 +1,6 @@
-"""The smallest complete DDP program: made-up data, one linear layer, everything a real one needs.
+"""The smallest complete DDP program: random data, one linear layer, and all calls that a real program needs.
 
-python min_DDP.py                          # one process per visible GPU; two on a machine without
+python min_DDP.py                          # one process per visible GPU; two processes without a GPU
 python min_DDP.py --nproc 3                # three processes
 CUDA_VISIBLE_DEVICES=0,1 python min_DDP.py
 torchrun --nproc_per_node=2 min_DDP.py

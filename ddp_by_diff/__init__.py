@@ -1,4 +1,4 @@
-"""ddp-timeline, ddp-equivalence and ddp-doctor: the commands that `pip install` brings.
+"""The commands that `pip install` brings: ddp-timeline, ddp-equivalence and ddp-doctor.
 
     pip install .                               # in a clone; or pip install git+ADDRESS
     ddp-timeline train.py --my-flags            # as python PATH/timeline train.py --my-flags

@@ -1,4 +1,4 @@
-"""Programs to try, with nothing to fill in; `mistakes` and `collectives` are those of the pages in docs/.
+"""Programs to run as they are: mistakes, collectives, and programs for equivalence/ and timeline/ to look at.
 
 python -m demos.mistakes no_ddp wrong     # docs/mistakes.md
 python -m demos.collectives all_reduce    # docs/collectives.md

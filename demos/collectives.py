@@ -73,7 +73,7 @@ def barrier(mine):
 
 
 def tens(rank, world_size):
-    """[1, 2, 3] on rank 0, [10, 20, 30] on rank 1, [100, 200, 300] on rank 2: a sum shows who is in it."""
+    """[1, 2, 3] on rank 0, [10, 20, 30] on rank 1, [100, 200, 300] on rank 2: a sum shows which ranks it contains."""
     return torch.arange(1, world_size + 1) * 10**rank
 
 
@@ -104,7 +104,7 @@ COLLECTIVES = {  # the function, and what it is called with
 
 
 def before_and_after(name):
-    """A pair of lists for each rank, on every rank: its numbers before, and after (None: no result)."""
+    """For each rank a pair of lists: its numbers before and after the collective (None: no result)."""
     function, numbers = COLLECTIVES[name]
     mine = numbers(torch_dist.get_rank(), torch_dist.get_world_size())
     before = mine.tolist()

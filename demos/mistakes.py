@@ -1,6 +1,7 @@
 """The programs of docs/mistakes.md: each mistake, wrong and right, in two processes.
 
-python -m demos.mistakes set_epoch wrong
+python -m demos.mistakes                     # lists them
+python -m demos.mistakes set_epoch wrong     # or right
 """
 
 import argparse
@@ -11,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -41,7 +43,7 @@ model = nn.Linear(2, 1)
 
 
 class TwoHeads(nn.Module):
-    """Uses one of its heads only."""
+    """A model with two heads that uses only one of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +91,7 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.Tens
 
 
 def zero_model() -> nn.Module:
-    """A model whose weights are 0 at the start, so that its losses are the same everywhere."""
+    """A model whose weights are 0 at the start, so that losses are equal on all machines."""
     model = nn.Linear(2, 1)
     nn.init.zeros_(model.weight)
     nn.init.zeros_(model.bias)
@@ -103,7 +105,7 @@ def print_difference(model: nn.Module) -> None:
 
 
 def route() -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A router that has learnt its work: expert 0 for the tokens of even ranks, expert 1 for those of odd ones."""
+    """A trained router (expert 0 for tokens of even ranks, expert 1 for those of odd ranks), and its optimizer."""
     router = nn.Linear(2, 2, bias=False)
     nn.init.eye_(router.weight)
     router = dist.prepare_ddp_model(router)
@@ -163,7 +165,7 @@ def train_bigram(words: torch.Tensor, targets: torch.Tensor) -> None:
 
 
 def print_overlap(train_set: Subset, test_set: Subset) -> None:
-    """Train on one; print how many images of the other were trained on, by any rank."""
+    """Train on train_set; print on how many images of test_set any rank has trained."""
     trained = train(DataLoader(train_set, batch_size=10, sampler=dist.data_sampler(train_set)), target=1)
     mine = [test_set[index] for index in dist.data_sampler(test_set, pad=False)]
     tested = torch.cat(dist.gather(torch.tensor(mine)))
@@ -179,7 +181,7 @@ def print_rare(sampler: Sampler | list[int]) -> None:
 
 
 class Stream(IterableDataset):
-    """A data set that can only be read from its beginning: as `read` does it."""
+    """A data set that can only be read from its beginning, by the function `read`."""
 
     def __init__(self, read: Callable[[], Iterator[int]]) -> None:
         self.read = read
@@ -189,7 +191,7 @@ class Stream(IterableDataset):
 
 
 def print_stream(read: Callable[[], Iterator[int]]) -> None:
-    """What all ranks together get, if each has two loader workers."""
+    """Print the examples that all ranks together read, each with two loader workers."""
     mine = torch.tensor(list(DataLoader(Stream(read), batch_size=None, num_workers=2)))
     dist.print_primary(f"examples of an epoch: {torch.cat(dist.gather(mine)).sort().values.tolist()}")
 
@@ -453,25 +455,105 @@ def rank_0_works_right() -> None:
     dist.print_primary("all go on")
 
 
+class Mistake(NamedTuple):
+    """What is wrong and what it does, in a line; the program with the mistake; the right program."""
+
+    line: str
+    wrong: Callable
+    right: Callable
+
+
 MISTAKES = {
-    "no_ddp": (no_ddp_wrong, no_ddp_right),
-    "after_wrapping": (after_wrapping_wrong, after_wrapping_right),
-    "no_sampler": (no_sampler_wrong, no_sampler_right),
-    "set_epoch": (set_epoch_wrong, set_epoch_right),
-    "weighted": (weighted_wrong, weighted_right),
-    "every_rank": (every_rank_wrong, every_rank_right),
-    "collective": (collective_wrong, collective_right),
-    "random_split": (random_split_wrong, random_split_right),
-    "padding": (padding_wrong, padding_right),
-    "mean_of_means": (mean_of_means_wrong, mean_of_means_right),
-    "token_mean": (token_mean_wrong, token_mean_right),
-    "border": (border_wrong, border_right),
-    "balance": (balance_wrong, balance_right),
-    "batch_size": (batch_size_wrong, batch_size_right),
-    "unused": (unused_wrong, unused_right),
-    "early_stop": (early_stop_wrong, early_stop_right),
-    "iterable": (functools.partial(print_stream, iterable_wrong), functools.partial(print_stream, iterable_right)),
-    "rank_0_works": (rank_0_works_wrong, rank_0_works_right),
+    "no_ddp": Mistake(
+        "no DDP around the model: each rank trains a model of its own",
+        no_ddp_wrong,
+        no_ddp_right,
+    ),
+    "after_wrapping": Mistake(
+        "a layer is unfrozen after DDP was put around the model: its gradients are not averaged",
+        after_wrapping_wrong,
+        after_wrapping_right,
+    ),
+    "no_sampler": Mistake(
+        "the loader has no sampler: every rank trains on every example",
+        no_sampler_wrong,
+        no_sampler_right,
+    ),
+    "set_epoch": Mistake(
+        "set_epoch is not called: the order is the same in every epoch",
+        set_epoch_wrong,
+        set_epoch_right,
+    ),
+    "weighted": Mistake(
+        "DistributedSampler around WeightedRandomSampler: the weights have no effect",
+        weighted_wrong,
+        weighted_right,
+    ),
+    "every_rank": Mistake(
+        "every rank prints and saves: each line comes twice, and two processes write one file",
+        every_rank_wrong,
+        every_rank_right,
+    ),
+    "collective": Mistake(
+        "a collective inside `if is_primary()`: rank 0 waits for ranks that never call it",
+        collective_wrong,
+        collective_right,
+    ),
+    "random_split": Mistake(
+        "random_split without a seed: ranks train on each other's test examples",
+        random_split_wrong,
+        random_split_right,
+    ),
+    "padding": Mistake(
+        "padding in evaluation: an example is counted twice",
+        padding_wrong,
+        padding_right,
+    ),
+    "mean_of_means": Mistake(
+        "the mean of the ranks' accuracies: on a rank with fewer examples each one counts more",
+        mean_of_means_wrong,
+        mean_of_means_right,
+    ),
+    "token_mean": Mistake(
+        "the mean of the ranks' losses: on a rank with fewer tokens each one counts more",
+        token_mean_wrong,
+        token_mean_right,
+    ),
+    "border": Mistake(
+        "a long text is cut before its targets are made: no rank learns what stands across a border",
+        border_wrong,
+        border_right,
+    ),
+    "balance": Mistake(
+        "a router's balance from one rank's tokens: the router forgets which expert is right",
+        balance_wrong,
+        balance_right,
+    ),
+    "batch_size": Mistake(
+        "the batch size is per process: the global batch is twice as large",
+        batch_size_wrong,
+        batch_size_right,
+    ),
+    "unused": Mistake(
+        "a parameter without a gradient: the second step ends in an error",
+        unused_wrong,
+        unused_right,
+    ),
+    "early_stop": Mistake(
+        "one rank stops early: the other waits for it until the time-out",
+        early_stop_wrong,
+        early_stop_right,
+    ),
+    "iterable": Mistake(
+        "an IterableDataset without shares: each loader worker reads the whole stream",
+        functools.partial(print_stream, iterable_wrong),
+        functools.partial(print_stream, iterable_right),
+    ),
+    "rank_0_works": Mistake(
+        "rank 0 works for a long time: the other waits for it until the time-out",
+        rank_0_works_wrong,
+        rank_0_works_right,
+    ),
 }
 
 
@@ -483,11 +565,32 @@ def worker(local_rank: int, world_size: int, function: Callable, folder: str) ->
     dist.cleanup()
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("mistake", choices=MISTAKES)
-    parser.add_argument("way", choices=["wrong", "right"])
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, usage=argparse.SUPPRESS, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("name", nargs="?", choices=[*MISTAKES], metavar="NAME", help="without one: lists them")
+    parser.add_argument("way", nargs="?", choices=["wrong", "right"], metavar="WAY", help="wrong or right")
     args = parser.parse_args()
-    wrong, right = MISTAKES[args.mistake]
+    if args.name and not args.way:
+        parser.error(f"wrong or right? type python -m demos.mistakes {args.name} wrong")
+    return args
+
+
+def list_mistakes() -> None:
+    for name, mistake in MISTAKES.items():
+        print(f"{name:<15} {mistake.line}")
+    print("\nTo run one: python -m demos.mistakes no_ddp wrong")
+    print("DIST_TIMEOUT=3 python -m demos.mistakes collective wrong: the wait ends after 3 seconds, not after 600")
+
+
+def main() -> None:
+    args = parse_args()
+    if not args.name:
+        return list_mistakes()
     with tempfile.TemporaryDirectory() as folder:
-        dist.launch(worker, wrong if args.way == "wrong" else right, folder, nproc=2)
+        dist.launch(worker, getattr(MISTAKES[args.name], args.way), folder, nproc=2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,4 @@
-"""A training in which rank 1, or each rank, is 60 ms late, in one part of its step, for timeline/ to find.
+"""A training for timeline/ to look at: rank 1, or each rank, is 60 ms late in one part of its step.
 
 python -m timeline -m demos.slow forward
 python -m timeline -m demos.slow loading --every-rank --workers 2

@@ -1,7 +1,7 @@
-"""Ways of training with several processes, each wrong and right, for equivalence/ to look at.
+"""Wrong ways of training with several processes, and their corrections, for equivalence/ to look at.
 
-python -m equivalence -m demos.ways sum             # says what is wrong
-python -m equivalence -m demos.ways sum --right     # the same, corrected
+python -m equivalence -m demos.ways sum             # wrong: equivalence/ names the mistake
+python -m equivalence -m demos.ways sum --right     # the corrected program
 """
 
 import argparse

@@ -8,7 +8,7 @@ from torch import nn
 
 
 def accumulate(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor, parts: int) -> None:
-    """Make each p.grad the gradient of the mean of F.mse_loss over the examples of all ranks, as if in one go.
+    """Make each p.grad the gradient of the mean of F.mse_loss over the examples of all ranks.
 
     The batch is too large for the memory: call backward for one micro-batch after the other (inputs.chunk(parts)).
     All ranks have equally many examples, but the last chunk may be smaller than the others.  The model is DDP's, which

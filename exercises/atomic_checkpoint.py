@@ -11,7 +11,7 @@ def atomic_checkpoint(state: dict, path: str) -> None:
     """Rank 0 alone writes its state (a dictionary with tensors) to path, so that torch.load reads it.
 
     All ranks call it.  It returns on every rank when the file is complete: the others may read it then.  Whenever the
-    process is killed, a complete file must be there: the old one, or the new one.  After that it must work again,
-    whatever the killed process has left; otherwise it leaves no second file behind.
+    process is killed, the old file or the complete new one must be there.  A later call must work, whatever the killed
+    process has left.  A call that is not killed leaves no second file behind.
     """
     raise NotImplementedError

@@ -44,21 +44,31 @@ class Outcome(NamedTuple):
     text: str = ""
 
 
-def check(name: str, path: Path, limit: float = LIMIT) -> bool:
-    """Print a line for each number of processes; returns whether all are right."""
+def check(name: str, path: Path, limit: float = LIMIT) -> str:
+    """Print a line for each number of processes; returns EQUAL, or the first verdict that differs."""
     print(f"{name} ({short(path)})", flush=True)
-    right = True
+    verdict = EQUAL
     for nproc in WORLD_SIZES:
         outcome = examine(name, path, nproc, limit)
         if outcome.verdict == BLANK:
             print(f"  {BLANK}: write {name}() in {short(path)}; to begin: python -m exercises.check {name} --hint")
-            return False
+            return BLANK
         processes = "1 process  " if nproc == 1 else f"{nproc} processes"
         print(f"  {processes}  {outcome.verdict}  {outcome.text}".rstrip(), flush=True)
         if outcome.verdict in (ERROR, HANGS):
-            return False  # more processes would show the same
-        right = right and outcome.verdict == EQUAL
-    return right
+            return outcome.verdict  # more processes would show the same
+        verdict = outcome.verdict if verdict == EQUAL else verdict
+    return verdict
+
+
+def print_summary(verdicts: dict[str, str]) -> None:
+    """Print which exercises are solved, which are not right, and which are blank."""
+    groups: dict[str, list[str]] = {"solved": [], "not right": [], "blank": []}
+    for name, verdict in verdicts.items():
+        groups[{EQUAL: "solved", BLANK: "blank"}.get(verdict, "not right")].append(name)
+    print()
+    for title, names in groups.items():
+        print(f"{title:<9} {len(names):>2} of {len(verdicts)}  {', '.join(names)}".rstrip())
 
 
 def short(path: Path | str) -> str:
@@ -91,7 +101,7 @@ def examine(name: str, path: Path, nproc: int, limit: float = LIMIT) -> Outcome:
 
 @contextlib.contextmanager
 def asks_after(limit: float, said: io.StringIO):
-    """After so many seconds ask the launcher where the ranks stand; TimeoutError when it has said so."""
+    """After `limit` seconds ask the launcher where the ranks stand; TimeoutError when it has answered."""
 
     def ask(number, frame):
         if TABLE in said.getvalue():
@@ -109,7 +119,7 @@ def asks_after(limit: float, said: io.StringIO):
 
 
 def named(name: str, text: str) -> str:
-    """The mistake, if the exercise's check knows it by where the ranks stand, or by their error."""
+    """The mistake, if the exercise's check knows it by where the ranks stand, or by their error; else ""."""
     for pattern, mistake in getattr(module_of(name), "SIGNS", {}).items():
         if re.search(pattern, text):
             return f"\n  It looks like this: {mistake}"
@@ -147,13 +157,13 @@ def worker(name: str, path: Path, folder: str) -> None:
 
 
 def answer(name: str, path: Path, folder: str) -> Any:
-    """What is judged of this rank."""
+    """This rank's answer, which the check judges."""
     torch.manual_seed(dist.get_rank())  # random numbers differ between ranks, as in a script that sets no seed
     return module_of(name).run(load(name, path), folder)
 
 
 def load(name: str, path: Path) -> Callable:
-    """The function of this name in this file."""
+    """The function with this name in this file."""
     spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -163,7 +173,7 @@ def load(name: str, path: Path) -> Callable:
 
 
 def explain(error: BaseException, path: Path) -> str:
-    """The lines of the reader's file that led there, and the error's first lines."""
+    """The lines of the reader's file that led to the error, and the error's first lines."""
     if isinstance(error, SystemExit):
         error = RuntimeError(f"sys.exit({error.code!r}) was called")
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
@@ -204,13 +214,14 @@ def main() -> int:
         return 0
     folder = ROOT / "exercises" / "solutions" if args.solution else ROOT / "exercises"
     torch.set_num_threads(1)  # no pool of threads, so that processes can be forked
-    right = sum(check(name, folder / f"{name}.py") for name in names)
+    verdicts = {name: check(name, folder / f"{name}.py") for name in names}
+    is_right = set(verdicts.values()) == {EQUAL}
     if args.name == "all":
-        print(f"{right} of {len(names)} are right")
-    elif right:
+        print_summary(verdicts)
+    elif is_right:
         later = NAMES[NAMES.index(args.name) + 1 :]
         print(f"passed; next: {later[0]}" if later else "passed: that was the last one")
-    return 0 if right == len(names) else 1
+    return 0 if is_right else 1
 
 
 if __name__ == "__main__":

@@ -11,6 +11,6 @@ def ring_all_reduce(tensor: torch.Tensor) -> None:
 
     Use only torch_dist.send, isend, recv and irecv.  Each rank sends to the next one only, rank + 1, and the last one
     to rank 0.  Each message is one part of the tensor, cut into world size parts: with n ranks, 2 * (n - 1) messages
-    per rank.  The size may be any, also less than the number of ranks.  With one process there is nothing to do.
+    per rank.  The tensor may have fewer elements than there are ranks.  With one process there is nothing to do.
     """
     raise NotImplementedError

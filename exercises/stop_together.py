@@ -11,9 +11,9 @@ import distributed as dist
 def stop_together(steps: int, train_step: Callable[[int], None]) -> int:
     """Call train_step(0), train_step(1), ..., at most `steps` of them, and return how many were made.
 
-    A cluster that wants the machine back sends SIGTERM, perhaps to one rank only.  Then all ranks stop after the step
-    in which it came.  A rank that stops alone leaves the others waiting: train_step has a message in it.  Python calls
-    the function that signal.signal(signal.SIGTERM, function) names, as function(number, frame).  Without a signal all
-    steps are made.  It may be called several times in one process.
+    A cluster that wants the machine back sends SIGTERM, perhaps to one rank only.  Then all ranks must stop after the
+    step in which the signal came.  A rank that stops alone leaves the others waiting, because train_step sends a
+    message.  After signal.signal(signal.SIGTERM, function) Python calls function(number, frame) when the signal comes.
+    Without a signal make all steps.  stop_together may be called several times in one process.
     """
     raise NotImplementedError

@@ -1,1 +1,1 @@
-"""What makes the pictures and the tables of docs/.  From the repository's root: python -m experiments.timelines"""
+"""Programs that make the pictures and tables of docs/.  From the repository's root: python -m experiments.timelines"""

@@ -1,10 +1,10 @@
-"""What the check of the calls costs: dist.all_reduce and dist.reduce beside torch's own all_reduce.
+"""The time of the check of the calls: dist.all_reduce and dist.reduce beside torch's own all_reduce.
 
     python -m experiments.check                      # two ranks on the CPU, over Gloo
     python -m experiments.check --save               # into experiments/results/check.md, for docs/api.md
 
-The two calls take turns within one run, so both meet the same moments of a busy machine.  A figure is the median of
-300 pairs.  Each check costs a message there and back before the call; what that costs by itself shows torch's barrier.
+The two calls take turns within one run, so a busy machine slows both.  A figure is the median of 300 pairs.  The check
+is a message from all ranks to all before the call; torch's barrier is shown for comparison.
 """
 
 import argparse
@@ -25,7 +25,7 @@ def after_barrier(tensor: torch.Tensor) -> None:
     torch.distributed.all_reduce(tensor)
 
 
-FUNCTIONS = {  # and the heading of a column
+FUNCTIONS = {  # by the heading of their column
     "after torch's `barrier`": after_barrier,
     "`dist.all_reduce`": dist.all_reduce,
     "`dist.reduce`": dist.reduce,
@@ -33,7 +33,7 @@ FUNCTIONS = {  # and the heading of a column
 
 
 def median_times(function: Callable, size: int, pairs: int) -> tuple[float, float]:
-    """torch's and ours, in ms, on this rank."""
+    """The median time of torch's call and of ours, in ms, on this rank."""
     tensor, ours, theirs = torch.zeros(size), [], []
     for _ in range(pairs):
         begin = time.perf_counter()

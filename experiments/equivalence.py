@@ -1,7 +1,7 @@
-"""Is it the same as one process?  The table of docs/results.md, made by equivalence/ itself.
+"""The table of equivalence/'s answers in docs/results.md.
 
 python -m experiments.equivalence                # all programs, with 3 processes: 5 minutes
-python -m experiments.equivalence min_DDP sum    # some
+python -m experiments.equivalence min_DDP sum    # two of them
 python -m experiments.equivalence --save         # writes experiments/results/equivalence.md
 """
 
@@ -28,12 +28,13 @@ for name in "by_hand", "overlap", "zero", "accumulate", "fsdp", "tensor_parallel
 COMMANDS["mesh"] += " --tensor-parallel 1"
 for name in "transformer", "context_parallel", "experts":
     COMMANDS[name] = f"-m variants.mnist_{name} {MNIST}"
+COMMANDS["experts"] = COMMANDS["experts"].replace("198", "200")
 for name in WAYS:
     COMMANDS[name] = f"-m demos.ways {name}"
 
 
 def look_at(command: str, processes: int) -> dict:
-    """What equivalence/ writes with --json."""
+    """The answer that equivalence/ writes with --json for this command."""
     with tempfile.TemporaryDirectory() as folder:
         words, file = command.replace("FOLDER", f"{folder}/run").split(), Path(folder, "answer.json")
         start = ["-m", "equivalence", "--json", file, "--nproc", processes, *words]

@@ -21,7 +21,7 @@ def machine() -> str:
 
 
 def report(name: str, command: str, runs: str, rows: list[list[str]], save: bool) -> None:
-    """Print it; write it to its file if `save`."""
+    """Print the table below the line that says how it was measured; if `save`, write both to the result file."""
     place = f"{machine()}, {platform.system()} {platform.machine()}, torch {torch.__version__}"
     lines = [f"| {' | '.join(row)} |" for row in rows]
     lines.insert(1, "|" + len(rows[0]) * "---|")

@@ -22,7 +22,7 @@ class Checkpointed(ConvNet):
 
 
 class Wide(nn.Sequential):
-    """More weights than activations.  The first four entries, a stage of the pipeline, weigh as much as the others."""
+    """A network with more weights than activations.  Its first four layers, a pipeline stage, have half of them."""
 
     def __init__(self, channels: int, side: int) -> None:
         pixels, width = channels * side**2, 1024

@@ -1,13 +1,13 @@
-"""The pictures of docs/timelines/, a script's step below its parent's, and the table of what each form keeps.
+"""The pictures of docs/timelines/, a script's step below its parent's, and the table of memory in docs/results.md.
 
     sudo python -m experiments.timelines overlap fsdp     # two pictures, into the folder timelines/
     python -m experiments.timelines pipeline              # one without a slowed network needs no root
     python -m experiments.timelines adam attention        # the tables of docs/results.md and docs/scaling.md
     sudo python -m experiments.timelines --save           # all: docs/timelines/, experiments/results/; 6 minutes
 
-The processes train on synthetic digits, on the CPU.  Where messages are what a picture is about, each process has a
-network link that carries so many Mbit/s (slow_link.py): over memory they take no time that could be seen.  Where kept
-memory is what it is about, the network is a wide one, and the optimizer Adam (networks.py).
+The processes train on synthetic digits, on the CPU.  For pictures about messages each process has a slowed network link
+(slow_link.py): without it messages take too little time to be seen.  For pictures about kept memory the network is
+wide, and the optimizer is Adam (networks.py).
 """
 
 import argparse
@@ -60,7 +60,7 @@ TENSOR_PARALLEL, PIPELINE = Run("variants.mnist_tensor_parallel"), "variants.mni
 TRANSFORMER = Run("variants.mnist_transformer")
 WIDE = {"network": "Wide", "flags": "--dataset synthetic --lr 0.001"}
 WIDE_DDP = Run("mnist_ddp", 1000, note="wide network, Adam", **WIDE)
-PICTURES = {  # below each other
+PICTURES = {  # the runs of a picture, from top to bottom
     "ddp": [SINGLE, Run("mnist_ddp")],
     "amp": [Run("mnist_ddp"), Run("mnist_amp")],
     "by_hand": [DDP, BY_HAND],
@@ -90,7 +90,7 @@ PICTURES = {  # below each other
     ],
     "slow_core": [Run("mnist_ddp", note="two processes on one core", cores=1)],
 }
-ADAM = [  # in one step, as each sends and keeps the same
+ADAM = [  # one step each: all steps send and keep the same
     Run("mnist_ddp", nproc=1, recorded=1, **WIDE),
     Run("mnist_ddp", nproc=4, recorded=1, **WIDE),
     Run("variants.mnist_zero", nproc=4, recorded=1, **WIDE),
@@ -105,7 +105,7 @@ for side in 4, 2:  # of a patch, of 28 x 28 pixels
 
 @functools.cache
 def record(run: Run) -> dict:
-    """The picture of a program, from a process of its own: its network, folder and cores end with it."""
+    """Record a program in a new process, with which its network, folder and cores end; returns the picture."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as executor:
         return executor.submit(record_here, run).result()
 
@@ -130,7 +130,7 @@ def record_here(run: Run) -> dict:
 
 
 def make_observers(place: Place, owner: int, run: Run) -> list[Observer]:
-    """In each rank, before its program begins."""
+    """The recorders of a rank, made before its program begins."""
     sys.path.append(str(ROOT))
     if run.rate:
         slow_link.take_end(place.rank, owner, run.rate)
@@ -138,7 +138,7 @@ def make_observers(place: Place, owner: int, run: Run) -> list[Observer]:
 
 
 def drawn(runs: list[Run]) -> str:
-    """The SVG, the last picture's line `why`, and from which state of the scripts it is, for tools/build.py."""
+    """The SVG; for tools/build.py also the last picture's line `why`, and digests of the recorded scripts."""
     text = draw([record(run) for run in runs])
     reasons = [line.text for line in record(runs[-1])["findings"] if line.label == "why"]
     text += f"<!-- why: {''.join(reasons)} -->\n"

@@ -47,11 +47,11 @@ def test_a_wrong_environment_is_one_wrong_line():
 
 FAULTS = {  # planted in distributed.py: what is said, and the advice
     "import torch\ntorch.ones = lambda *shape, device: torch.full(shape, 2.0)": (
-        "computes 1048576.0, and 262144 is right: don't train on it",
+        "computes 1048576.0 instead of 262144: don't train on it",
         "look it up",
     ),
     "right = dist.all_reduce\ndist.all_reduce = lambda tensor: right(tensor) + 1": (
-        "the all-reduce gives 2, and 1 is right: don't train with this torch",
+        "the all-reduce returns 2 instead of 1: don't train with this torch",
         "look it up",
     ),
     "def fault(**options):\n    raise TimeoutError('timed out')\ndist.init_process_group = fault": (

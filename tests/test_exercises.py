@@ -2,6 +2,7 @@
 
 import pickle
 import re
+import shutil
 import signal
 
 import pytest
@@ -55,7 +56,7 @@ WRONG = {
     "ring_all_reduce": [
         ("the tensor is unchanged", START, "return"),
         ("each rank passes its sum on", START, SUM_HERE.format("tensor", "")),
-        ("whole tensors that go round", START, SUM_AROUND),
+        ("whole tensors go round", START, SUM_AROUND),
         ("only the first round", SECOND, "pass"),
         ("the second round adds", SECOND, ADDED.format("rank + 1 - step", "rank - step")),
         ("either the first round overwrites", ".add_(received)", ".copy_(received)"),
@@ -91,7 +92,7 @@ WRONG = {
         ("a mean of means", START, "return losses.mean()"),
         ("a sum where a mean was meant", START, "return losses.sum()"),
         ("multiply by the world size before", " * dist.get_world_size()", ""),
-        ("where it must be multiplied", "* dist", "/ dist"),
+        ("by the world size instead of multiplied", "* dist", "/ dist"),
         ("this rank's own number of tokens", "/ count", "/ len(losses)"),
         ("no gradient flows through reduce", "losses.sum()", "dist.reduce(losses.sum())"),
         (
@@ -104,9 +105,9 @@ WRONG = {
         ("the parts' means are averaged, but the last part is smaller than the others", *MICRO_MEAN),
         ("each rank kept its own gradient, and the parts' means are averaged", *ALL_NO_SYNC, *MICRO_MEAN),
         ("a sum over the parts where a mean was meant", MICRO_MEAN[0], ""),
-        ("6 parts of 10 examples are only 5", "number < len(micro_batches)", "number < parts"),
+        ("chunk(6) of 10 examples returns only 5 parts", "number < len(micro_batches)", "number < parts"),
         ("gradient is left, and it is divided", "loss.backward()", "model.zero_grad(), loss.backward()"),
-        ("by 4 all-reduces for 4 parts, where 1 is enough", "no_sync() if", "contextlib.nullcontext() if"),
+        ("4 all-reduces were made for 4 parts: 1 is enough", "no_sync() if", "contextlib.nullcontext() if"),
         ("10 of 10 examples are in one forward pass", START, "return F.mse_loss(model(inputs), targets).backward()"),
         ("two forward passes come before a backward", "loss =", "model(x)\n            loss ="),
     ],
@@ -206,13 +207,44 @@ def test_a_wrong_solution_is_named_and_a_right_one_passes(tmp_path, name, words,
     assert any(words in text for text in texts) and bool(words) == any(texts), texts
 
 
+def summary_of(done):
+    """The exercises of each line of the summary, which stands after an empty line."""
+    lines = re.findall(r"^(\w+(?: \w+)?) +(\d+) of 11(?:  (.*))?$", done.out.rpartition("\n\n")[2], re.MULTILINE)
+    groups = {title: names.split(", ") if names else [] for title, _, names in lines}
+    assert [int(count) for _, count, _ in lines] == [len(names) for names in groups.values()] and len(groups) == 3
+    return {title: names for title, names in groups.items() if names}
+
+
 def test_all_blanks_fail_with_a_line_that_helps():
     if any("NotImplementedError" not in (ROOT / f"exercises/{name}.py").read_text() for name in NAMES):
         pytest.skip("an exercise has been solved here")
     done = forker().run("-m", "exercises.check", "all")
-    assert (done.code, done.err) == (1, "") and done.out.endswith("0 of 11 are right\n")
+    assert (done.code, done.err) == (1, "") and summary_of(done) == {"blank": NAMES}
     for name in NAMES:
         assert f"not implemented yet: write {name}() in exercises/{name}.py" in done.out
+
+
+def test_the_summary_says_what_is_solved(tmp_path):
+    """In a copy two exercises are solved, two are not right, and all others are blank."""
+    solved, wrong = ["shard", "global_mean"], ["average_gradients", "token_mean"]
+    (tmp_path / "exercises").mkdir()
+    (tmp_path / "exercises/checks").symlink_to(ROOT / "exercises/checks")
+    for file in "__init__.py", "check.py":
+        shutil.copy(ROOT / "exercises" / file, tmp_path / "exercises")
+    for name in NAMES:
+        changed(tmp_path / "exercises", name, *([] if name in solved else [START, "raise NotImplementedError"]))
+    changed(tmp_path / "exercises", wrong[0], AVERAGE, "pass")  # WRONG
+    changed(tmp_path / "exercises", wrong[1], START, "losses.none()")  # an ERROR
+    done = forker().run("-m", "exercises.check", "all", cwd=tmp_path, path=[ROOT])
+    blank = [name for name in NAMES if name not in solved + wrong]
+    assert (done.code, done.err) == (1, ""), done
+    assert summary_of(done) == {"solved": solved, "not right": wrong, "blank": blank}, done.out
+
+
+@pytest.mark.slow
+def test_all_solutions_are_solved():
+    done = forker().run("-m", "exercises.check", "all", "--solution")
+    assert (done.code, done.err) == (0, "") and summary_of(done) == {"solved": NAMES}, done
 
 
 def test_a_solution_passes_and_a_hint_is_given():

@@ -6,10 +6,10 @@ import re
 
 import pytest
 import torch
-from world import ROOT, forker, run
+from world import ROOT, forker, refused, run
 
 import distributed as dist
-from demos.mistakes import MISTAKES, zero_model
+from demos.mistakes import MISTAKES, parse_args, zero_model
 
 NUMBERS = list(range(6))
 PRINTED = {  # by name and number of ranks: what the right lines print, and the wrong ones
@@ -40,18 +40,38 @@ def test_each_mistake_is_on_the_page():
     assert {name for name, _ in PRINTED} | PROGRAMS == {*MISTAKES}
 
 
+def test_without_a_name_each_mistake_is_listed_in_a_line():
+    done = forker().run("-m", "demos.mistakes")
+    listed, how_to_run = done.out.split("\n\n")
+    lines = dict(line.split(maxsplit=1) for line in listed.splitlines())
+    assert (done.code, done.err) == (0, "") and list(lines) == list(MISTAKES)
+    assert all(re.fullmatch(r"[^:]+: [^:]+", line) for line in lines.values()), "what is wrong: what it does"
+    assert len({*lines.values()}) == len(MISTAKES) and max(map(len, listed.splitlines())) <= 110
+    name, way = re.search(r"^To run one: python -m demos.mistakes (\w+) (\w+)$", how_to_run, re.MULTILINE).groups()
+    done = forker().run("-m", "demos.mistakes", name, way)
+    assert done.code == 0 and re.search(PRINTED[name, 2][1], done.out), done
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [(["no_dpd"], "invalid choice: 'no_dpd'"), (["padding"], "type python -m demos.mistakes padding wrong")],
+)
+def test_a_name_alone_or_a_wrong_one_is_one_line(flags, words):
+    refused(parse_args, words, flags=flags)
+
+
 def _printed(name, way):
     torch.manual_seed(dist.get_rank())
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        MISTAKES[name][way]()
+        getattr(MISTAKES[name], way)()
     return printed.getvalue()
 
 
 @pytest.mark.parametrize(("name", "n"), PRINTED)
 def test_wrong_and_right(name, n):
     right, wrong = PRINTED[name, n]
-    assert re.search(right, text := run(_printed, n, name, 1)[0]), text
-    assert re.search(wrong, text := run(_printed, n, name, 0)[0]), text
+    assert re.search(right, text := run(_printed, n, name, "right")[0]), text
+    assert re.search(wrong, text := run(_printed, n, name, "wrong")[0]), text
 
 
 def _change_after_wrapping(how):

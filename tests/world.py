@@ -108,6 +108,24 @@ def chromium():
     return webdriver.Chrome(options=options, service=Service(driver))
 
 
+def pictures_to_scroll(browser):
+    """How many pictures of this page are shown: each in its natural width, in a box that scrolls to its end."""
+    pictures = [one for one in browser.find_elements("css selector", "img") if one.is_displayed()]
+    for one in pictures:
+        seen = browser.execute_async_script(
+            """const [picture, done] = arguments, box = picture.parentElement;
+            picture.loading = "eager";
+            picture.decode().then(() => {
+                box.scrollLeft = picture.naturalWidth;
+                const [inside, outside] = [picture.getBoundingClientRect(), box.getBoundingClientRect()];
+                done([inside.width - picture.naturalWidth, inside.right - outside.right]);
+            });""",
+            one,
+        )
+        assert abs(seen[0]) < 1 and seen[1] < 1, (browser.current_url, one.get_attribute("src"), seen)
+    return len(pictures)
+
+
 # ---------------------------------------------------------------------------------------------------- a kept world
 
 

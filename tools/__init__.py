@@ -1,1 +1,1 @@
-"""What writes the generated parts of the pages, docs/index.html and the site.  From the root: python -m tools.build"""
+"""Programs that write the generated parts of the pages, docs/index.html and the site: python -m tools.build"""

@@ -1,4 +1,4 @@
-"""Writes what is generated: docs/index.html, and on the Markdown pages everything between two markers.
+"""Writes docs/index.html, and on the Markdown pages everything between two markers.
 
     python -m tools.build            # rewrites what is out of date
     python -m tools.build --quick    # without the programs, which take minutes: diffs, tables, sources, docs/index.html
@@ -83,7 +83,7 @@ def definition(file: str, name: str) -> list[str]:
 
 
 def why(name: str) -> str:
-    """As timeline printed it when experiments/timelines.py recorded the picture."""
+    """The line `why` that timeline printed when experiments/timelines.py recorded the picture."""
     picture = (ROOT / f"docs/timelines/{name}.svg").read_text(encoding="utf-8")
     sentence = re.search(r"<!-- why: (.*?) -->", picture)[1]
     return block("text", f"why       {sentence}") if sentence else "\n`why` says nothing.\n"
@@ -100,7 +100,7 @@ run_program = programs.shell  # the tests put a faster one in its place, with th
 
 
 def run(command: str) -> Result:
-    """`[VARIABLE=VALUE ...] ARGUMENTS` of python, in an empty folder: two processes on a CPU, whatever there is."""
+    """Run `[VARIABLE=VALUE ...] python ARGUMENTS` in an empty folder: two processes, any GPUs hidden."""
     words = shlex.split(command)
     variables = dict(word.split("=", 1) for word in words if re.match(r"[A-Z_]+=", word))
     script, *args = words[len(variables) :]
@@ -125,7 +125,7 @@ def output(command: str) -> str:
 
 
 def mistake(what: str) -> str:
-    """Both ways of a mistake, each with what it prints, except that the processes have met."""
+    """The wrong and the right lines of a mistake, each with its output but for the first line (`distributed: ...`)."""
     shown = ""
     variables, _, name = what.rpartition(" ")
     for way in "wrong", "right":
@@ -148,7 +148,7 @@ def collective(name: str) -> str:
 
 
 def told(stderr: str) -> str:
-    """The warnings; then an error's table of the ranks or, without one, the last message of its traceback.
+    """The warnings in stderr; then the error's table of the ranks or, if there is none, its last message.
 
     The message's lines are cut: torch writes whole paragraphs.
     """
@@ -170,9 +170,9 @@ def masked(text: str) -> str:
 
 
 def same_output(shown: str, now: str) -> bool:
-    """Whether only the masked figures differ, and losses and accuracies by no more than rounding explains.
+    """Whether two outputs differ only in the masked figures, and in losses and accuracies only by rounding.
 
-    CPUs round differently, and training makes that larger.  Another order of the examples gives greater differences.
+    CPUs round differently, and training makes the differences larger.  Another order of the examples changes more.
     """
     number = r"\d+\.\d+"
     before, after = masked(shown), masked(now)
@@ -196,7 +196,7 @@ class Block(NamedTuple):
     shown: str
 
     def now(self) -> str:
-        """What should be shown; an output as it is, while that is true."""
+        """The text that the block should show; an output that is still true stays as it is."""
         new = PROGRAMS[self.kind](self.what) if self.kind in PROGRAMS else KINDS[self.kind](*self.what.split())
         return self.shown if self.kind in PROGRAMS and same_output(self.shown, new) else new
 
@@ -233,7 +233,7 @@ def rewrite(page: Path, check: bool, quick: bool) -> list[str]:
 
 
 def old_pictures() -> list[str]:
-    """The pictures of docs/timelines/ whose scripts have changed since; to record new ones needs root."""
+    """A line for each picture of docs/timelines/ that is older than its scripts; recording new ones needs root."""
     found = []
     for picture in sorted((ROOT / "docs/timelines").glob("*.svg")):
         for script, digest in recorded_from(picture).items():

@@ -1,4 +1,4 @@
-"""What a machine with GPUs can say about this project, in at most 8 minutes.  Needs no network.
+"""Tests this project on a machine with GPUs, in at most 8 minutes, without a network.
 
     python -m tools.gpu_check                     # all GPUs that torch sees
     python -m tools.gpu_check --out FOLDER        # for each part's output, the picture and the trace
@@ -56,7 +56,7 @@ class Answer(NamedTuple):
 
 
 def describe() -> dict:
-    """The cards, and the versions of torch and of NVIDIA's libraries.  Ends the program without a GPU."""
+    """The GPUs, and the versions of torch and of NVIDIA's libraries.  Ends the program if there is no GPU."""
     code, output = run([sys.executable, "-c", DESCRIBE], 120, {})
     if code:
         sys.exit(f"gpu_check: torch can't be used (pip install -r requirements.txt):\n{output}")
@@ -79,7 +79,7 @@ def headline(found: dict) -> str:
 
 
 def lacking() -> list[str]:
-    """What is not installed; the parts that need it will fail."""
+    """The packages that are not installed; the parts that need them will fail."""
     missing = [name for name in PACKAGES.split() if not importlib.util.find_spec(name)]
     lines = [f"not installed: {name} (pip install -r requirements.txt)" for name in missing]
     if not shutil.which("g++"):
@@ -91,7 +91,7 @@ def lacking() -> list[str]:
 
 
 def all_parts(cards: int, folder: Path, is_dry: bool) -> list[Part]:
-    """In the order in which they run; the longest comes last."""
+    """The parts in the order in which they run; the longest comes last."""
     shared = {"NPROC": "2", "DIST_BACKEND": "gloo"}  # two processes on one card
     several = {} if cards > 1 else shared
     first_card = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
@@ -120,7 +120,7 @@ def verdict(output: str) -> str:
 
 
 def speed(output: str) -> str:
-    """Of the last epoch: in the first ones libraries are loaded and memory is allocated."""
+    """The images/s of the last epoch: in the first epochs libraries are loaded and memory is allocated."""
     found = re.findall(r"(\d+) images/s", output)
     return f"{int(found[-1]):,} images/s" if found else ""
 
@@ -137,7 +137,7 @@ def counts(output: str) -> str:
 
 
 def run(command: list[str], limit: float | None, environment: dict[str, str]) -> tuple[int | None, str]:
-    """The exit code, None if the time was up, and what it has printed."""
+    """Run a command; returns its exit code (None if the time was up) and its output."""
     process = subprocess.Popen(
         command,
         cwd=ROOT,

@@ -33,7 +33,7 @@ class Result(NamedTuple):
 
 
 def start(*command: object, cwd: Path = ROOT, path: Iterable[Path] = (), **environment: object) -> subprocess.Popen:
-    """`python command` in a group of its own.  path: PYTHONPATH; environment: more variables, None: not set."""
+    """Start `python command` in a new process group.  path: PYTHONPATH; environment: more variables, None: not set."""
     given = ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(map(str, path)) or None} | environment
     return subprocess.Popen(
         [sys.executable, *map(str, command)],
@@ -48,7 +48,7 @@ def start(*command: object, cwd: Path = ROOT, path: Iterable[Path] = (), **envir
 
 
 def shell(*command: object, timeout: float = LIMIT, **options: object) -> Result:
-    """What `start` has started, when it has ended; after `timeout` seconds its group is killed."""
+    """Run `python command` to its end; after `timeout` seconds its process group is killed."""
     process = start(*command, **options)
     try:
         out, err = process.communicate(timeout=timeout)

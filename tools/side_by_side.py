@@ -35,11 +35,11 @@ OPEN = ("ddp", "by_hand", "overlap", "zero", "accumulate", "fsdp", "local_sgd") 
 CONTEXT = 3  # equal lines that stay open on each side of a change
 FOLD = 4  # fewer equal lines than this are not folded
 JOIN = 2  # at most so many equal lines within one change
-SIMILAR = 0.4  # lines that share less than this don't face each other
+SIMILAR = 0.4  # lines with a smaller similarity don't face each other
 LONG = 40  # a line with more characters may be wrapped, on a phone
 
 
-# ------------------------------------------------------------------------------------------ lines that face another
+# ---------------------------------------------------------------------------------------------- aligning two scripts
 
 
 def _words(line: str) -> list[str]:
@@ -57,7 +57,7 @@ def similarity(before: str, after: str) -> float:
 
 
 def changed_words(before: str, after: str) -> tuple[set[int], set[int]]:
-    """The characters of each line, as positions, that the other one doesn't have; a dot between two is one of them."""
+    """The positions of each line's characters that the other line lacks; a shared one between two of them counts."""
     a, b = _words(before), _words(after)
     marks: tuple[set[int], set[int]] = (set(), set())
     for tag, i, i_end, j, j_end in difflib.SequenceMatcher(None, a, b, autojunk=False).get_opcodes():
@@ -70,9 +70,9 @@ def changed_words(before: str, after: str) -> tuple[set[int], set[int]]:
 
 
 def faced(before: Sequence[str], after: Sequence[str]) -> list[tuple[int | None, int | None]]:
-    """Rows of one change: a line of each, or of one only.
+    """The rows of one change: a line of each script, or of one only.
 
-    Both sides keep their order.  Among all ways to do that, the one with the greatest sum of similarities.
+    Both sides keep their order.  Of all such arrangements this is the one with the greatest sum of similarities.
     """
 
     @functools.cache
@@ -101,7 +101,7 @@ class Part(NamedTuple):
 
 
 def aligned(before: Sequence[str], after: Sequence[str]) -> list[Part]:
-    """Two scripts.  A change may hold a few equal lines, but begins and ends with changed ones."""
+    """The parts of two scripts.  A change may hold a few equal lines, but begins and ends with changed lines."""
     parts: list[Part] = []
     for tag, i, i_end, j, j_end in difflib.SequenceMatcher(None, before, after, autojunk=False).get_opcodes():
         if tag == "equal":
@@ -118,7 +118,7 @@ def aligned(before: Sequence[str], after: Sequence[str]) -> list[Part]:
 
 
 def folded(part: Part, follows: bool, leads: bool) -> list[Part]:
-    """Equal lines; all but those that follow or lead to a change are folded."""
+    """Equal lines in up to three parts: the middle is folded, lines next to a change are not."""
     head = CONTEXT if follows else 0
     tail = len(part.rows) - (CONTEXT if leads else 0)
     if part.is_change or tail - head < FOLD:
@@ -164,7 +164,7 @@ class Source:
 
     @functools.cached_property
     def html(self) -> list[list[tuple[str, str]]]:
-        """The characters of each line, each with the tag that it stands in: a colour, a link, or none."""
+        """The characters of each line, each with its tag: a colour, a link, or none."""
         tags = [""] * len(self.text)
         for token in TOKEN.finditer(self.text):
             tag = link(token[0], self.modules) if token.lastgroup == "name" else f"<i class={token.lastgroup}>"
@@ -202,7 +202,7 @@ def all_notes() -> dict[str, dict[str, str]]:
 
 
 def notes_on(part: Part, before: str, after: str) -> dict[str, str]:
-    """The child's notes on this change."""
+    """The notes of the child script on this change: {line: note}."""
     old, new = source(before).lines, source(after).lines
     changed = [row for row in part.rows if None in row or old[row[0]] != new[row[1]]]
     text = [old[i] for i, _ in changed if i is not None] + [new[j] for _, j in changed if j is not None]
@@ -250,7 +250,7 @@ def glossary() -> dict[str, str]:
 
 
 class Prose:
-    """Notes as HTML.  The first place of a word of the glossary is a link, once per pair."""
+    """Notes as HTML.  A word of the glossary is a link where it comes first in a pair."""
 
     def __init__(self, modules: dict[str, str]) -> None:
         self.modules = modules
@@ -285,7 +285,7 @@ def line_html(line: Sequence[tuple[str, str]], marked: set[int]) -> str:
 
 
 def cell(lines: list[list[tuple[str, str]]], number: int | None, marked: set[int]) -> str:
-    """A line and its number.  The indent of a long line is an element: a line is not broken after it."""
+    """A line and its number as HTML.  The indent of a long line is an element, so a line is not broken after it."""
     if number is None:
         return "<td class=none>"
     line = lines[number]
@@ -309,7 +309,7 @@ def rows_html(part: Part, before: str, after: str) -> str:
 
 
 def folded_html(part: Part, after: str) -> str:
-    """Equal lines, once: a click opens them."""
+    """Folded equal lines as HTML, written once: a click opens them."""
     first, last = part.rows[0][1], part.rows[-1][1]
     definitions = source(after).definitions.items()
     names = [name for name, node in definitions if first <= node.lineno - 1 <= last]
@@ -324,7 +324,7 @@ def key(before: str, after: str) -> str:
 
 
 def picture_html(before: str, after: str) -> str:
-    """The picture of experiments/timelines.py, if there is one, in a fold."""
+    """The picture of experiments/timelines.py in a fold, or "" if there is none."""
     file = next(step.picture for step in STEPS if step.script == after)
     if after not in recorded_from(file) or before == "mnist_dataparallel.py":  # without GPUs it is as mnist_single.py
         return ""

@@ -72,7 +72,7 @@ def markdown(path: Path) -> str:
 
 
 def contents(path: Path) -> str:
-    """What the site has of a file or folder.  Its links still lead to files."""
+    """The page of a file or folder, as HTML.  Its links still lead to files."""
     if path.suffix not in COPIED:
         text = markdown(path)
         code = f'<a href="https://github.com/{REPOSITORY}">repository</a>' if REPOSITORY else ""
@@ -88,7 +88,7 @@ def contents(path: Path) -> str:
 
 
 def address(path: Path) -> Path:
-    """The place of a file or folder in the site."""
+    """The path of a file's or folder's page in the site."""
     place = path.relative_to(ROOT)
     if path.is_dir():
         return place / "index.html"
@@ -110,7 +110,7 @@ def linked(target: str, path: Path) -> Path:
 
 
 def write(path: Path, site: Path) -> list[Path]:
-    """Writes what the site has of a file or folder; returns what that links to."""
+    """Write the page of a file or folder; returns the files and folders to which it links."""
     found = []
 
     def to_page(link: re.Match) -> str:

@@ -91,7 +91,7 @@ def git_diff(*args: str) -> str:
 
 
 def diff_lines(before: str, after: str) -> tuple[int, int]:
-    """Lines that git counts as added and removed."""
+    """The numbers of lines that git counts as added and removed."""
     added, removed, _ = git_diff("--numstat", before, after).split(maxsplit=2)
     return int(added), int(removed)
 

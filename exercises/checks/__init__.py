@@ -1,8 +1,8 @@
-"""What exercises/check.py compares your functions with, a file for each exercise.  You need not read them.
+"""The checks of the exercises, one file each: the right answers, and the usual wrong ones.  You need not read them.
 
-run(function, folder)    on each rank: calls your function; returns what is judged, as numbers and tensors
+run(function, folder)    on each rank: calls your function; returns its answer, as numbers and tensors
 judge(answers)           in one process, with the answers of all ranks: "", or what is wrong, in words
-alone(function, folder)  in one process, where there is one: more that is tried without other ranks; "" or what is wrong
+alone(function, folder)  in some files, with one process only: one more test; "", or what is wrong, in words
 """
 
 NAMES = [

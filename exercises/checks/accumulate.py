@@ -1,4 +1,4 @@
-"""Four steps against one process with the whole batch at once; all-reduces and forward passes are counted."""
+"""Compares four steps with those of one process on the whole batch; counts all-reduces and forward passes."""
 
 import itertools
 
@@ -11,9 +11,9 @@ import distributed as dist
 from exercises.checks import common
 
 HINT = """
-backward adds to p.grad.  A chunk's mean loss counts for len(chunk) of len(inputs) examples: multiply by that
-fraction.  All but the last micro-batch stand inside no_sync(), with their forward pass: there DDP decides whether it
-averages.  contextlib.nullcontext() is a `with` that does nothing.
+backward adds to p.grad.  Multiply a chunk's mean loss by its share of the examples, len(chunk) / len(inputs).
+All but the last micro-batch stand inside no_sync(), with their forward pass: in it DDP decides whether it averages.
+contextlib.nullcontext() is a `with` that does nothing.
 """
 SHARE, LR = 10, 0.5
 PARTS = (4, 3, 1, 6)  # 3 + 3 + 3 + 1, 4 + 4 + 2, all at once, and five times 2
@@ -57,7 +57,7 @@ def run(function, folder):
 
 
 def note_passes(model):
-    """A list that grows: the number of examples of each forward pass, and 0 for each backward pass."""
+    """A list to which each forward pass adds its number of examples, and each backward pass a 0."""
     passes = []
     model[0].register_forward_pre_hook(lambda layer, inputs: passes.append(len(inputs[0])))
     model[0].weight.register_hook(lambda gradient: passes.append(0))
@@ -65,9 +65,9 @@ def note_passes(model):
 
 
 def train(n, combine):
-    """What the ranks would have if `combine` made their gradients, of [rank][part] -> (gradients, examples).
+    """All ranks' answers if `combine` makes their gradients from [rank][part] -> (gradients, examples).
 
-    Without the last step: what is wrong in that one alone has one reason.
+    The last step is left out: an error in that step alone has only one cause.
     """
     models, answers = [network() for _ in range(n)], [{} for _ in range(n)]
     for step, parts in enumerate(PARTS[:-1]):
@@ -88,7 +88,7 @@ def gradient(model, x, y):
 
 
 def one_process(n, steps):
-    """The whole batch of all ranks at once."""
+    """All ranks' answers if one process trains on the whole batch at once."""
     model, answer = network(), {}
     for step in range(steps):
         inputs, targets = (torch.cat(tensors) for tensors in zip(*(share(step, r) for r in range(n)), strict=True))
@@ -117,7 +117,7 @@ def judge(answers):
 
     not_weighted = "the parts' means are averaged, but the last part is smaller than the others"
     ways = {
-        # Of the parts first: with one process nothing can be wrong with the ranks.
+        # Mistakes with the parts first: with one process nothing can be wrong with the ranks.
         not_weighted: lambda own: mean([add_up([(1 / len(p), grads) for grads, _ in p]) for p in own]),
         "a sum over the parts where a mean was meant": lambda own: mean(
             [add_up([(1, grads) for grads, _ in p]) for p in own]
@@ -133,11 +133,11 @@ def judge(answers):
     wrong = {way: train(n, combine) for way, combine in ways.items()}
     problem = common.compare(answers, one_process(n, len(PARTS) - 1), wrong)
     if not problem and (problem := common.compare(answers, one_process(n, len(PARTS)), {})):
-        return f"{problem}. {PARTS[-1]} parts of {SHARE} examples are only 5: count those that chunk returns"
+        return f"{problem}. chunk({PARTS[-1]}) of {SHARE} examples returns only 5 parts: count the returned ones"
     counts = [max(of_step) for of_step in zip(*messages, strict=True)]
     if not problem and n > 1 and max(counts) > 1:
         parts, count = next(pair for pair in zip(PARTS, counts, strict=True) if pair[1] > 1)
-        return f"the gradients are right, but by {count} all-reduces for {parts} parts, where 1 is enough"
+        return f"the gradients are right, but {count} all-reduces were made for {parts} parts: 1 is enough"
     return problem or too_large(passes)
 
 
@@ -146,7 +146,7 @@ def too_large(passes):
         largest = -(-SHARE // parts)
         if max(made) > largest:
             text = f"the gradients are right, but {max(made)} of {SHARE} examples are in one forward pass"
-            return f"{text}: in {parts} parts at most {largest}"
+            return f"{text}: with {parts} parts it must be at most {largest}"
         if any(one and two for one, two in itertools.pairwise(made)):
             return "the gradients are right, but two forward passes come before a backward: call backward for each"
     return ""

@@ -1,4 +1,4 @@
-"""Who writes, when it returns; and, in one process, SIGKILL at each moment at which the folder changes."""
+"""Checks which rank writes, and when the call returns; then kills one process at each change of the folder."""
 
 import contextlib
 import io
@@ -16,10 +16,10 @@ from exercises.checks import common
 
 HINT = """
 Write a second file in the same folder, close it, and then give it the name of the first: os.replace does that in one
-moment.  dist.barrier() waits until all ranks have called it: outside of the `if`.
+moment.  dist.barrier() waits until all ranks have called it, so call it outside of the `if`.
 """
 OLD, NEW = 1, 2
-LIMIT = 60  # seconds for one save: on a busy machine it takes some
+LIMIT = 60  # seconds for one save, also on a busy machine
 MOST_MOMENTS = 24
 
 
@@ -28,7 +28,7 @@ def state_of(step, rank=0, size=10):
 
 
 def read(path):
-    """(step, rank) of a complete file; what is wrong with it, in words, of every other."""
+    """(step, rank) if the file is complete; else what is wrong with it, in words."""
     if not path.exists():
         return "there is no file"
     try:
@@ -36,7 +36,7 @@ def read(path):
         weights = state["weights"]
         if torch.equal(weights, torch.arange(len(weights)) + state["step"]):
             return state["step"], state["rank"]
-    except Exception:  # whatever a damaged file leads to
+    except Exception:  # a damaged file can raise many kinds
         pass
     return f"the file is damaged ({path.stat().st_size} bytes)"
 
@@ -45,7 +45,7 @@ def read(path):
 
 
 def run(function, folder):
-    """First the file is new, then there is an old one.  One rank comes late; each reads when its call returns."""
+    """Save a new file, then over an old one.  One rank calls late; each rank reads when its call returns."""
     path = Path(folder, "ranks", "last.pt")
     path.parent.mkdir(exist_ok=True)
     rank, seen = dist.get_rank(), []
@@ -80,10 +80,9 @@ def judge(answers):
 
 
 class Killer:
-    """Notes each moment at which the folder has changed; at one of them it sends SIGKILL to its own process.
+    """A function for sys.setprofile: it notes each change of the folder, and kills its own process at one of them.
 
-    Python calls it before and after each function, also those of C (sys.setprofile): the disk looks then as it would
-    look after a kill in between.
+    Python calls it before and after each function, also C's: at these moments the folder is as a kill would leave it.
     """
 
     def __init__(self, folder, moment=None):
@@ -134,7 +133,7 @@ def alone(function, folder):
     folder.mkdir()
     path = folder / "last.pt"
     torch.save(state_of(OLD), path)
-    code, moments, error = in_a_process(function, folder)  # nobody is killed: which moments are there?
+    code, moments, error = in_a_process(function, folder)  # without a kill: which moments are there?
     if code or error or read(path) != (NEW, 0):
         return f"a second save: exit code {code}, {error or read(path)}"
     chosen = range(0, len(moments), -(-len(moments) // MOST_MOMENTS))

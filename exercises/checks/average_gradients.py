@@ -1,4 +1,4 @@
-"""Three steps of training, against one process with the whole batch."""
+"""Compares three steps of training with those of one process that has the whole batch."""
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +27,7 @@ def batch(step):
 
 
 def backward(model, step, rank, n):
-    """The gradients of this rank's share; the last weight's lies in memory column by column."""
+    """Compute the gradients of this rank's share; one of them lies in memory column by column."""
     inputs, targets = (tensor[rank::n] for tensor in batch(step))
     model.zero_grad()
     F.mse_loss(model(inputs), targets).backward()
@@ -57,7 +57,7 @@ def run(function, folder):
 
 
 def train(n, combine, average_weights=False):
-    """What the ranks would have if `combine` made each rank's gradients, of all ranks' [rank][parameter].
+    """All ranks' answers if `combine` makes each rank's gradients from all ranks' [rank][parameter].
 
     average_weights: the weights before each update are averaged, too.
     """

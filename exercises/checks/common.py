@@ -1,4 +1,4 @@
-"""What several checks need: compare answers, count messages, wait without a message."""
+"""Functions for several checks: compare answers, count messages, wait without a message."""
 
 import math
 import time
@@ -10,15 +10,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import distributed as dist
 
-TOLERANCE = 1e-9  # everything is float64, and of about the size of 1
-FLOAT32 = 1e-6  # its rounding errors are smaller
-Answer = dict[str, Any]  # of one rank: what it is -> a tensor, or whatever the function returned instead
+TOLERANCE = 1e-9  # all numbers are float64, with a size of about 1
+FLOAT32 = 1e-6  # float32's rounding errors are smaller than this
+Answer = dict[str, Any]  # one rank's: the name of a part -> a tensor, or what the function returned instead
 
 # ------------------------------------------------------------------------------------------------------------ compare
 
 
 def as_answer(value: Any) -> Any:
-    """A tensor of its own for tensors and numbers; None for None; the name of the type for everything else."""
+    """The value as a new tensor, if it is a tensor or a number; None for None; else the name of its type."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     if isinstance(value, (int, float)):
@@ -27,7 +27,7 @@ def as_answer(value: Any) -> Any:
 
 
 def distance(answer: Any, right: Any) -> float:
-    """The largest difference of two numbers; infinite if the two can't be compared."""
+    """The largest difference between two tensors' elements; infinite if the tensors can't be compared."""
     if not (isinstance(answer, torch.Tensor) and isinstance(right, torch.Tensor)):
         return 0.0 if type(answer) is type(right) and answer == right else math.inf
     if answer.shape != right.shape or not torch.equal(answer.isnan(), right.isnan()):
@@ -37,7 +37,7 @@ def distance(answer: Any, right: Any) -> float:
 
 
 def farthest(answers: list[Answer], right: list[Answer], only: str = "") -> tuple[float, int, str]:
-    """The largest distance of all ranks and parts (or of one part only), the rank, and the part."""
+    """The largest distance among all ranks and parts (or in one part only), its rank, and its part."""
     found = [
         (distance(answer[part], right[rank][part]), rank, part)
         for rank, answer in enumerate(answers)
@@ -47,11 +47,11 @@ def farthest(answers: list[Answer], right: list[Answer], only: str = "") -> tupl
 
 
 def compare(answers: list[Answer], right: list[Answer], wrong: dict[str, list[Answer]]) -> str:
-    """ "" if all ranks have the right answer; else where it is not, and which of the wrong ways gives the same."""
+    """ "" if all ranks have the right answer; else where the answer is wrong, and which known mistake leads to it."""
     most = farthest(answers, right)[0]
     if most <= TOLERANCE:
         return ""
-    # The first part that is wrong: what comes later may follow from it.
+    # The first part that is wrong: later errors may follow from it.
     of_parts = (farthest(answers, right, part) for part in right[0])
     first, rank, part = next(found for found in of_parts if found[0] > TOLERANCE)
     answer, expected = answers[rank][part], right[rank][part]
@@ -77,7 +77,7 @@ def compare(answers: list[Answer], right: list[Answer], wrong: dict[str, list[An
 
 
 class Messages(TorchDispatchMode):
-    """Notes what torch.distributed is asked to send inside `with`, by Python or by DDP: [kind, elements, to whom]."""
+    """A list of the messages sent inside `with`, by Python or by DDP: (kind, number of elements, to which rank)."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -91,10 +91,10 @@ class Messages(TorchDispatchMode):
         library, _, name = operation.name().partition("::")
         if library == "c10d":
             kind = name.strip("_")
-            tensors = args[1] if kind.startswith("allgather") else args[0]  # there the first are the outputs
+            tensors = args[1] if kind.startswith("allgather") else args[0]  # its first argument is the outputs
             tensors = tensors if isinstance(tensors, list) else [tensors]
             elements = sum(tensor.numel() for tensor in tensors if isinstance(tensor, torch.Tensor))
-            # distributed.py compares the calls by 8 kB, in which a few numbers travel, too.
+            # distributed.py compares the calls in a message of 8 kB, which may hold the numbers, too.
             is_check = kind.startswith("alltoall") and 0 <= 8192 - elements < 16 * dist.get_world_size()
             if not is_check:
                 self.sent.append((kind, elements, args[2] if kind == "send" else -1))
@@ -108,7 +108,7 @@ class Messages(TorchDispatchMode):
 
 
 def wait_for_the_others(folder: str, name: str) -> None:
-    """Wait until all ranks are here.  By files: there may be messages that nobody has received."""
+    """Wait until all ranks are here, by files: messages that nobody has received may be in the way."""
     Path(folder, f"{name}.{dist.get_rank()}").touch()
     while not all(Path(folder, f"{name}.{rank}").exists() for rank in range(dist.get_world_size())):
         time.sleep(0.005)

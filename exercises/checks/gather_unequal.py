@@ -1,4 +1,4 @@
-"""All rows, in rank order, with unequal numbers, none on some rank, and a dtype other than float."""
+"""Checks all rows and their order, with unequal numbers, a rank without rows, and a dtype other than float."""
 
 from unittest import mock
 
@@ -9,8 +9,8 @@ import distributed as dist
 from exercises.checks import common
 
 HINT = """
-Two messages.  First each rank tells the others how many rows it has.  Then all send as many rows as the longest, with
-zeros behind their own, and each part is cut to the number of rows that its rank has told.
+Two messages.  First each rank sends the others its number of rows.  Then all ranks send the largest number of rows,
+with zeros behind their own, and each received part is cut to its rank's number of rows.
 """
 COUNTS = {"unequal rows": (2, 4, 3), "a rank without rows": (3, 0, 2), "int64": (1, 2, 3)}
 

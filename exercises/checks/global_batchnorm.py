@@ -1,4 +1,4 @@
-"""Outputs and gradients, against one process with the whole batch; unequal shares."""
+"""Compares outputs and gradients with those of one process that has the whole batch; the shares are unequal."""
 
 import torch
 
@@ -41,7 +41,7 @@ def normalise(x, means, variances, eps):
 
 
 def as_if(n, statistics, normalise=normalise):
-    """What the ranks would have if each had the mean and variance that `statistics` returns for (shares, rank)."""
+    """All ranks' answers if each uses the mean and variance that `statistics` returns for (shares, rank)."""
     answers = [{} for _ in range(n)]
     for case, eps in CASES.items():
         inputs, factors = data()

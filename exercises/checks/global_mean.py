@@ -1,4 +1,4 @@
-"""The mean, with unequal counts, none on some rank, and numbers far from 0."""
+"""Checks the mean, with unequal counts, a rank without numbers, and numbers far from 0."""
 
 import torch
 

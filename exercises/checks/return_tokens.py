@@ -1,4 +1,4 @@
-"""Each token's output in its own place; unequal counts, a rank without tokens, an expert without tokens."""
+"""Checks that each output is in its token's row; unequal counts, a rank or an expert without tokens."""
 
 import torch
 
@@ -6,9 +6,9 @@ import distributed as dist
 from exercises.checks import common
 
 HINT = """
-Two messages.  A rank knows how many of its own tokens each expert got: count them in `chosen`.  How many rows it must
-send back to each rank, only the others know: each tells each its number.  What comes back stands in the order in which
-the tokens were sent: row 0 belongs to token order[0].
+Two messages.  A rank knows how many of its own tokens each expert got: count them in `chosen`.  Only the other ranks
+know how many rows it must send back to them: first all ranks exchange these numbers.  The rows come back in the order
+in which the tokens were sent: row 0 belongs to token order[0].
 """
 COUNTS = {"unequal counts": (7, 4, 5), "a rank without tokens": (6, 0, 5), "an expert without tokens": (4, 6, 5)}
 SIGNS = {
@@ -33,7 +33,7 @@ def expert(number, tokens):
 
 
 def outputs_of(case, n, rank):
-    """What this rank's expert has computed: of rank 0's tokens first."""
+    """What this rank's expert has computed, rank 0's tokens first."""
     parts = []
     for sender in range(n):
         tokens, chosen, _ = tokens_of(case, n, sender)
@@ -54,7 +54,7 @@ def judge(answers):
     n = len(answers)
 
     def as_if(way):
-        """What the ranks would have, if each returned way(rows as they come back, order, weights)."""
+        """All ranks' answers if each returns way(rows as they come back, order, weights)."""
         found = [{} for _ in range(n)]
         for case in COUNTS:
             for rank, answer in enumerate(found):
@@ -66,13 +66,13 @@ def judge(answers):
 
     wrong = {
         "the weights are left out": as_if(lambda rows, order, weights: rows[order.argsort()]),
-        "the rows stand in the order in which they came back, by expert: undo the sort": as_if(
+        "the rows are in the order in which they came back, by expert: undo the sort": as_if(
             lambda rows, order, weights: rows * weights
         ),
-        "the rows stand in the order in which they came back, by expert, and the weights are left out": as_if(
+        "the rows are in the order in which they came back, by expert, and the weights are left out": as_if(
             lambda rows, order, weights: rows
         ),
-        "the rows were sorted once more, rows[order], where the sort must be undone: result[order] = rows": as_if(
+        "the rows were sorted once more, by rows[order]: undo the sort by result[order] = rows": as_if(
             lambda rows, order, weights: rows[order] * weights
         ),
         "each row has another token's weight: the sort was undone after the multiplication": as_if(

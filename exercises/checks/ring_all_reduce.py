@@ -1,4 +1,4 @@
-"""The sum; by send and recv to the next rank; few enough numbers sent."""
+"""Checks the sum, the messages (send and recv, to the next rank only), and how many numbers they have."""
 
 import torch
 
@@ -16,7 +16,7 @@ SIGNS = {  # where the ranks stand
     r"\A(.*, in send\n?)+\Z": "all ranks are in send, and nobody receives: start with isend",
     r"\A(.*, in recv\n?)+\Z": "all ranks are in recv, and nobody sends: start with isend",
 }
-SIZES = (12, 10, 2)  # the last: less than 3 processes
+SIZES = (12, 10, 2)  # 2 is less than 3 processes
 
 
 def tensor_of(rank, size):
@@ -50,7 +50,7 @@ def judge(answers):
         "the second round begins with part r - 1, whose sum is not finished": around(tensors, n, begins=(0, -1)),
         "either the first round has a step too few, or it adds nothing": around(tensors, n, steps=(n - 2, n - 1)),
         "the second round has a step too few": around(tensors, n, steps=(n - 1, n - 2)),
-        "a mean, where the sum was meant": ways(tensors, n, lambda parts, r: sum(parts) / n),
+        "a mean where the sum was meant": ways(tensors, n, lambda parts, r: sum(parts) / n),
     }
     return common.compare(answers, [total] * n, wrong) or any_problem(messages, n)
 
@@ -66,7 +66,7 @@ def passed_on(tensors, n):
 
 
 def around(tensors, n, begins=(0, 1), adds=(True, False), steps=None):
-    """Both rounds: with which part, after its own, rank r begins; whether it adds or overwrites; how many steps."""
+    """All ranks' answers after two rounds.  For each: rank r begins with part r + begin; adds or overwrites; steps."""
     result = [{} for _ in range(n)]
     for name, values in tensors.items():
         pieces = [[piece.clone() for piece in value.tensor_split(n)] for value in values]
@@ -79,7 +79,7 @@ def around(tensors, n, begins=(0, 1), adds=(True, False), steps=None):
 
 
 def go_round(pieces, offset, is_sum):
-    """Each rank r sends part r + offset to the next rank, which adds it to its own, or takes it."""
+    """Each rank r sends part r + offset to the next rank, which adds it to its own part, or overwrites that."""
     n = len(pieces)
     sent = [pieces[rank][(rank + offset) % n].clone() for rank in range(n)]
     for rank in range(n):
@@ -101,5 +101,5 @@ def any_problem(messages, n):
             most = 2 * (n - 1) * -(-size // n)  # parts of size / n, rounded up
             if numbers > most:
                 text = f"the sum is right, but rank {rank} sends {numbers} numbers for a tensor of {size}, {most} are"
-                return f"{text} enough: it looks like whole tensors that go round, instead of parts"
+                return f"{text} enough: it looks like whole tensors go round, instead of parts"
     return ""

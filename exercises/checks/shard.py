@@ -1,4 +1,4 @@
-"""Each example once, shares of equal size, a new order in each epoch, the same one in each call."""
+"""Checks that each example comes once, in equal shares, in a new order in each epoch, the same in each call."""
 
 import itertools
 import random
@@ -6,8 +6,8 @@ import random
 import torch
 
 HINT = """
-All ranks must draw the same order: a generator of its own, torch.Generator().manual_seed(epoch), does not depend on
-what this rank has drawn before.  Then deal the order out like cards: a slice with a start and a step.
+All ranks must draw the same order: a new generator, torch.Generator().manual_seed(epoch), does not depend on what
+this rank has drawn before.  Then each rank takes its share of the order: a slice with a start and a step.
 """
 COUNTS = (12, 13, 2)  # with 3 processes pieces of 13 / 3, rounded up, are 5, 5 and 3; of 2 a rank has none
 EPOCHS = (0, 1, 2, 5)
@@ -27,14 +27,14 @@ def run(function, folder):
 
 
 def global_generators():
-    """Their states, by the call that seeds them."""
+    """The states of the global generators, by the call that seeds them."""
     return {"torch.manual_seed": torch.get_rng_state().tolist(), "random.seed": random.getstate()}
 
 
 def as_list(share):
     if isinstance(share, list) and all(type(example) is int for example in share):
         return share
-    raise TypeError(f"shard returned {share}, not a list of int: of a tensor .tolist() makes one")
+    raise TypeError(f"shard returned {share}, not a list of int: .tolist() makes one from a tensor")
 
 
 def judge(answers):
@@ -51,8 +51,8 @@ def judge(answers):
     for call, own in OWN.items():
         if not problem and call in used:
             problem = (
-                f"the shares are right, but from a global generator: after {call}(epoch) whatever else draws from it "
-                f"(dropout, crops) draws the same numbers on all ranks. Use a generator of its own: {own}"
+                f"the shares are right, but from a global generator: after {call}(epoch) dropout and crops draw the "
+                f"same numbers on all ranks. Use a new generator: {own}"
             )
     return problem
 

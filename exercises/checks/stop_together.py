@@ -1,4 +1,4 @@
-"""Real SIGTERMs, each to one rank in one step; the steps of all ranks are counted."""
+"""Sends real SIGTERMs, each to one rank in one step, and counts the steps of all ranks."""
 
 import os
 import signal
@@ -22,7 +22,7 @@ NEVER = -1
 
 
 def cases(n):
-    """(which rank gets SIGTERM, in which step)"""
+    """The cases: (which rank gets SIGTERM, in which step)."""
     return [(0, NEVER), (n - 1, 2), (0, 0), (n // 2, STEPS - 1), (0, NEVER)]
 
 
@@ -38,7 +38,7 @@ def run(function, folder):
         def train_step(step):
             if step == when and dist.get_rank() == told:  # noqa: B023  this step's
                 os.kill(os.getpid(), signal.SIGTERM)
-            dist.all_reduce(torch.ones(7))  # a message, as of a training step
+            dist.all_reduce(torch.ones(7))  # a message, as in a training step
             made.append(step)  # noqa: B023
 
         returned = function(STEPS, train_step)
@@ -50,7 +50,7 @@ def run(function, folder):
 
 
 def steps_of(n, made):
-    """All ranks' answers, if they made `made(told, when)` steps."""
+    """All ranks' answers if they make `made(told, when)` steps."""
     answer = {}
     for number, (told, when) in enumerate(cases(n), 1):
         steps = torch.tensor(STEPS if when == NEVER else min(made(told, when), STEPS))
@@ -67,7 +67,7 @@ def judge(answers):
         "a signal to rank 0 is noticed, one to another rank is not": steps_of(
             n, lambda told, when: STEPS if told else when + 1
         ),
-        "the number of the last step, where the number of steps was meant": [
+        "the number of the last step instead of the number of steps": [
             {part: value - 1 if "returned" in part else value for part, value in answer.items()}
             for answer in steps_of(n, lambda told, when: when + 1)
         ],

@@ -1,4 +1,4 @@
-"""The gradients after they were averaged, against one process with all tokens; unequal counts, none on some rank."""
+"""Compares the averaged gradients with those of one process that has all tokens; a rank may have few, or none."""
 
 import torch
 from torch import nn
@@ -8,8 +8,8 @@ from exercises.checks import common
 
 HINT = """
 The mean is the sum of all ranks' losses, divided by the number of all ranks' tokens.  Each rank has its part of the
-sum; the number needs a message.  DDP adds up the gradients, and divides by the number of ranks: what must you multiply
-by, so that this division does no harm?
+sum; the number needs a message.  DDP adds up the gradients, and divides by the number of ranks: by what must you
+multiply to cancel this division?
 """
 COUNTS = {"equal counts": (4, 4, 4), "unequal counts": (5, 2, 3), "a rank without tokens": (3, 0, 4)}
 
@@ -46,7 +46,7 @@ def run(function, folder):
 
 
 def as_if(n, way):
-    """What the ranks would have if each called backward on way(the losses of all ranks, rank)."""
+    """All ranks' answers if each calls backward on way(the losses of all ranks, rank)."""
     answer = {}
     for case in COUNTS:
         model = network()
@@ -58,7 +58,7 @@ def as_if(n, way):
 
 
 def without_gradients(answers, is_left_out):
-    """The answers, with None in the cases in which is_left_out(case, rank)."""
+    """The answers, with None for the gradients of the cases for which is_left_out(case, rank) is true."""
     changed = []
     for rank, answer in enumerate(answers):
         left_out = [case for case in COUNTS if is_left_out(case, rank)]
@@ -82,10 +82,10 @@ def judge(answers):
         "the average over the ranks divides by their number: multiply by the world size before": as_if(
             n, lambda losses, rank: losses[rank].sum() / count(losses)
         ),
-        "divided by the world size, where it must be multiplied": as_if(
+        "divided by the world size instead of multiplied": as_if(
             n, lambda losses, rank: losses[rank].sum() / count(losses) / n
         ),
-        "n times too large: dist.reduce gives the mean of the ranks' numbers of tokens, unless op is sum": as_if(
+        "n times too large: dist.reduce returns the mean of the ranks' numbers of tokens, unless op is sum": as_if(
             n, lambda losses, rank: losses[rank].sum() * n * n / count(losses)
         ),
         "multiplied by the world size, but divided by this rank's own number of tokens": as_if(

@@ -174,4 +174,4 @@ def test_the_cells_of_the_notebook(machine, tmp_path):
 
 def test_the_doctor_says_that_the_driver_is_too_old(simulated):
     run = simulated.run("doctor.py", gpus=("8.0",), SIM_OLD_DRIVER=1)
-    assert run.code == 1 and "-> nvidia-smi shows up to which CUDA the driver goes" in run.out, run.out + run.err
+    assert run.code == 1 and "-> nvidia-smi shows the driver's newest CUDA" in run.out, run.out + run.err

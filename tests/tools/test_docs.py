@@ -147,6 +147,20 @@ def test_links_and_paths_lead_somewhere():
             assert path.split("/")[0] not in {*FOLDERS, "docs"} or (ROOT / path).exists(), (name, path)
 
 
+def test_the_readme_lists_each_file_and_folder():
+    """Each entry of the tree is there; each program in the root and each folder is in the tree once."""
+    tree = re.search(r"^## The files\n.*?```text\n(.*?)```", text("README.md"), re.DOTALL | re.MULTILINE)[1]
+    entries = [re.fullmatch(r"(\S+?)(/?) {2,}(\w.*)", line).groups() for line in tree.splitlines()]
+    listed = []
+    for entry, slash, _ in entries:
+        found = list(ROOT.glob(entry))
+        assert found and all(path.is_dir() == bool(slash) for path in found), entry
+        listed += found
+    programs = [path for path in ROOT.iterdir() if path.suffix in (".py", ".ipynb")]
+    wanted = [*programs, *(ROOT / folder for folder in {*FOLDERS, "docs", "findings"})]
+    assert sorted(listed) == sorted(wanted)
+
+
 def launch_lines():
     """The command lines in the programs' docstrings: at the start of a line, or after two spaces."""
     for file in PROGRAMS:

@@ -5,7 +5,7 @@ import re
 import xml.etree.ElementTree as ElementTree
 
 import pytest
-from world import ROOT, chromium
+from world import ROOT, chromium, pictures_to_scroll
 
 from tools import side_by_side
 from tools.side_by_side import PAGE, PAIRS, compared, source
@@ -70,6 +70,8 @@ def test_what_a_reader_does_in_a_browser():
 
         phone = {"width": 390, "height": 844, "deviceScaleFactor": 2, "mobile": True}
         browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", phone)
+        browser.get(f"{PAGE.as_uri()}#mnist_ddp..mnist_by_hand")
+        assert pictures_to_scroll(browser) == 1
         assert browser.execute_script("return document.documentElement.scrollWidth") == 390
         browser.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": True})
         browser.get("about:blank")
