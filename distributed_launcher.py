@@ -453,7 +453,7 @@ def _how_it_ended(code: int) -> str:
     if -code == signal.SIGKILL:
         return "ended by SIGKILL (by hand, or by the kernel because memory ran out: see dmesg)"
     if -code == signal.SIGABRT:
-        return "ended by SIGABRT (by C or C++ code; NCCL's watchdog does it after a time-out, and says so above)"
+        return "ended by SIGABRT (C or C++ code did it, and says why above: gloo, or NCCL's watchdog after a time-out)"
     names = {number.value: number.name for number in signal.Signals}
     return f"ended by {names.get(-code, f'signal {-code}')}"
 
