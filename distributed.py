@@ -503,7 +503,7 @@ def _wait(work: torch_dist.Work, call: str) -> None:
         waited = time.monotonic() - started
         if waited > WARN_AFTER and not is_said:
             is_said = True
-            hint = "plain python shows at Ctrl-C where each rank stands"
+            hint = "under plain python Ctrl-C shows where each rank stands"
             _warn(f"rank {get_rank()} has waited for {WARN_AFTER} s in {call}: {hint}")
         if waited < 1e-3:
             _let_others_run()
@@ -582,8 +582,8 @@ class _Sampler(DistributedSampler):
     def __iter__(self) -> Iterator[int]:
         if self.passes == 1 and self.shuffle and is_primary():
             _warn(
-                "call sampler.set_epoch(epoch) before each epoch: this one repeats the last one's order "
-                "(to evaluate, make it with shuffle=False)"
+                "call sampler.set_epoch(epoch) before each epoch: this epoch has the last epoch's order "
+                "(for an evaluation make the sampler with shuffle=False)"
             )
         yield from list(super().__iter__())[self.skip :]
         self.passes += 1

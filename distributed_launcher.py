@@ -89,7 +89,7 @@ def run(function: Callable, args: tuple = (), nproc: int = 2) -> Any:
     Ranks that handle SIGTERM have DIST_GRACE seconds to save, or 30 if the run is told to stop, 3 after a failure.
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):  # a spawned rank, which imports the program
-        sys.exit('launch: the program calls it when it is imported: write  if __name__ == "__main__":  above the call')
+        sys.exit('launch: called while the program is imported: write  if __name__ == "__main__":  above the call')
     if multiprocessing.current_process().daemon:
         raise RuntimeError("launch: a daemonic process can't start processes: make it with daemon=False")
     ranks = _Ranks(nproc, read_grace())
@@ -347,7 +347,9 @@ class _Ranks:
         if late and not self.unended_reported:
             self.unended_reported = True
             names = ", ".join(late)
-            text = f"launch: {names} finished {REPORT_UNENDED_AFTER} s ago, but did not end: a thread, or atexit?"
+            text = (
+                f"launch: {names} finished {REPORT_UNENDED_AFTER} s ago, but its process runs on: a thread, or atexit?"
+            )
             print(text, file=sys.stderr, flush=True)
 
     def failures(self) -> list[int]:
@@ -390,7 +392,7 @@ class _Ranks:
             if rank not in asked:
                 otherwise = "has ended"
             elif report:
-                otherwise = "has finished, but still runs: a thread of its own?"
+                otherwise = "has finished, but its process runs on: a thread, or atexit?"
             else:
                 otherwise = f"no answer (starting, or stopped: then kill -CONT {process.pid})"
             lines.append(f"  rank {rank}: {_where(frames) or otherwise}")

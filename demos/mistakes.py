@@ -581,7 +581,7 @@ def list_mistakes() -> None:
     for name, mistake in MISTAKES.items():
         print(f"{name:<15} {mistake.line}")
     print("\nTo run one: python -m demos.mistakes no_ddp wrong")
-    print("DIST_TIMEOUT=3 python -m demos.mistakes collective wrong: the wait ends after 3 seconds, not after 600")
+    print("For collective, early_stop and rank_0_works type DIST_TIMEOUT=3 in front: the time-out is 3 s, not 600 s.")
 
 
 def main() -> None:

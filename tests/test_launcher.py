@@ -457,11 +457,11 @@ def test_what_a_rank_leaves_open_is_written_once_and_its_atexit_functions_run(pr
     """Of a rank that fails, its files are.  And one that has finished, but does not end, is named."""
     file = program(LEAVES)
     job = start(file)
-    wait_for(lambda: "did not end" in job.err())
+    wait_for(lambda: "runs on" in job.err())
     (file.parent / "go").touch()
     done = job.wait()
     assert done.code == done.err.count("ValueError: mine") == 1, done.err
-    assert re.match(r"launch: rank .* finished 0\.3 s ago, but did not end: .*\n", done.err), done.err
+    assert re.match(r"launch: rank .* finished 0\.3 s ago, but its process runs on: .*\n", done.err), done.err
     log, ended = (sorted((file.parent / name).read_text().split()) for name in ("log", "ended"))
     assert log == ["between", "fails1", "late0", "late1", "parent", "returns0", "returns1"]
     assert ended == ["rank0", "rank1"]  # what the launching process has registered does not run in them

@@ -294,7 +294,7 @@ def test_a_rank_that_waits_long_warns_at_its_own_line():
         total = dist.all_reduce(torch.tensor(1)).item()
     dist.WARN_AFTER = usual
     found = [(warning.filename, str(warning.message)) for warning in caught]
-    said = f"rank {dist.get_rank()} has waited for 0.3 s in all_reduce sum of torch.int64 []: plain python shows at"
+    said = f"rank {dist.get_rank()} has waited for 0.3 s in all_reduce sum of torch.int64 []: under plain python"
     assert total == 3 and len(found) == (dist.get_rank() != 1)
     assert all(file == __file__ and text.startswith(said) for file, text in found)
 

@@ -114,7 +114,7 @@ def answer(run):
 
 def test_a_rank_warns_of_a_long_wait_and_goes_on(late):
     run = late("helper")
-    assert "rank 0 has waited for 1 s in all_reduce sum of torch.float32 [2]: plain python" in run.err, run
+    assert "rank 0 has waited for 1 s in all_reduce sum of torch.float32 [2]: under plain python" in run.err, run
     assert answer(run) == [2, 2]
 
 
