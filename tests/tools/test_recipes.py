@@ -424,7 +424,7 @@ def part_of_an_optimizer(heading, folder):
 FOLDERS_OF_RANKS = "torch.distributed.checkpoint: another number of ranks"
 
 
-def adam_run(is_sharded=True):
+def adam_run(is_sharded=True, lr=0.01):
     """A model (FSDP's), its Adam and a function that makes steps: with any number of ranks the same weights."""
     from torch.distributed import fsdp, init_device_mesh
 
@@ -434,7 +434,7 @@ def adam_run(is_sharded=True):
     if is_sharded:
         fsdp.fully_shard(model, mesh=init_device_mesh("cpu", (n,)))
         inputs = inputs[rank::n]
-    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    optimizer = torch.optim.Adam(model.parameters(), lr)
 
     def train(steps):
         for _ in range(steps):
@@ -455,11 +455,12 @@ def same_weights(model, other):
 
 
 def another_number_of_ranks(heading, folder):
-    """The first call trains and saves, the second one, on other ranks, goes on."""
-    model, optimizer, train = adam_run()
+    """The first call trains and saves, the second one, on other ranks, goes on, with the rate that was saved."""
+    is_first = not Path("step-3").exists()
+    dist.barrier()
+    model, optimizer, train = adam_run(lr=0.01 if is_first else 0.5)
     names = after(heading, model=model, optimizer=optimizer)
-    if not Path("step-3").exists():
-        dist.barrier()
+    if is_first:
         train(3)
         names["save"](3)
         return True
@@ -472,9 +473,14 @@ def in_the_background(heading, folder):
     model, optimizer, train = adam_run()
     train(3)
     names = after(FOLDERS_OF_RANKS, model=model, optimizer=optimizer)
-    after(heading, train_step=lambda: train(20), step=3, **{name: names[name] for name in ("dcp", "state_of")})
+    given = {"train_step": lambda: train(20), "dcp": names["dcp"], "state_of": names["state_of"]}
+    after(heading, step=3, **given)
     assert names["load"](3) == 3 and Path("step-3/.metadata").exists()
-    return same_weights(model, adam_run(is_sharded=False)[2](3))
+    assert same_weights(model, adam_run(is_sharded=False)[2](3))
+    Path("step-4").write_text("no folder")
+    with pytest.raises(names["dcp"].CheckpointException, match="FileExistsError") as error:
+        after(heading, step=4, **given)
+    return not isinstance(error.value, Exception)
 
 
 def one_file(heading, folder):
@@ -484,7 +490,7 @@ def one_file(heading, folder):
     names["save"](3)
     expected = adam_run(is_sharded=False)[2](5)
     if dist.is_primary():
-        alone, its_optimizer, its_train = adam_run(is_sharded=False)
+        alone, its_optimizer, its_train = adam_run(is_sharded=False, lr=0.5)
         after(heading, model=alone, optimizer=its_optimizer)
         its_train(2)
         assert same_weights(alone, expected)
