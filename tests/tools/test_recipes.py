@@ -118,6 +118,22 @@ def one_log(heading, folder):
     return len(os.listdir("runs/first")) == 1 and [(x.step, x.value) for x in log.Scalars("loss")] == [(7, 1.0)]
 
 
+class Encoder(nn.Linear):
+    def encode(self, inputs):
+        return F.linear(inputs, self.weight, self.bias).relu()
+
+
+def other_method(heading, folder):
+    from torch.distributed import fsdp, init_device_mesh
+
+    torch.manual_seed(0)
+    whole, inputs = Encoder(4, 7), torch.randn(2, 4)
+    model = copy.deepcopy(whole)
+    fsdp.fully_shard(model, mesh=init_device_mesh("cpu", (3,)))
+    assert "got mixed torch.Tensor and DTensor, need to convert all" in error_of(model.encode, inputs)
+    return torch.allclose(after(heading, model=model, inputs=inputs, fsdp=fsdp)["features"], whole.encode(inputs))
+
+
 def average(heading, folder):
     """Of four steps in two runs; the averages and their number go on."""
 
@@ -552,6 +568,7 @@ CHECKS = {
     "Muon with FSDP": muon,
     "DataLoader worker is killed by signal": mapped,
     "No backend type associated with device type cpu": metric,
+    "Got mixed torch.Tensor and DTensor": other_method,
     "Expected to mark a variable ready only once": static_graph,
     "Only rank 0 saves, with FSDP": whole_weights,
     "Are my ranks still equal?": equal_ranks,
@@ -590,7 +607,7 @@ def test_the_code_of_a_section(heading, n, tmp_path):
     for name, its_check in ("torchmetrics", metric), ("safetensors", tied):
         if check is its_check:
             pytest.importorskip(name)
-    sharded = whole_weights, norms, muon, another_number_of_ranks, in_the_background, one_file
+    sharded = whole_weights, norms, muon, other_method, another_number_of_ranks, in_the_background, one_file
     if check in sharded and torch.__version__ < (2, 9):
         pytest.skip("FSDP on the CPU: see variants/sharded.py")
     if check in (stream, once_and_in_equal_steps) and multiprocessing.get_start_method() != "fork":
