@@ -1,4 +1,4 @@
-"""The short pieces of code of docs/recipes.md and docs/troubleshooting.md do what is said of them, on three ranks."""
+"""The pieces of code in docs/recipes.md and docs/troubleshooting.md do what is said of them, on two or three ranks."""
 
 import contextlib
 import copy
@@ -8,8 +8,10 @@ import os
 import random
 import re
 import sys
+from collections import OrderedDict
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 import torch.distributed.nn
@@ -19,7 +21,7 @@ from torch import distributed as torch_dist
 from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 from torch.utils.tensorboard import SummaryWriter
 from world import ROOT, error_of, free_port, run, shell
 
@@ -116,16 +118,44 @@ def one_log(heading, folder):
     return len(os.listdir("runs/first")) == 1 and [(x.step, x.value) for x in log.Scalars("loss")] == [(7, 1.0)]
 
 
+class Encoder(nn.Linear):
+    def encode(self, inputs):
+        return F.linear(inputs, self.weight, self.bias).relu()
+
+
+def other_method(heading, folder):
+    from torch.distributed import fsdp, init_device_mesh
+
+    torch.manual_seed(0)
+    whole, inputs = Encoder(4, 7), torch.randn(2, 4)
+    model = copy.deepcopy(whole)
+    fsdp.fully_shard(model, mesh=init_device_mesh("cpu", (3,)))
+    assert "got mixed torch.Tensor and DTensor, need to convert all" in error_of(model.encode, inputs)
+    return torch.allclose(after(heading, model=model, inputs=inputs, fsdp=fsdp)["features"], whole.encode(inputs))
+
+
 def average(heading, folder):
-    model = dist.prepare_ddp_model(nn.BatchNorm1d(1))
+    """Of four steps in two runs; the averages and their number go on."""
 
-    def train_step(batch):
-        with torch.no_grad():
-            dist.unwrap_model(model).weight.fill_(batch)
-            dist.unwrap_model(model).running_mean.fill_(dist.get_rank() + 5)
+    def run_of(loader):
+        model = dist.prepare_ddp_model(nn.BatchNorm1d(1))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
 
-    ema = after(heading, model=model, loader=[1, 2], train_step=train_step)["ema"].module
-    return ema.weight.item() == pytest.approx(0.999 * 1 + 0.001 * 2) and ema.running_mean.item() == 5
+        def train_step(batch):
+            with torch.no_grad():
+                dist.unwrap_model(model).weight.fill_(batch)
+                dist.unwrap_model(model).running_mean.fill_(dist.get_rank() + 5)
+
+        names = {"model": model, "optimizer": optimizer, "loader": loader, "train_step": train_step, "Keeper": Keeper}
+        made = after(heading, **names)
+        return made["step"], made["ema"].module.weight.item(), made["ema"].module.running_mean.item()
+
+    expected = 1
+    for weight in 2, 300, 400:
+        expected = 0.999 * expected + 0.001 * weight
+    assert run_of([1, 2]) == (2, pytest.approx(0.999 * 1 + 0.001 * 2), 5)
+    dist.barrier()
+    return run_of([300, 400]) == (4, pytest.approx(expected), 5)
 
 
 class Embedding(nn.Linear):
@@ -275,6 +305,218 @@ def stream(heading, folder):
     return "2 files for 3 readers" in error_of(batches, [50] * 2, "num_workers=2", "num_workers=0")
 
 
+def once_and_in_equal_steps(heading, folder):
+    """17 examples, 4 in a step: each once, from any step on; the gradients are those of one process."""
+    n, rows = dist.get_world_size(), torch.arange(1.0, 18).view(17, 1)
+    names = {"IterableDataset": IterableDataset, "get_worker_info": get_worker_info, "DataLoader": DataLoader}
+    names |= {"itertools": itertools, "epoch": 0, "read_all": lambda epoch: iter(rows), "size": 4}
+    for first in 0, 2:
+        seen, net = [], dist.prepare_ddp_model(nn.Linear(1, 1, bias=False))
+        model = nn.Sequential(net)
+        model.register_forward_pre_hook(lambda _, args, seen=seen: seen.append(args[0]))
+        after(heading, model=model, losses=lambda outputs: outputs[:, 0], first=first, **names)
+        steps = range(first, 5)
+        assert len(seen) == len(steps)
+        for step, mine in zip(steps, seen, strict=True):
+            assert torch.equal(torch.cat(dist.gather(mine)).sort(0).values, rows[4 * step : 4 * step + 4])
+            assert torch.equal(mine, rows[4 * step : 4 * step + 4][dist.get_rank() :: n])
+        expected = sum(rows[4 * step : 4 * step + 4].mean() for step in steps)
+        assert net.module.weight.grad.item() == pytest.approx(expected.item())
+    return True
+
+
+class Draws(Dataset):
+    """Each example is three random numbers: of torch, Python and numpy."""
+
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        return torch.tensor([torch.rand(()), random.random(), numpy.random.random()], dtype=torch.float64)
+
+
+def worker_seeds(heading, folder):
+    def epochs(first, last, *change):
+        torch.manual_seed(0)
+        seen, sampler = [], dist.data_sampler(Draws())
+        names = {"dataset": Draws(), "batch_size": 2, "sampler": sampler, "seed": 5, "train_step": seen.append}
+        after(heading, *change, DataLoader=DataLoader, first_epoch=first, epochs=last, **names)
+        return torch.stack(seen).view(last - first, -1, 3)
+
+    def different(numbers):
+        return [len(numbers[..., kind].unique()) for kind in range(3)] == [numbers[..., 0].numel()] * 3
+
+    both = epochs(0, 2)
+    assert different(torch.cat(dist.gather(both)))
+    assert torch.equal(epochs(1, 2)[0], both[1])
+    persistent = "num_workers=2", "num_workers=2, persistent_workers=True"
+    return not torch.equal(epochs(0, 2, *persistent)[1], both[1])
+
+
+def skipped(heading, folder):
+    """Step 2 is bad on the last rank, step 3 gives it a nan: neither counts on any rank."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    values = torch.arange(1.0, 1 + 6 * n).view(6, n, 1, 1) / 100  # of steps and ranks
+    values[3, n - 1] = float("nan")
+    net = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(net.weight)
+    model = dist.prepare_ddp_model(net)
+    names = {"model": model, "optimizer": torch.optim.SGD(net.parameters(), 1.0), "loss_fn": torch.mean}
+    bad = values[2, n - 1]
+    after(heading, loader=values[:, rank], is_bad=lambda batch: torch.equal(batch, bad), **names)
+    expected = -sum(values[step].mean() for step in (0, 1, 4, 5))
+    weights = torch.cat(dist.gather(net.weight))
+    return torch.allclose(weights, expected.expand(n, 1))
+
+
+def scored(heading, folder):
+    """On shares of unequal sizes; two loops are the reference."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    truth = torch.rand(50) < torch.linspace(0.1, 0.9, 50)  # the later ranks have more of them
+    scores = (truth * 0.3 + torch.rand(50)).mul(8).round() / 8 + torch.arange(50) / 40  # with ties
+    guess = scores > scores.median()
+    mine = slice(50 * rank // n, 50 * (rank + 1) // n)
+    made = after(heading, scores=scores[mine], truth=truth[mine], guess=guess[mine])
+    pairs = [(one > other) + (one == other) / 2 for one in scores[truth] for other in scores[~truth]]
+    assert made["auc"].item() == pytest.approx(float(sum(pairs) / len(pairs)))
+    precision, recall = (guess & truth).sum() / guess.sum(), (guess & truth).sum() / truth.sum()
+    assert made["f1"] == pytest.approx((2 * precision * recall / (precision + recall)).item())
+    centred = [values.double() - values.double().mean() for values in (scores, truth)]
+    expected = (centred[0] * centred[1]).sum() / (centred[0].norm() * centred[1].norm())
+    return made["correlation"].item() == pytest.approx(expected.item(), rel=1e-5)
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)
+
+    def forward(self, numbers):
+        return self.head(self.embed(numbers))
+
+
+def tied(heading, folder):
+    from safetensors.torch import load_file, load_model
+
+    net, other = Tied(), Tied()
+    after(heading, net=net, train_step=lambda: nn.init.constant_(net.embed.weight, 7))
+    after(heading, 'save_model(net, "model.safetensors")', "pass", net=other, train_step=bool)  # a new process loads it
+    assert list(load_file("model.safetensors")) == ["embed.weight"] and len([*other.parameters()]) == 1
+    assert "Missing key(s)" in error_of(load_model, Tied(), "model.safetensors")
+    return (other.embed.weight == 7).all() and (other.head.weight == 7).all()
+
+
+def part_of_an_optimizer(heading, folder):
+    """A layer of equal shape is put in front, and the last one has another shape: that between keeps its state."""
+
+    def trained(net, start=bool):
+        model, optimizer = dist.prepare_ddp_model(net), torch.optim.Adam(net.parameters(), 0.1)
+        names = after(heading, model=model, optimizer=optimizer)
+        start(names)
+        model(torch.ones(2, 3) + dist.get_rank()).pow(2).mean().backward()
+        optimizer.step()
+        return names, optimizer
+
+    def load(names):
+        names["load"]("old.pt")
+        taken.extend(name for name, param in second.named_parameters() if param in names["optimizer"].state)
+
+    taken = []
+    first = nn.Sequential(OrderedDict(body=nn.Linear(3, 3), head=nn.Linear(3, 2)))
+    second = nn.Sequential(OrderedDict(stem=nn.Linear(3, 3), body=nn.Linear(3, 3), head=nn.Linear(3, 5)))
+    names, optimizer = trained(first)
+    if dist.is_primary():
+        names["save"]("old.pt")
+    dist.barrier()
+    old = copy.deepcopy(optimizer.state[first.body.weight]["exp_avg"])
+    _, optimizer = trained(second, load)
+    new = optimizer.state[second.body.weight]
+    steps = [optimizer.state[layer.weight]["step"].item() for layer in second]
+    assert steps == [1, 2, 1] and torch.allclose(new["exp_avg"], 0.9 * old + 0.1 * second.body.weight.grad)
+    return taken == ["body.weight", "body.bias"]
+
+
+FOLDERS_OF_RANKS = "torch.distributed.checkpoint: another number of ranks"
+
+
+def adam_run(is_sharded=True, lr=0.01):
+    """A model (FSDP's), its Adam and a function that makes steps: with any number of ranks the same weights."""
+    from torch.distributed import fsdp, init_device_mesh
+
+    torch.manual_seed(0)
+    model, rank, n = nn.Sequential(nn.Linear(6, 9), nn.Linear(9, 3)), dist.get_rank(), dist.get_world_size()
+    inputs = torch.randn(12, 6)
+    if is_sharded:
+        fsdp.fully_shard(model, mesh=init_device_mesh("cpu", (n,)))
+        inputs = inputs[rank::n]
+    optimizer = torch.optim.Adam(model.parameters(), lr)
+
+    def train(steps):
+        for _ in range(steps):
+            optimizer.zero_grad()
+            model(inputs).pow(2).mean().backward()
+            optimizer.step()
+        return model
+
+    return model, optimizer, train
+
+
+def same_weights(model, other):
+    """Of a model that may be sharded and of one that is not; on all ranks, as it is a collective."""
+    from torch.distributed.tensor import DTensor
+
+    whole = [param.full_tensor() if isinstance(param, DTensor) else param for param in model.parameters()]
+    return all(torch.allclose(one, two, atol=1e-5) for one, two in zip(whole, other.parameters(), strict=True))
+
+
+def another_number_of_ranks(heading, folder):
+    """The first call trains and saves, the second one, on other ranks, goes on, with the rate that was saved."""
+    is_first = not Path("step-3").exists()
+    dist.barrier()
+    model, optimizer, train = adam_run(lr=0.01 if is_first else 0.5)
+    names = after(heading, model=model, optimizer=optimizer)
+    if is_first:
+        train(3)
+        names["save"](3)
+        return True
+    assert names["load"](3) == 3
+    train(3)
+    return same_weights(model, adam_run(is_sharded=False)[2](6))
+
+
+def in_the_background(heading, folder):
+    model, optimizer, train = adam_run()
+    train(3)
+    names = after(FOLDERS_OF_RANKS, model=model, optimizer=optimizer)
+    given = {"train_step": lambda: train(20), "dcp": names["dcp"], "state_of": names["state_of"]}
+    after(heading, step=3, **given)
+    assert names["load"](3) == 3 and Path("step-3/.metadata").exists()
+    assert same_weights(model, adam_run(is_sharded=False)[2](3))
+    Path("step-4").write_text("no folder")
+    with pytest.raises(names["dcp"].CheckpointException, match="FileExistsError") as error:
+        after(heading, step=4, **given)
+    return not isinstance(error.value, Exception)
+
+
+def one_file(heading, folder):
+    model, optimizer, train = adam_run()
+    train(3)
+    names = after(FOLDERS_OF_RANKS, model=model, optimizer=optimizer)
+    names["save"](3)
+    expected = adam_run(is_sharded=False)[2](5)
+    if dist.is_primary():
+        alone, its_optimizer, its_train = adam_run(is_sharded=False, lr=0.5)
+        after(heading, model=alone, optimizer=its_optimizer)
+        its_train(2)
+        assert same_weights(alone, expected)
+    dist.barrier()
+    train(1)
+    assert names["load"](4) == 3
+    train(2)
+    return same_weights(model, expected)
+
+
 def by_length(heading, folder):
     """Neighbours in length share a step: of each three one is on each rank.  None is read twice, and all in turn."""
     lengths = torch.randperm(95, generator=torch.Generator().manual_seed(0)).tolist()
@@ -326,12 +568,25 @@ CHECKS = {
     "Muon with FSDP": muon,
     "DataLoader worker is killed by signal": mapped,
     "No backend type associated with device type cpu": metric,
+    "Got mixed torch.Tensor and DTensor": other_method,
     "Expected to mark a variable ready only once": static_graph,
     "Only rank 0 saves, with FSDP": whole_weights,
     "Are my ranks still equal?": equal_ranks,
     "wandb or TensorBoard shows one run for each rank": one_log,
+}
+WITH_ANY_NUMBER = {
+    "A stream: each example once, in equal steps": once_and_in_equal_steps,
+    "Seeds of loader workers": worker_seeds,
+    "All ranks skip a batch": skipped,
+    "AUC, F1, correlation": scored,
+    FOLDERS_OF_RANKS: another_number_of_ranks,
+    "torch.distributed.checkpoint: in the background": in_the_background,
+    "torch.distributed.checkpoint: one file, and back": one_file,
+    "Part of an optimizer's state": part_of_an_optimizer,
+    "Tied weights and safetensors": tied,
     "An average of the weights (EMA), with DDP": average,
 }
+CHECKS |= WITH_ANY_NUMBER
 
 
 def in_a_folder_of_its_own(heading, folder):
@@ -343,15 +598,23 @@ def in_a_folder_of_its_own(heading, folder):
         os.chdir(here)
 
 
-@pytest.mark.parametrize("heading", CODE)
-def test_the_code_of_a_section(heading, tmp_path):
-    if CHECKS[heading] is metric:
-        pytest.importorskip("torchmetrics")
-    if CHECKS[heading] in (whole_weights, norms, muon) and torch.__version__ < (2, 9):
+CASES = [(heading, n) for heading in CODE for n in ((2, 3) if heading in WITH_ANY_NUMBER else (3,))]
+
+
+@pytest.mark.parametrize("heading, n", CASES)
+def test_the_code_of_a_section(heading, n, tmp_path):
+    check = CHECKS[heading]
+    for name, its_check in ("torchmetrics", metric), ("safetensors", tied):
+        if check is its_check:
+            pytest.importorskip(name)
+    sharded = whole_weights, norms, muon, other_method, another_number_of_ranks, in_the_background, one_file
+    if check in sharded and torch.__version__ < (2, 9):
         pytest.skip("FSDP on the CPU: see variants/sharded.py")
-    if CHECKS[heading] is stream and multiprocessing.get_start_method() != "fork":
+    if check in (stream, once_and_in_equal_steps) and multiprocessing.get_start_method() != "fork":
         pytest.skip("its class stands on a page, where another process can't import it")
-    assert run(in_a_folder_of_its_own, 3, heading, tmp_path) == [True] * 3
+    assert run(in_a_folder_of_its_own, n, heading, tmp_path) == [True] * n
+    if check is another_number_of_ranks:
+        assert run(in_a_folder_of_its_own, 5 - n, heading, tmp_path) == [True] * (5 - n)
 
 
 CELLS = """
