@@ -440,16 +440,23 @@ def part_of_an_optimizer(heading, folder):
 FOLDERS_OF_RANKS = "torch.distributed.checkpoint: another number of ranks"
 
 
-def adam_run(is_sharded=True, lr=0.01):
-    """A model (FSDP's), its Adam and a function that makes steps: with any number of ranks the same weights."""
+def adam_run(is_alone=False, lr=0.01):
+    """A model, its Adam and a function that makes steps: with any number of ranks the same weights.
+
+    Three ranks shard it, two have DDP.
+    """
     from torch.distributed import fsdp, init_device_mesh
 
     torch.manual_seed(0)
     model, rank, n = nn.Sequential(nn.Linear(6, 9), nn.Linear(9, 3)), dist.get_rank(), dist.get_world_size()
     inputs = torch.randn(12, 6)
-    if is_sharded:
+    if is_alone:
+        rank, n = 0, 1
+    elif n == 3:
         fsdp.fully_shard(model, mesh=init_device_mesh("cpu", (n,)))
-        inputs = inputs[rank::n]
+    else:
+        model = dist.prepare_ddp_model(model)
+    inputs = inputs[rank::n]
     optimizer = torch.optim.Adam(model.parameters(), lr)
 
     def train(steps):
@@ -482,7 +489,7 @@ def another_number_of_ranks(heading, folder):
         return True
     assert names["load"](3) == 3
     train(3)
-    return same_weights(model, adam_run(is_sharded=False)[2](6))
+    return same_weights(model, adam_run(is_alone=True)[2](6))
 
 
 def in_the_background(heading, folder):
@@ -492,7 +499,7 @@ def in_the_background(heading, folder):
     given = {"train_step": lambda: train(20), "dcp": names["dcp"], "state_of": names["state_of"]}
     after(heading, step=3, **given)
     assert names["load"](3) == 3 and Path("step-3/.metadata").exists()
-    assert same_weights(model, adam_run(is_sharded=False)[2](3))
+    assert same_weights(model, adam_run(is_alone=True)[2](3))
     Path("step-4").write_text("no folder")
     with pytest.raises(names["dcp"].CheckpointException, match="FileExistsError") as error:
         after(heading, step=4, **given)
@@ -504,9 +511,9 @@ def one_file(heading, folder):
     train(3)
     names = after(FOLDERS_OF_RANKS, model=model, optimizer=optimizer)
     names["save"](3)
-    expected = adam_run(is_sharded=False)[2](5)
+    expected = adam_run(is_alone=True)[2](5)
     if dist.is_primary():
-        alone, its_optimizer, its_train = adam_run(is_sharded=False, lr=0.5)
+        alone, its_optimizer, its_train = adam_run(is_alone=True, lr=0.5)
         after(heading, model=alone, optimizer=its_optimizer)
         its_train(2)
         assert same_weights(alone, expected)
