@@ -7,6 +7,8 @@ import dataclasses
 import math
 from typing import Any, NamedTuple, TypedDict
 
+import numpy
+
 WARM_UP = 3  # steps
 KEPT = ("weights", "optimizer state", "gradients", "message buffers")  # kinds of memory
 BORN = ("activations", "temporary")
@@ -43,6 +45,14 @@ class Block:
     born: float  # infinite: before the recording
     freed: float = math.inf  # it is still there
     is_end_known: bool = False
+
+    def moved(self, before: list[int], after: list[int]) -> "Block":
+        """The same on another clock: `before` and `after` are the same moments."""
+        born, freed = (
+            float(numpy.interp(time, before, after)) if math.isfinite(time) else time
+            for time in (self.born, self.freed)
+        )
+        return dataclasses.replace(self, born=born, freed=freed)
 
 
 class Message(TypedDict, total=False):
@@ -96,6 +106,7 @@ class Recording(TypedDict):
     idle: list[Span]  # inside of it: the GPU has nothing to compute, as the phase launches nothing
     messages: list[Message]
     memory: list[Block]
+    reserved: int  # bytes that torch's allocator has taken from a GPU
     trace: list[dict]  # torch's own events, for Perfetto
     core_waits: list[int]  # at each cut: how long the program's thread has waited for a core
     has_workers: bool

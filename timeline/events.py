@@ -11,7 +11,7 @@ import torch
 from timeline.data import WARM_UP, Noted, Recording, Span, counted
 from timeline.gpu import GPU_WORK, gpu_cuts, gpu_lane, gpu_work, is_nccl
 from timeline.lanes import flat
-from timeline.memory import memory_of
+from timeline.memory import NUMBERS, memory_of, reserved_of
 from timeline.messages import messages_of
 from timeline.waits import cut_late_ends, ddp_waits, losses
 
@@ -24,13 +24,14 @@ def recording_of(noted: Noted, profiler: Any) -> Recording:
     messages = messages_of(noted, events, work, has_nccl)
     spans = host_spans(noted, events, messages, has_nccl)
     lane, idle, cuts, memory = flat(spans), [], noted.cuts, []
+    if noted.device in NUMBERS:
+        memory = memory_of(events, noted, spans, messages)
     lane = flat([*lane, *losses(lane, messages)])
     if work:
         lane = flat([*lane, *synchronizations(events, noted.thread)])
         cuts = gpu_cuts(work, cuts)
         lane, idle = gpu_lane(work, lane)
-    elif noted.device == "cpu":
-        memory = memory_of(events, noted.tensors, spans, messages)
+        memory = [block.moved(noted.cuts, cuts) for block in memory]
     boot = Path("/proc/sys/kernel/random/boot_id")
     threads = counted(torch.get_num_threads(), "thread")
     return {
@@ -46,6 +47,7 @@ def recording_of(noted: Noted, profiler: Any) -> Recording:
         "idle": idle,
         "messages": messages,
         "memory": memory,
+        "reserved": reserved_of(events),
         "trace": [event for event in events if event["ph"] in "XsfM"],  # spans, arrows, names
         "core_waits": noted.core_waits,
         "has_workers": noted.has_workers,

@@ -5,13 +5,13 @@ import math
 from bisect import bisect_right
 from collections import defaultdict
 
-from timeline.data import Block, Message, Span
+from timeline.data import Block, Message, Noted, Span
 
-CPU = 0  # its number in torch
+NUMBERS = {"cpu": 0, "cuda": 1}  # of kinds of devices, in torch
 
 
-def blocks_of(events: list[dict]) -> dict[int, list[Block]]:
-    """The blocks of each address, in the order of time.
+def blocks_of(events: list[dict], device: str) -> dict[int, list[Block]]:
+    """The blocks of each address of this kind of device, in the order of time.
 
     Message buffers are what a collective's call allocates, or a thread of gloo.
     """
@@ -21,7 +21,7 @@ def blocks_of(events: list[dict]) -> dict[int, list[Block]]:
     threads -= {event["tid"] for event in callers}  # sends and receives are noted there
     blocks: dict[int, list[Block]] = defaultdict(list)
     for event in events:
-        if event["name"] != "[memory]" or event["args"]["Device Type"] != CPU:
+        if event["name"] != "[memory]" or event["args"]["Device Type"] != NUMBERS[device]:
             continue
         size, now = event["args"]["Bytes"], event["begin"]
         here = blocks[event["args"]["Addr"]]
@@ -39,11 +39,14 @@ def blocks_of(events: list[dict]) -> dict[int, list[Block]]:
 
 
 def memory_of(
-    events: list[dict], notes: list[tuple[int, dict]], spans: list[Span], messages: list[Message]
+    events: list[dict], noted: Noted, spans: list[Span], messages: list[Message]
 ) -> list[Block]:
-    """All blocks with their kinds, and those that are noted and older than the recording."""
-    blocks = blocks_of(events)
-    for now, kinds in notes:
+    """All blocks with their kinds, and those that are noted and older than the recording.
+
+    Times are the process's, also of a GPU's memory: it allocates before the kernels run.
+    """
+    blocks = blocks_of(events, noted.device)
+    for now, kinds in noted.tensors:
         for address, (kind, size) in kinds.items():
             name_block(blocks[address], now, kind, size if address else 0)
     named = list(itertools.chain(*blocks.values()))
@@ -57,6 +60,12 @@ def memory_of(
             if call > 0:
                 block.freed = max(block.born, messages[call - 1]["end"])
     return named
+
+
+def reserved_of(events: list[dict]) -> int:
+    """The most bytes that torch's allocator has taken from the GPU; 0 on a CPU, which has none."""
+    noted = [event["args"] for event in events if event["name"] == "[memory]"]
+    return max((arguments.get("Total Reserved", 0) for arguments in noted), default=0)
 
 
 def name_block(here: list[Block], now: int, kind: str, size: int) -> None:

@@ -62,6 +62,7 @@ def rank_of(recording: Recording, numbers: range) -> dict:
     begin, end = steps[0].begin, steps[-1].end
     drawn: dict = {"rank": recording["rank"], "cuts": [begin], "parts": [], "idle": []}
     drawn |= {"messages": [], "memory": memory_curve(recording["memory"], begin, end)}
+    drawn["reserved"] = recording["reserved"]
     waits: Counter = Counter()
     for step in steps:
         drawn["cuts"].append(step.end)

@@ -207,7 +207,8 @@ class Recorder(Observer):
         """Note where in memory the tensors are: {address: (kind, bytes)}."""
         addresses = {}
         for value in values:
-            if isinstance(value, torch.Tensor) and value.layout == torch.strided:
+            is_here = isinstance(value, torch.Tensor) and value.device.type == self.noted.device
+            if is_here and value.layout == torch.strided:
                 storage = local(value).untyped_storage()
                 addresses[storage.data_ptr()] = (kind, storage.nbytes())
         self.noted.tensors.append((time.time_ns(), addresses))

@@ -100,6 +100,8 @@ def memory_sums(rank: dict) -> str:
     """The largest of each kind."""
     peaks = {kind: max(rank["memory"][kind]) for kind in KINDS}
     texts = [f"{kind} {size_of(peak)}" for kind, peak in peaks.items() if peak]
+    if texts and rank["reserved"]:
+        texts.append(f"reserved by the allocator {size_of(rank['reserved'])}")
     return ", ".join(texts) or "not seen"
 
 

@@ -191,6 +191,21 @@ def test_a_timeline_shows_when_kernels_run(simulated, tmp_path):
     assert without == pytest.approx(with_it, rel=0.02) and without % 3 == pytest.approx(0, abs=0.1), run.out
 
 
+def test_a_timeline_of_a_gpus_memory(simulated, tmp_path):
+    """A layer of 512 x 512 with Adam: 1 MB of weights and of gradients, 2 MB of state; of the activations tanh keeps its own."""
+    program = ALONE.replace("Linear(8, 8)", "Linear(512, 512)").replace("ones(6, 8", "ones(512, 512")
+    program = program.replace("optim.SGD", "optim.Adam").format("net(x).square().sum().backward()")
+    (tmp_path / "train.py").write_text(program)
+    run = simulated.run("timeline", "--steps=4", "train.py", cwd=tmp_path, SIM_KERNEL_US=1000)
+    text, weights = " ".join(run.out.split()), 4 * (512 * 512 + 512) / 1e6
+    found = dict(re.findall(r"(weights|optimizer state|gradients|activations|allocator) ([\d.]+) MB", text))
+    assert run.code == 0 and len(found) == 5, run.out + run.err[-3000:]
+    megabytes = {kind: float(size) for kind, size in found.items()}
+    expected = {"weights": weights, "optimizer state": 2 * weights, "gradients": weights}
+    assert {kind: megabytes[kind] for kind in expected} == pytest.approx(expected, rel=0.1), run.out
+    assert megabytes["activations"] >= 1 and megabytes["allocator"] > sum(expected.values())
+
+
 def test_what_checkpointing_computes_again_is_forward_inside_backward(simulated, tmp_path):
     """It runs in autograd's own thread for the GPU."""
     twice = "checkpoint(net, checkpoint(net, x, **how), **how)"
