@@ -192,7 +192,7 @@ def test_a_timeline_shows_when_kernels_run(simulated, tmp_path):
 
 
 def test_a_timeline_of_a_gpus_memory(simulated, tmp_path):
-    """A layer of 512 x 512 with Adam: 1 MB of weights and of gradients, 2 MB of state; of the activations tanh keeps its own."""
+    """A layer of 512 x 512 with Adam: 1 MB of weights and of gradients, 2 MB of state; tanh keeps 1 MB."""
     program = ALONE.replace("Linear(8, 8)", "Linear(512, 512)").replace("ones(6, 8", "ones(512, 512")
     program = program.replace("optim.SGD", "optim.Adam").format("net(x).square().sum().backward()")
     (tmp_path / "train.py").write_text(program)
