@@ -78,7 +78,7 @@ class Noted:
     core_waits: list[int] = dataclasses.field(default_factory=list)  # there: see core_wait
     calls: list[Message] = dataclasses.field(default_factory=list)
     tensors: list[tuple[int, dict]] = dataclasses.field(default_factory=list)  # see note_memory
-    has_workers: bool = False  # a DataLoader loads while the program computes
+    worker_starts: list[int] = dataclasses.field(default_factory=list)  # steps
 
 
 class Recording(TypedDict):
@@ -98,7 +98,7 @@ class Recording(TypedDict):
     memory: list[Block]
     trace: list[dict]  # torch's own events, for Perfetto
     core_waits: list[int]  # at each cut: how long the program's thread has waited for a core
-    has_workers: bool
+    worker_starts: list[int]  # the steps in which a DataLoader starts its workers, if it has some
 
 
 Picture = dict[str, Any]  # what picture.py makes, draw.py draws, and timeline.json keeps
