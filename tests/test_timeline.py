@@ -325,12 +325,17 @@ def test_no_message_ends_after_the_wait_for_it():
     assert late["end"] == 35, "it is waited for in another step, or not at all"
 
 
-def test_whether_a_loader_has_workers_is_noted():
-    for workers in 0, 1:
+def test_the_steps_in_which_workers_start_are_noted():
+    for options, starts in (
+        ({}, []),
+        ({"num_workers": 1}, [0, 0]),
+        ({"num_workers": 1, "persistent_workers": True}, [0]),
+    ):
         recorder = record.Recorder(Place(0, 1), STEPS)
+        loader = torch.utils.data.DataLoader(range(4), **options)
         with Hooks([recorder]).installed():
-            list(torch.utils.data.DataLoader(range(4), num_workers=workers))
-        assert recorder.noted.has_workers == (workers == 1)
+            assert [*loader, *loader]
+        assert recorder.noted.worker_starts == starts
 
 
 def test_each_step_puts_off_the_end_of_patience():

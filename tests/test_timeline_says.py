@@ -1,5 +1,6 @@
 """timeline/: its sentences.  Each says yes, no, or not seen, of programs whose truth is known."""
 
+import argparse
 import itertools
 import re
 
@@ -10,6 +11,7 @@ from torch import nn
 
 from timeline import say, why
 from timeline.data import Span
+from timeline.picture import picture_of
 from timeline.steps import table_of
 
 MS = 1_000_000
@@ -74,7 +76,7 @@ def made(extra, part="", core=0, moving=0, loading=(2,), ranks=3, also=nothing):
     found = []
     for rank in range(ranks):
         one = {"rank": rank, "lane": [], "idle": [], "messages": [], "cuts": [0], "bare": [], "machine": "one"}
-        one |= {"first": 0, "last": len(extra) - 1}
+        one |= {"first": 0, "last": len(extra) - 1, "worker_starts": []}
         found.append(one | {"core_waits": [step * core * MS for step in range(len(extra) + 1)]})
     for step, more in enumerate(extra):
         for one in found:
@@ -99,11 +101,13 @@ def made(extra, part="", core=0, moving=0, loading=(2,), ranks=3, also=nothing):
 
 def spend(one, part, length):
     begin = one["lane"][-1].end if one["lane"] else 0
-    one["lane"].append(Span(part, begin, begin + length * MS))
+    one["lane"].append(Span(part, begin, begin + round(length * MS)))
 
 
-def why_of(found, has_workers=False):
-    return why.why(table_of(found), has_workers).text
+def why_of(found, worker_starts=()):
+    for one in found:
+        one["worker_starts"] = [*worker_starts]
+    return "; ".join(reason.text for reason in why.why(table_of(found)))
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
@@ -130,10 +134,10 @@ def test_workers_that_are_late_on_all_ranks_are_no_slow_rank():
     """Whose batches come last is chance, unless the others' next batches are there when it comes."""
     slow = "rank 1 spends 20.0 ms more in loading than the others, who wait 20.0 ms a step for it"
     late = "each rank waits 10.0 to 30.0 of 63.0 ms for its next batch"
-    assert why_of(made([20] * 8, "loading", loading=(10,)), True) == late
+    assert why_of(made([20] * 8, "loading", loading=(10,)), [0]) == late
     assert why_of(made([20] * 8, "loading", loading=(10,))) == slow
-    assert why_of(made([20] * 8, "loading", loading=(2,)), True) == slow
-    assert "forward" in why_of(made([60] * 8, "forward", loading=(10,)), True)
+    assert why_of(made([20] * 8, "loading", loading=(2,)), [0]) == slow
+    assert "forward" in why_of(made([60] * 8, "forward", loading=(10,)), [0])
 
 
 def test_why_is_silent_where_it_is_chance_or_nothing():
@@ -147,9 +151,78 @@ def test_why_is_silent_where_it_is_chance_or_nothing():
 def test_why_names_what_comes_and_goes_and_a_step_that_has_it_is_drawn(ranks, part):
     """In each third of 20 steps, as garbage collection of a rank, or an evaluation."""
     found = made([60 * (step % 3 == 0) for step in range(20)], part, ranks=ranks)
-    reason = why.why(table_of(found))
+    (reason,) = why.why(table_of(found))
     assert reason.text == f"rank 1 spends 60.0 ms more in {part} in 7 of 20 steps"
     assert reason.steps == [0, 3, 6, 9, 12, 15, 18]
+
+
+@pytest.mark.parametrize("part", [*LENGTHS])
+@pytest.mark.parametrize(("interval", "count"), [(4, 5), (7, 3)])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_a_pause_at_regular_intervals_of_one_rank_or_of_all(ranks, interval, count, part):
+    def pause(rank, step, what):
+        return (60 + rank) * (step % interval == 0 and what == part)
+
+    for also in pause, lambda rank, *where: pause(rank, *where) if rank == ranks - 1 else 0:
+        found = made([0] * 20, ranks=ranks, also=also)
+        subject = "each rank" if also is pause else f"rank {ranks - 1}"
+        more = 60 if also is pause else 59 + ranks
+        text = f"{subject if ranks > 1 else 'the process'} spends {more}.0 ms more in {part} in {count} of 20 steps"
+        (reason,) = why.why(table_of(found))
+        assert (reason.text, reason.steps) == (text, [*range(0, 20, interval)])
+        options = argparse.Namespace(steps_shown=1, command=["train.py"])
+        for one in found:
+            one |= {"memory": [], "trace": [], "ranks": ranks, "setting": "", "bare": [1]}
+        drawn = picture_of(found, options)
+        assert drawn["steps"][0] in reason.steps and drawn["length"] >= 95 * MS
+
+
+def test_parts_that_have_more_in_the_same_steps_are_one_sentence():
+    """As an evaluation has."""
+    more = {"forward": 60, "other": 40}
+    found = made([0] * 20, ranks=2, also=lambda rank, step, part: more.get(part, 0) * (step % 7 == 0 and rank == 0))
+    assert why_of(found) == "rank 0 spends 100.0 ms more in forward and other in 3 of 20 steps"
+
+
+def test_workers_that_start_in_each_epoch_are_named():
+    found = made([0] * 20, ranks=2, loading=(302, 2, 2, 2, 2))
+    text = "each rank spends 300.0 ms more in loading in 4 of 20 steps"
+    assert why_of(found) == text
+    assert (
+        why_of(found, [0, 5, 10, 15])
+        == f"{text}, where its DataLoader starts workers (persistent_workers=True keeps them)"
+    )
+
+
+def test_a_pause_once_and_pauses_of_a_few_are_no_habit():
+    assert why_of(made([0] * 20, ranks=2, loading=(902, *[2] * 19))) == ""
+    assert why_of(made([0] * 20, ranks=2, loading=(4, 2))) == ""
+
+
+def test_a_step_is_one_that_a_rank_had():
+    """A pause at the end of a rank's step is the others' wait in the next one: it counts once."""
+    table = table_of(made([60, 0, 0] * 6, "optimizer", ranks=2))
+    assert table.usual_length == 35 * MS and sum(table.lengths) <= (18 * 35 + 6 * 60) * MS
+
+
+def test_many_small_messages_are_messages_and_no_slow_rank():
+    """Between two waits the process ends a message and begins the next; rank 1 takes longer for it."""
+    found = made([0] * 8, ranks=2)
+    for one in found:
+        handling = 0.1 + 0.1 * one["rank"]
+        one["lane"], one["cuts"], one["messages"] = [], [0], []
+        one["core_waits"] = [step * 20 * MS for step in range(9)]
+        for step in range(8):
+            spend(one, "forward", 10)
+            for _ in range(100):
+                begin = one["lane"][-1].end
+                message = {"kind": "allreduce", "bytes": 4, "peer": None, "group": "", "number": None, "step": step}
+                one["messages"].append(message | {"issued": begin, "begin": begin, "end": begin + MS // 4})
+                spend(one, "waiting", 0.5 - handling)
+                spend(one, "other", handling)
+            spend(one, "optimizer", 1)
+            one["cuts"].append(one["lane"][-1].end)
+    assert why_of(found).startswith("100 messages take ") and ";" not in why_of(found), why_of(found)
 
 
 def test_what_comes_and_goes_is_named_only_if_chance_would_seldom_do_it():
@@ -172,7 +245,7 @@ def test_what_comes_and_goes_as_others_take_cores_is_chance():
 def test_ranks_that_are_late_by_turns(ranks):
     found = made([0] * 20, ranks=ranks, also=lambda rank, step, part: 60 * (part == "other" and step % ranks == rank))
     text = "another rank is late in each step, and the others wait 60.0 of 95.0 ms for it: the work of a batch differs"
-    assert why_of(found) == f"{text}, or the machine is shared"
+    assert why_of(found) == f"{text}, they take turns at a lock, or the machine is shared"
     for one in found:
         one["core_waits"] = [40 * MS * step for step in range(21)]
     assert why_of(found) == "each rank is ready, but has no core for 40.0 of 95.0 ms"
@@ -195,7 +268,7 @@ def test_a_rank_that_has_more_to_compute(ranks):
 def test_why_says_what_all_ranks_spend():
     assert why_of(made([0] * 8, loading=(40,))) == "each rank waits 40.0 of 73.0 ms for its next batch"
     by_turns = made([0] * 9, loading=(900, 60, 2, 60, 2, 60, 2, 60, 2))  # two workers, which begin in the first step
-    assert why_of(by_turns) == "each rank waits 31.0 of 64.0 ms for its next batch"
+    assert why_of(by_turns) == "each rank spends 58.0 ms more in loading in 4 of 9 steps"
     found = why_of(made([0] * 8, moving=30))
     assert found == "messages take 30.0 of 65.0 ms in which each rank does nothing else"
     found = why_of(made([0] * 8, core=12))

@@ -31,6 +31,7 @@ simulated GPUs.
 #   record.py     notes, while the program runs; at its end it calls events.py
 #   compare.py    all Recordings: one clock, matching messages, who waited for whom
 #   steps.py      the Table: what each rank did in each step, compared
+#   habit.py      what only some steps have: by chance, or not
 #   why.py        what one rank spends more than the others, or what all spend
 #   say.py        that, and the rest, in sentences
 #   picture.py    a Picture of a step that is worth a look

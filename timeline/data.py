@@ -88,7 +88,7 @@ class Noted:
     core_waits: list[int] = dataclasses.field(default_factory=list)  # there: see core_wait
     calls: list[Message] = dataclasses.field(default_factory=list)
     tensors: list[tuple[int, dict]] = dataclasses.field(default_factory=list)  # see note_memory
-    has_workers: bool = False  # a DataLoader loads while the program computes
+    worker_starts: list[int] = dataclasses.field(default_factory=list)  # steps
 
 
 class Recording(TypedDict):
@@ -109,7 +109,7 @@ class Recording(TypedDict):
     reserved: int  # bytes that torch's allocator has taken from a GPU
     trace: list[dict]  # torch's own events, for Perfetto
     core_waits: list[int]  # at each cut: how long the program's thread has waited for a core
-    has_workers: bool
+    worker_starts: list[int]  # the steps in which a DataLoader starts its workers, if it has some
 
 
 Picture = dict[str, Any]  # what picture.py makes, draw.py draws, and timeline.json keeps

@@ -50,7 +50,7 @@ def recording_of(noted: Noted, profiler: Any) -> Recording:
         "reserved": reserved_of(events),
         "trace": [event for event in events if event["ph"] in "XsfM"],  # spans, arrows, names
         "core_waits": noted.core_waits,
-        "has_workers": noted.has_workers,
+        "worker_starts": noted.worker_starts,
     }
 
 

@@ -9,13 +9,13 @@ from timeline.compare import earlier, earlier_times
 from timeline.data import Picture, Recording, counted
 from timeline.say import findings
 from timeline.steps import Table, memory_curve, step_of, table_of
-from timeline.why import Reason, why
+from timeline.why import Reason, steps_named, why
 
 
 def picture_of(recordings: list[Recording], args: argparse.Namespace) -> Picture:
     table = table_of(recordings)
-    reason = why(table, all(recording["has_workers"] for recording in recordings))
-    number, shown = step_to_draw(table, args.steps_shown, reason)
+    reasons = why(table)
+    number, shown = step_to_draw(table, args.steps_shown, reasons)
     place = number - table.first
     origin = min(steps[place].begin for steps in table.ranks.values())
     moved = [earlier(recording, origin) for recording in recordings]
@@ -27,23 +27,23 @@ def picture_of(recordings: list[Recording], args: argparse.Namespace) -> Picture
         "title": title_of(args.command),
         "setting": f"{counted(len(recordings), 'process')}, {recordings[0]['setting']}",
         "steps": [number, shown],
-        "length": sum(table.lengths[place : place + shown]),
+        "length": max(rank["cuts"][-1] - rank["cuts"][0] for rank in ranks),
         "end": max(rank["cuts"][-1] for rank in ranks),
         "ranks": ranks,
         "arrows": [earlier_times(arrow, origin) for arrow in arrows],
     }
-    return picture | {"findings": findings(picture, recordings, table, reason)}
+    return picture | {"findings": findings(picture, recordings, table, reasons)}
 
 
-def step_to_draw(table: Table, wanted: int, reason: Reason) -> tuple[int, int]:
+def step_to_draw(table: Table, wanted: int, reasons: list[Reason]) -> tuple[int, int]:
     """The first step of the usual window, and how many steps it has.
 
-    Usual is what is nearest to the median; of those that have what the reason says.
+    Usual is what is nearest to the median; of those that have what a reason says of some steps.
     """
     count = len(table.lengths)
     shown = min(wanted, count)
     places = range(0, count + 1 - shown, shown)
-    named = {number - table.first for number in reason.steps}
+    named = {number - table.first for number in steps_named(reasons)}
     some = [place for place in places if named.intersection(range(place, place + shown))]
     lengths = {place: sum(table.lengths[place : place + shown]) for place in places}
     by_length = sorted(some or places, key=lengths.__getitem__)

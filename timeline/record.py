@@ -90,7 +90,9 @@ class Recorder(Observer):
 
     def load(self, iterator: Any, original: Callable) -> Any:
         __tracebackhide__ = True
-        self.noted.has_workers |= iterator._num_workers > 0
+        is_first = iterator._num_workers > 0 and iterator._num_yielded == 0
+        if is_first and not (iterator._persistent_workers and self.noted.worker_starts):
+            self.noted.worker_starts.append(len(self.noted.cuts))
         when = self.next_cut if self.is_first_batch else None
         self.is_first_batch = False
         with self.spanning("loading", when):

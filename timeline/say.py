@@ -8,22 +8,22 @@ from instruments.command import Line
 from timeline.compare import was_seen
 from timeline.data import COLLECTIVES, KINDS, PARTS, Picture, Recording, counted, ms, size_of
 from timeline.steps import Table
-from timeline.why import Reason
+from timeline.why import Reason, steps_named
 
 
 def findings(
-    picture: Picture, recordings: list[Recording], table: Table, reason: Reason
+    picture: Picture, recordings: list[Recording], table: Table, reasons: list[Reason]
 ) -> list[Line]:
     ranks = picture["ranks"]
-    lines = [Line("step", length_of_step(picture, table, reason))]
+    lines = [Line("step", length_of_step(picture, table, reasons))]
     drawn = set()
     for rank in ranks:
         lines.append(Line(f"rank {rank['rank']}", part_sums(rank, len(ranks) > 1)))
         drawn |= {part.what for part in rank["parts"]}
     if len(ranks) > 1:
         lines.append(Line("waiting", who_came_last(table)))
-    if reason.text and not table.is_unseen:
-        lines.append(Line("why", reason.text))
+    if reasons and not table.is_unseen:
+        lines.append(Line("why", "; ".join(reason.text for reason in reasons)))
     lines.append(Line("messages", of_ranks(ranks, message_sums)))
     lines.append(Line("memory", f"at most, {of_ranks(ranks, memory_sums)}"))
     if table.clocks:
@@ -45,15 +45,15 @@ def findings(
 # -------------------------------------------------------------------------------- the step drawn
 
 
-def length_of_step(picture: Picture, table: Table, reason: Reason) -> str:
+def length_of_step(picture: Picture, table: Table, reasons: list[Reason]) -> str:
     number, shown = picture["steps"]
     which = f"step {number + 1}"
     if shown > 1:
         which = f"steps {number + 1} to {number + shown}"
     count = len(table.lengths)
     chosen = f"nearest to the median of {count} recorded"
-    if reason.steps:
-        chosen = f"as it shows what `why` says of {len(reason.steps)} of {count} recorded"
+    if some := steps_named(reasons):
+        chosen = f"as it shows what `why` says of {len(some)} of {count} recorded"
     return (
         f"{ms(picture['length'])} ms: {which}, {chosen} (median of a step: "
         f"{ms(table.usual_length)} ms; of {len(table.bare)} without the recorder: "

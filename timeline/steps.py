@@ -29,6 +29,7 @@ class Step(NamedTuple):
 
 
 Measure = Callable[[Step], float]
+MANY = 10  # messages in a step, short pauses between them
 
 
 class Table(NamedTuple):
@@ -36,8 +37,10 @@ class Table(NamedTuple):
 
     first: int  # the number of the first recorded step
     ranks: dict[int, list[Step]]
-    lengths: list[int]  # of each step, on the rank where it took longest
+    lengths: list[int]  # of each step, on the rank whose median is longest
     bare: list[int]  # the same of steps without the recorder
+    has_workers: bool  # on all ranks a DataLoader loads while the program computes
+    worker_starts: set[int]  # steps in which it starts them, on any rank
     is_unseen: bool  # there are messages, and of none it is known when it ran
     arrows: list[dict]  # from a send to the end of the wait for it
     clocks: str  # in words, what was done to have one clock
@@ -78,17 +81,6 @@ class Table(NamedTuple):
         """The median of all steps, on the rank where it is least."""
         return min(statistics.median(map(of, steps)) for steps in self.ranks.values())
 
-    def averages(self, of: Measure) -> list[float]:
-        """Each rank's mean, as workers of a DataLoader bring their batches together, and then none.
-
-        The longest step is left out, which may be an epoch's first, when they start.
-        """
-        means = []
-        for steps in self.ranks.values():
-            times = sorted(map(of, steps))
-            means.append(statistics.mean(times[:-1] or times))
-        return means
-
 
 def table_of(recordings: list[Recording]) -> Table:
     """Brings the clocks and the messages of the recordings together, and makes the table."""
@@ -99,14 +91,18 @@ def table_of(recordings: list[Recording]) -> Table:
     ranks = {}
     for recording in recordings:
         ranks[recording["rank"]] = [step_of(recording, number) for number in numbers]
-    lengths = []
-    for of_ranks in zip(*ranks.values(), strict=True):
-        lengths.append(max(step.length for step in of_ranks))
-    bares = zip(*(recording["bare"] for recording in recordings), strict=False)
-    bare = [max(of_ranks) for of_ranks in bares]
+    lengths = longest([[step.length for step in steps] for steps in ranks.values()])
+    bare = longest([recording["bare"] for recording in recordings])
+    starts = [recording["worker_starts"] for recording in recordings]
     messages = list(itertools.chain(*(recording["messages"] for recording in recordings)))
     is_unseen = bool(messages) and not any(map(was_seen, messages))
-    return Table(first, ranks, lengths, bare, is_unseen, arrows, clocks)
+    workers = all(starts), {*itertools.chain(*starts)}
+    return Table(first, ranks, lengths, bare, *workers, is_unseen, arrows, clocks)
+
+
+def longest(lengths: list[list[int]]) -> list[int]:
+    """Those of the rank whose median is longest: a rank has had them, each pause counts once."""
+    return max(lengths, key=lambda of_rank: statistics.median(of_rank or [0]))
 
 
 def step_of(recording: Recording, number: int) -> Step:
@@ -115,15 +111,20 @@ def step_of(recording: Recording, number: int) -> Step:
     spent: Counter = Counter()
     for part in parts:
         spent[part.what] += part.length
-    core = recording["core_waits"][number : number + 2]
     messages = [message for message in recording["messages"] if message["step"] == number]
+    waited = waits_for(parts, messages)
+    if short := between_messages(parts):
+        spent["other"] -= short
+        spent["waiting"] += short
+        waited[None] += short
+    core = recording["core_waits"][number : number + 2]
     return Step(
         begin,
         end,
         parts,
         inside(recording["idle"], begin, end),
         spent,
-        waits_for(parts, messages),
+        waited,
         core[1] - core[0] if len(core) == 2 else 0,
         messages,
     )
@@ -146,6 +147,18 @@ def waits_for(parts: list[Span], messages: list[Message]) -> Counter:
                 now = right
         waited[None] += remaining
     return waited
+
+
+def between_messages(parts: list[Span]) -> int:
+    """The short pauses between many messages, in which the process ends one and begins the next."""
+    longest = (parts[-1].end - parts[0].begin) / MANY
+    pauses = []
+    for before, part, after in zip(parts, parts[1:], parts[2:], strict=False):
+        is_between = (before.what, part.what, after.what) == ("waiting", "other", "waiting")
+        if is_between and part.length < longest:
+            pauses.append(part.length)
+    waits = sum(part.length for part in parts if part.what == "waiting")
+    return sum(pauses) if len(pauses) >= MANY and sum(pauses) < waits else 0
 
 
 def memory_curve(blocks: list[Block], begin: int, end: int) -> dict[str, list]:

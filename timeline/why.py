@@ -1,41 +1,42 @@
 """Why a step takes so long: what one rank spends more than the others, or what all spend."""
 
 import itertools
-import math
 import statistics
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from timeline.data import PARTS, ms
-from timeline.steps import Measure, Step, Table
+from timeline.habit import IsChance, habit_of, is_rare, mean_at
+from timeline.steps import MANY, Measure, Step, Table
 
 LEAST = 0.1  # of a step: less is not worth a word
-MUCH = 0.3  # of a step, for what all ranks spend
-CHANCE = 0.01  # what is more probable without a cause is not named
+MUCH = 0.3  # of a step, for what all ranks spend in each
 OWN_PARTS = [part for part in PARTS if part != "waiting"]
 
 
 class Reason(NamedTuple):
     """A sentence, and the numbers of the steps that have what it says; none if all have."""
 
-    text: str = ""
+    text: str
     steps: Sequence[int] = ()
 
 
-def why(table: Table, has_workers: bool = False) -> Reason:
-    """The text is "" if nothing was seen, or only chance.
-
-    has_workers: of each rank's DataLoader.
-    """
-    late = late_batches(table, has_workers)
-    if len(table.ranks) > 1 and not (late and has_workers):
-        for find in slow_rank, slow_now_and_then:
-            reason = find(table)
-            if reason.text:
-                return reason
+def why(table: Table) -> list[Reason]:
+    """None if nothing was seen, or only chance."""
+    late = late_batches(table)
+    in_some = what_all_spend_in_some(table)
+    if len(table.ranks) > 1 and not (late and table.has_workers):
+        slow = always_slow(table) + slow_in_some(table)
+        if slow:
+            return slow + in_some
         late = late_by_turns(table) or late
-    return Reason("; ".join(what_all_spend(table, late)))
+    return late + in_some + what_all_spend(table)
+
+
+def steps_named(reasons: list[Reason]) -> Sequence[int]:
+    """The steps of the first reason that only some have."""
+    return next((reason.steps for reason in reasons if reason.steps), ())
 
 
 def who(table: Table) -> str:
@@ -50,28 +51,33 @@ def without_core(step: Step) -> float:
     return step.without_core
 
 
-def late_batches(table: Table, has_workers: bool) -> str:
-    """Batches that come late on every rank.
-
-    If all have workers, whose batches come last is then only chance: on a rank whose workers are
-    fast enough, the next batch is there when the others have come.
-    """
-    loading = table.averages(spent_in("loading"))
-    length = max(table.averages(lambda step: step.length))
-    shortest, longest = min(loading), max(loading)
-    time, least = ms(shortest), MUCH * length
-    if has_workers and len(loading) > 1:
-        time, least = f"{ms(shortest)} to {ms(longest)}", LEAST * length
-    if shortest < least or longest < MUCH * length:
-        return ""
-    return f"{who(table)} waits {time} of {ms(length)} ms for its next batch"
+def in_some_steps(
+    table: Table, subject: str, series: dict[str, list[float]], is_chance: IsChance
+) -> list[Reason]:
+    """What only some steps have; series: of each part.  Parts with the same steps are joined."""
+    least = LEAST * statistics.mean(table.lengths)
+    parts, more = defaultdict(list), Counter()
+    for part, values in series.items():
+        habit = habit_of(values, least, is_chance)
+        if habit.places:
+            parts[tuple(habit.places)].append(part)
+            more[tuple(habit.places)] += habit.more
+    reasons = []
+    for places, names in parts.items():
+        steps = [table.first + place for place in places]
+        text = f"{subject} spends {ms(more[places])} ms more in {' and '.join(names)} in "
+        text += f"{len(places)} of {len(table.lengths)} steps"
+        if "loading" in names and table.worker_starts.issuperset(steps):
+            text += ", where its DataLoader starts workers (persistent_workers=True keeps them)"
+        reasons.append(Reason(text, steps))
+    return reasons
 
 
 # ------------------------------------------------------------------------------------ one slow rank
 
 
-def slow_rank(table: Table) -> Reason:
-    """The rank for which the others wait longest, if it is always the same that it spends more."""
+def always_slow(table: Table) -> list[Reason]:
+    """The rank for which the others wait longest in each step, if it spends so much more."""
     waits = {rank: statistics.median(table.waits_for(rank)) for rank in table.ranks}
     slow = max(waits, key=waits.__getitem__)
     wait = waits[slow]
@@ -84,61 +90,37 @@ def slow_rank(table: Table) -> Reason:
     more = statistics.median(mores)
     usual = sorted(mores)[len(mores) // 4]  # three of four steps have more
     if not parts or wait < shortest or not wait / 2 <= more <= 2 * wait or usual < more / 2:
-        return Reason()
+        return []
     text = f"rank {slow} spends {ms(more)} ms more in {' and '.join(parts)} than the others"
     core = statistics.median(table.more(slow, without_core))
     if core > more / 2:
         text += f" ({ms(min(core, more))} ms of it without a core)"
-    return Reason(f"{text}, who wait {ms(wait)} ms a step for it")
+    return [Reason(f"{text}, who wait {ms(wait)} ms a step for it")]
 
 
-def slow_now_and_then(table: Table) -> Reason:
-    """A rank that spends more in some steps only: so much that the mean of all steps shows it.
-
-    Time without a core is chance.  So is what another rank has now and then, too.
-    """
-    cores = {rank: table.more(rank, without_core) for rank in table.ranks}
-    extras, means = {}, {}
+def slow_in_some(table: Table) -> list[Reason]:
+    """The rank for which the others wait longest on average: what it spends more in some steps."""
+    waits = {rank: statistics.mean(table.waits_for(rank)) for rank in table.ranks}
+    slow = max(waits, key=waits.__getitem__)
+    extras = {}  # time without a core is chance
     for rank, part in itertools.product(table.ranks, OWN_PARTS):
-        mores = zip(table.more(rank, spent_in(part)), cores[rank], strict=True)
-        extras[rank, part] = [more - max(0, core) for more, core in mores]
-        means[rank, part] = statistics.mean(max(0, more) for more in extras[rank, part])
-    slow, part = max(means, key=means.__getitem__)
-    mean = means[slow, part]
-    wait = statistics.mean(table.waits_for(slow))
-    if mean < LEAST * statistics.mean(table.lengths) or wait < mean / 2:
-        return Reason()
-    least_pause = max(LEAST * table.usual_length, mean)
-    places = [place for place, more in enumerate(extras[slow, part]) if more > least_pause]
-    others = set()  # pauses of other ranks, in any part
-    for (rank, _), mores in extras.items():
-        if rank != slow:
-            others |= {(rank, place) for place, more in enumerate(mores) if more > least_pause}
-    if is_chance(places, len(others), len(table.ranks)):
-        return Reason()
-    more = statistics.mean(extras[slow, part][place] for place in places)
-    count = f"{len(places)} of {len(table.lengths)}"
-    text = f"rank {slow} spends {ms(more)} ms more in {part} in {count} steps"
-    return Reason(text, [table.first + place for place in places])
+        mores = zip(table.more(rank, spent_in(part)), table.more(rank, without_core), strict=True)
+        extras[rank, part] = [max(0, more - max(0, core)) for more, core in mores]
+
+    def is_chance(places: list[int], more: float) -> bool:
+        others = set()  # pauses of other ranks, in any part
+        for (rank, _), values in extras.items():
+            if rank != slow:
+                others |= {(rank, place) for place, value in enumerate(values) if value > more / 2}
+        steps = len(table.lengths)
+        is_waited_for = waits[slow] >= more * len(places) / steps / 2
+        return not is_waited_for or not is_rare(places, len(others), len(table.ranks), steps)
+
+    own = {part: extras[slow, part] for part in OWN_PARTS}
+    return in_some_steps(table, f"rank {slow}", own, is_chance)
 
 
-def is_chance(places: list[int], others: int, ranks: int) -> bool:
-    """Whether pauses that come by chance, to any rank, would often come to one so often.
-
-    Not if they come at regular intervals, and to the others seldom.
-    """
-    gaps = {later - earlier for earlier, later in itertools.pairwise(places)}
-    if len(places) >= 4 and len(gaps) == 1 and others < len(places) / 2:
-        return False
-    count, share = len(places) + others, 1 / ranks
-    probability = 0.0
-    for mine in range(len(places), count + 1):
-        ways = math.comb(count, mine)
-        probability += ways * share**mine * (1 - share) ** (count - mine)
-    return probability > CHANCE
-
-
-def late_by_turns(table: Table) -> str:
+def late_by_turns(table: Table) -> list[Reason]:
     """The others wait long in each step, and not for the same rank.
 
     Ranks that send to each other, as the stages of a pipeline, do so by design.
@@ -147,32 +129,71 @@ def late_by_turns(table: Table) -> str:
     usual, length = statistics.median(wait for _, wait in late), table.usual_length
     most = max(Counter(rank for rank, _ in late).values())
     if table.arrows or usual < MUCH * length or most > 0.75 * len(late):
-        return ""
+        return []
     if table.least(without_core) > usual / 2:
-        return ""  # they take turns on the cores
+        return []  # they take turns on the cores
     text = f"another rank is late in each step, and the others wait {ms(usual)} of {ms(length)} ms"
-    return f"{text} for it: the work of a batch differs, or the machine is shared"
+    text += " for it: the work of a batch differs, they take turns at a lock"
+    return [Reason(f"{text}, or the machine is shared")]
 
 
 # ----------------------------------------------------------------------------- what all ranks spend
 
 
-def what_all_spend(table: Table, late: str) -> list[str]:
-    """Loading (late: a rank is, now this one, now that), messages, pauses of GPUs, no cores."""
+def what_all_spend_in_some(table: Table) -> list[Reason]:
+    """What all ranks have in the same steps.  Once is chance, and so is time without a core."""
+    each = {}
+    for rank, part in itertools.product(table.ranks, OWN_PARTS):
+        steps = table.ranks[rank]
+        each[rank, part] = [max(0, step.spent[part] - step.without_core) for step in steps]
+    least = {}  # a pause is as long as the shortest of the ranks'
+    for part in OWN_PARTS:
+        of_ranks = zip(*(each[rank, part] for rank in table.ranks), strict=True)
+        least[part] = [min(values) for values in of_ranks]
+    return in_some_steps(table, who(table), least, once)
+
+
+def once(places: list[int], more: float) -> bool:
+    return len(places) < 2
+
+
+def late_batches(table: Table) -> list[Reason]:
+    """Batches that come late in each step, on every rank.
+
+    If all have workers, whose batches come last is then only chance: on a rank whose workers are
+    fast enough, the next batch is there when the others have come.
+    """
+    means, least = [], LEAST * statistics.mean(table.lengths)
+    for steps in table.ranks.values():
+        values = [step.spent["loading"] for step in steps]
+        habit = habit_of(values, least, once)
+        means.append(mean_at(values, habit.others))
+    shortest, longest, length = min(means), max(means), table.usual_length
+    some_have_none = table.has_workers and len(means) > 1
+    if shortest < (LEAST if some_have_none else MUCH) * length or longest < MUCH * length:
+        return []
+    time = f"{ms(shortest)} to {ms(longest)}" if some_have_none else ms(shortest)
+    return [Reason(f"{who(table)} waits {time} of {ms(length)} ms for its next batch")]
+
+
+def what_all_spend(table: Table) -> list[Reason]:
+    """Messages, pauses of GPUs, and no cores, in each step."""
     length = table.usual_length
-    texts = [late] if late else []
+    texts = []
     messages = table.least(lambda step: step.waits_for[None])
+    count = table.least(lambda step: len(step.messages))
     if messages > MUCH * length:
-        text = f"messages take {ms(messages)} of {ms(length)} ms in which {who(table)} does "
+        many = f"{count:.0f} " if count >= MANY else ""
+        text = f"{many}messages take {ms(messages)} of {ms(length)} ms in which {who(table)} does "
         texts.append(f"{text}nothing else")
     idle = table.least(idle_in)
     if idle > MUCH * length:
         text = f"the GPU has nothing to compute for {ms(idle)} of {ms(length)} ms: kernels are "
         texts.append(f"{text}launched too slowly, or none")
     core = table.least(without_core)
-    if core > MUCH / 2 * length:
+    if core > MUCH / 2 * length and not (messages > MUCH * length and count >= MANY):
         texts.append(f"{who(table)} is ready, but has no core for {ms(core)} of {ms(length)} ms")
-    return texts
+    return [Reason(text) for text in texts]
 
 
 def idle_in(step: Step) -> float:
