@@ -172,7 +172,7 @@ def test_a_pause_at_regular_intervals_of_one_rank_or_of_all(ranks, interval, cou
         assert (reason.text, reason.steps) == (text, [*range(0, 20, interval)])
         options = argparse.Namespace(steps_shown=1, command=["train.py"])
         for one in found:
-            one |= {"memory": [], "trace": [], "ranks": ranks, "setting": "", "bare": [1]}
+            one |= {"memory": [], "reserved": 0, "trace": [], "ranks": ranks, "setting": "", "bare": [1]}
         drawn = picture_of(found, options)
         assert drawn["steps"][0] in reason.steps and drawn["length"] >= 95 * MS
 
