@@ -121,7 +121,7 @@ def record_here(run: Run) -> dict:
         job = Job("timelines", run.command, 120.0, make_observers, (os.getpid(), run))
         look_at(job, run.nproc, lambda notes: recordings.extend(one.value for one in notes))
         os.chdir(ROOT)
-    picture = picture_of(recordings, argparse.Namespace(command=run.command, steps_shown=run.shown))
+    picture, _ = picture_of(recordings, argparse.Namespace(command=run.command, steps_shown=run.shown))
     name, rate = run.module.rpartition(".")[2], f"{run.rate:g} Mbit/s" if run.rate else ""
     picture["title"] = ", ".join(filter(None, [name, run.note, rate]))
     picture["setting"] += f", cores for all: {len(cores)}"
@@ -157,7 +157,7 @@ TABLES = {
 def row(run: Run) -> list[str]:
     """Of rank 0, which has the largest shares: messages and kB of a step, and kB at the peak."""
     rank = record(run)["ranks"][0]
-    sent = sum(message["bytes"] for message in rank["messages"])
+    sent = sum(message.bytes for message in rank["messages"])
     held = max(zip(*(rank["memory"][kind] for kind in KINDS), strict=True), key=sum)
     kilobytes = [f"{size / 1000:,.0f}" for size in (sent, *held, sum(held))]
     name = run.note if run in ATTENTION else f"`{run.module.removeprefix('variants.')}`"

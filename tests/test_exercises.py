@@ -303,7 +303,7 @@ def test_a_hang_is_an_answer_with_the_place_of_each_rank(tmp_path):
         (
             "return_tokens",
             "RuntimeError: Split sizes doesn't match total dim 0 size",
-            "can't know these without a message",
+            "are swapped",
         ),
         ("return_tokens", "Tensor's dim 0 does not divide equally across group size", "the counts are left out"),
         ("shard", "rank 0: a.py:1, f, in send\nrank 1: a.py:1, f, in send", ""),

@@ -30,7 +30,7 @@ from instruments.meeting import Place
 from instruments.program import Finished
 from mnist_ddp import ConvNet
 from timeline import draw, lanes, record, waits
-from timeline.data import KINDS, Block, Span
+from timeline.data import KINDS, Block, Call, Message, Span
 from timeline.picture import picture_of
 from timeline.steps import table_of, waits_for
 from timeline.trace import trace_of
@@ -77,7 +77,7 @@ def recordings(program, *args):
 
 
 def picture(program, *args, shown=1):
-    return picture_of(recordings(program, *args), options(shown=shown))
+    return picture_of(recordings(program, *args), options(shown=shown))[0]
 
 
 def said(picture):
@@ -148,7 +148,7 @@ def two_of_each():
 
 
 def test_a_delay_is_the_others_waiting_and_its_rank_is_named(tmp_path):
-    found = picture_of(recordings(small, tmp_path), options())
+    found, _ = picture_of(recordings(small, tmp_path), options())
     waited = dict(found["ranks"][0]["waits_for"])
     assert waited[1] >= 0.5 * DELAY  # on a busy machine rank 0, too, may go on late
     slept = [end - begin for what, begin, end in found["ranks"][1]["parts"] if what == "forward"]
@@ -206,10 +206,10 @@ def sums(recording, steps=2):
     """(how many, bytes) of each kind, in the first recorded steps of a rank."""
     counts, sizes = Counter(), Counter()
     for message in recording["messages"]:
-        is_check = (message["kind"], message["bytes"]) == CHECKS
-        if 0 <= message["step"] - recording["first"] < steps and not is_check:
-            counts[message["kind"]] += 1
-            sizes[message["kind"]] += message["bytes"] or 0
+        is_check = (message.kind, message.bytes) == CHECKS
+        if 0 <= message.step - recording["first"] < steps and not is_check:
+            counts[message.kind] += 1
+            sizes[message.kind] += message.bytes or 0
     return {kind: (counts[kind], sizes[kind]) for kind in counts}
 
 
@@ -235,8 +235,8 @@ def test_messages_in_closed_form_and_parts_that_add_up(name):
             assert borders[-1] == step.end and [left for _, left, _ in step.parts] == borders[:-1]
             assert {"forward", "backward", "optimizer"} <= {*step.spent}
             assert sum(step.waits_for.values()) == step.spent["waiting"]
-            assert all(m["begin"] <= m["end"] for m in step.messages)
-            lists.append([(message["kind"], message["bytes"], message["peer"]) for message in step.messages])
+            assert all(m.begin <= m.until <= m.end for m in step.messages)
+            lists.append([(message.kind, message.bytes, message.peer) for message in step.messages])
         period = 2 if name == "mnist_local_sgd" else 1
         assert lists[period:] == lists[:-period], "the steps agree in all but times"
         if name == "small":  # the loss is forward
@@ -256,8 +256,8 @@ def test_a_step_lies_between_two_of_the_first_optimizer_and_begins_with_its_firs
 
 @pytest.mark.skipif(not record.HAS_MESSAGE_HOOKS, reason="torch 2.14 tells to whom")
 def test_a_message_in_a_group_goes_to_a_rank_of_the_program():
-    sent = [one for one in recordings(two_of_each)[0]["messages"] if one["kind"] == "send"]
-    assert {(message["peer"], message["bytes"]) for message in sent} == {(2, 12)}
+    sent = [one for one in recordings(two_of_each)[0]["messages"] if one.kind == "send"]
+    assert {(message.peer, message.bytes) for message in sent} == {(2, 12)}
 
 
 def test_messages_of_a_pipeline_are_arrows():
@@ -315,14 +315,14 @@ def test_the_kinds_of_memory_add_up_to_torchs_total():
 
 def test_no_message_ends_after_the_wait_for_it():
     """Gloo's thread may note an end late; no program does so each time."""
-    late, later = {"issued": 12, "begin": 12, "end": 35}, {"issued": 28, "begin": 33, "end": 50}
-    waits.cut_late_ends([late, later], [Span("waiting", 20, 30), Span("waiting", 40, 45)], cuts=[0])
-    assert late["end"] == 30 and later["end"] == 45, "each alone was issued before its wait"
-    late, later = {"issued": 12, "begin": 12, "end": 35}, {"issued": 13, "begin": 13, "end": 50}
-    waits.cut_late_ends([late, later], [Span("waiting", 20, 30), Span("waiting", 40, 45)], cuts=[0])
-    assert late["end"] == 35 and later["end"] == 45, "none ends after the step's last wait"
-    waits.cut_late_ends([late], [Span("waiting", 2, 9)], cuts=[0])
-    assert late["end"] == 35, "it is waited for in another step, or not at all"
+    late = Call("allreduce", 12), Span("gloo", 12, 35)
+    waited = [Span("waiting", 20, 30), Span("waiting", 40, 45)]
+    later = Call("allreduce", 28), Span("gloo", 33, 50)
+    assert waits.ends_of([late, later], waited, [0]) == [30, 45], "each alone was issued before its wait"
+    later = Call("allreduce", 13), Span("gloo", 13, 50)
+    assert waits.ends_of([late, later], waited, [0]) == [35, 45], "none ends after the step's last wait"
+    waited = [Span("waiting", 2, 9)]
+    assert waits.ends_of([late], waited, [0]) == [35], "it is waited for in another step, or not at all"
 
 
 def test_the_steps_in_which_workers_start_are_noted():
@@ -353,11 +353,12 @@ def test_the_step_nearest_to_the_median_is_drawn_also_if_it_is_the_last():
         for step, at in zip(steps, (0, 10, 40, 100, 120), strict=True):  # they last 10, 30, 60, 20, and on rank 2 more
             one["cuts"][step] = one["cuts"][one["first"]] + at + (at == 120) * one["rank"]
     assert table_of(found).lengths == [10, 30, 60, 22], "the rank's where it took longest"
-    assert picture_of(found, options())["steps"] == [found[0]["last"], 1]
+    assert picture_of(found, options())[0]["steps"] == [found[0]["last"], 1]
 
 
 def test_time_that_is_waited_for_two_messages_counts_once():
-    messages = [{"begin": 0, "until": 60, "last": 1}, {"begin": 30, "until": 80, "last": 2}]
+    what = "allreduce", "", None, None, 4, 0
+    messages = [Message(*what, 1, 0, 0, 60, 90), Message(*what, 2, 0, 30, 80, 90)]
     assert waits_for([Span("waiting", 0, 100)], messages) == {1: 60, 2: 20, None: 20}
 
 
@@ -367,22 +368,22 @@ def test_clocks_of_other_machines_are_aligned():
     other["machine"], other["cuts"] = "another", [cut + shift for cut in other["cuts"]]
     other["lane"] = [span.earlier(-shift) for span in other["lane"]]
     other["memory"] = [Block(one.kind, one.bytes, one.born + shift, one.freed + shift) for one in other["memory"]]
-    for message in other["messages"]:
-        message |= {key: message[key] + shift for key in ("issued", "begin", "end")}
+    other["messages"] = [message.earlier(-shift) for message in other["messages"]]
     other["trace"] = [event | {"begin": event["begin"] + shift} for event in other["trace"]]
-    text = said(picture_of(shifted, options()))["clocks"]
+    text = said(picture_of(shifted, options())[0])["clocks"]
+    other = table_of(shifted).recordings[2]
     found = re.fullmatch(r"rank 2's clock was ([\d.]+) ms ahead of rank 0's.*give or take ([\d.]+) ms", text)
     ahead, uncertain = map(float, found.groups())
 
     def times(one):
         born = [part.born for part in one["memory"] if part.born > 0]
-        begins = [event["begin"] for event in one["messages"] + one["trace"]]
+        begins = [message.begin for message in one["messages"]] + [event["begin"] for event in one["trace"]]
         return [*one["cuts"], *(span[1] for span in one["lane"]), *born, *begins]
 
     gaps = {abs(a - b) for a, b in zip(times(other), times(plain[2]), strict=True)}
     (gap,) = (gap / 1e6 for gap in gaps)  # the same for all
     assert gap == pytest.approx(abs(ahead - 5000), abs=0.06)  # rounded
-    ends = [[m["end"] for m in one["messages"]] for one in (plain[0], plain[2])]
+    ends = [[m.end for m in one["messages"]] for one in (plain[0], plain[2])]
     spread = sorted(abs(a - b) / 1e6 for a, b in zip(*ends, strict=True))
     assert gap <= spread[-1] + 0.1 and uncertain <= 2 * spread[-1] + 0.1
 

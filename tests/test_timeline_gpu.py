@@ -85,7 +85,7 @@ def test_kernels_belong_where_they_were_launched_and_gpus_wait_where_only_messag
         ("other", 310, 340),
     ]
     (message,) = found["messages"]
-    assert (message["begin"], message["end"], message["number"], message["bytes"]) == (180_000, 300_000, 5, 8)
+    assert (message.begin, message.end, message.number, message.bytes) == (180_000, 300_000, 5, 8)
     assert not found["idle"]
 
 
@@ -178,7 +178,7 @@ def test_a_send_and_a_receive_name_the_other_rank():
     trace.call(10, 14, "recv", 2, **{"Src Rank": 3})
     trace.kernel(12, 15, 19, "ncclDevKernel_SendRecv")
     found = recorded(trace, [], [0, 60], 0, 4)
-    assert [(message["kind"], message["peer"]) for message in found["messages"]] == [("send", 2), ("recv", 3)]
+    assert [(message.kind, message.peer) for message in found["messages"]] == [("send", 2), ("recv", 3)]
 
 
 def test_messages_are_matched_by_group_and_number():
@@ -199,6 +199,6 @@ def test_messages_are_matched_by_group_and_number():
     waits = [step.waits_for[1] for (step,) in table.ranks.values()]
     assert waits == [70_000, 0], "from 20 to 90 us"
     (step,) = table.ranks[0]
-    assert [message["last"] for message in step.messages][:1] == [1]
+    assert [message.last for message in step.messages][:1] == [1]
     text = "1 all-reduce 8 B, 2 all-gathers 16 B together, when 2 of them ran was not seen"
     assert message_sums({"messages": step.messages}) == text

@@ -1,7 +1,7 @@
 """timeline/: its sentences.  Each says yes, no, or not seen, of programs whose truth is known."""
 
 import argparse
-import itertools
+import json
 import re
 
 import pytest
@@ -10,7 +10,8 @@ from test_timeline import picture, program, said, small
 from torch import nn
 
 from timeline import say, why
-from timeline.data import Span
+from timeline.data import Message, Span
+from timeline.figures import compare, figures_of
 from timeline.picture import picture_of
 from timeline.steps import table_of
 
@@ -84,19 +85,21 @@ def made(extra, part="", core=0, moving=0, loading=(2,), ranks=3, also=nothing):
             for what in LENGTHS:
                 own = more if one["rank"] == 1 and what == part else 0
                 if what == "optimizer":
-                    message = {"kind": "allreduce", "bytes": 4, "peer": None, "group": "", "number": None, "step": step}
-                    now = one["lane"][-1].end
-                    one["messages"].append(message | {"issued": now, "begin": now})
+                    one["issued"] = one["lane"][-1].end
                     one["after"] = own + also(one["rank"], step, what)
                 else:
                     spend(one, what, LENGTHS[what] + own + also(one["rank"], step, what))
         end = max(one["lane"][-1].end for one in found) + moving * MS
         for one in found:
             one["lane"].append(Span("waiting", one["lane"][-1].end, end))
-            one["messages"][-1]["end"] = end
+            one["messages"].append(message(step, one.pop("issued"), end))
             spend(one, "optimizer", LENGTHS["optimizer"] + one.pop("after"))
             one["cuts"].append(one["lane"][-1].end)
     return found
+
+
+def message(step, begin, end):
+    return Message("allreduce", "", None, None, 4, step, 0, begin, begin, begin, end)
 
 
 def spend(one, part, length):
@@ -125,8 +128,8 @@ def test_the_others_may_differ_and_cores_may_be_the_reason():
     for recording, each in zip(found, (10, 50, 20), strict=True):
         recording["core_waits"] = [each * MS * step for step in range(9)]
     assert why_of(found) == text.replace("than the others", "than the others (35.0 ms of it without a core)")
-    for message in itertools.chain(*(recording["messages"] for recording in found)):
-        message["end"] = message["begin"]
+    for recording in found:
+        recording["messages"] = [one._replace(end=one.begin) for one in recording["messages"]]
     assert say.who_came_last(table_of(found)) == "not seen, as the profiler tells no times of messages"
 
 
@@ -172,8 +175,16 @@ def test_a_pause_at_regular_intervals_of_one_rank_or_of_all(ranks, interval, cou
         assert (reason.text, reason.steps) == (text, [*range(0, 20, interval)])
         options = argparse.Namespace(steps_shown=1, command=["train.py"])
         for one in found:
-            one |= {"memory": [], "reserved": 0, "trace": [], "ranks": ranks, "setting": "", "bare": [1]}
-        drawn = picture_of(found, options)
+            one |= {
+                "memory": [],
+                "reserved": 0,
+                "trace": [],
+                "ranks": ranks,
+                "setting": "",
+                "device": "cpu",
+                "bare": [1],
+            }
+        drawn, _ = picture_of(found, options)
         assert drawn["steps"][0] in reason.steps and drawn["length"] >= 95 * MS
 
 
@@ -216,8 +227,7 @@ def test_many_small_messages_are_messages_and_no_slow_rank():
             spend(one, "forward", 10)
             for _ in range(100):
                 begin = one["lane"][-1].end
-                message = {"kind": "allreduce", "bytes": 4, "peer": None, "group": "", "number": None, "step": step}
-                one["messages"].append(message | {"issued": begin, "begin": begin, "end": begin + MS // 4})
+                one["messages"].append(message(step, begin, begin + MS // 4))
                 spend(one, "waiting", 0.5 - handling)
                 spend(one, "other", handling)
             spend(one, "optimizer", 1)
@@ -250,8 +260,7 @@ def test_ranks_that_are_late_by_turns(ranks):
         one["core_waits"] = [40 * MS * step for step in range(21)]
     assert why_of(found) == "each rank is ready, but has no core for 40.0 of 95.0 ms"
     for one, (kind, peer) in zip(found, [("send", 1), ("recv", 0)], strict=False):
-        sent = {"kind": kind, "peer": peer, "step": 3, "issued": 1, "begin": 1, "end": 2}
-        one["messages"].append(one["messages"][3] | sent)
+        one["messages"].append(message(3, 1, 2)._replace(kind=kind, peer=peer))
         one["core_waits"] = [0] * 21
     assert why_of(found) == "", "stages of a pipeline wait for each other by design"
 
@@ -275,6 +284,57 @@ def test_why_says_what_all_ranks_spend():
     assert found == "each rank is ready, but has no core for 12.0 of 35.0 ms"
     alone = why_of(made([0] * 8, loading=(40,), ranks=1))
     assert alone == "the process waits 40.0 of 73.0 ms for its next batch"
+
+
+# ------------------------------------------------------------------------------------- against another run
+
+
+def figures(program=("train.py",), **more):
+    """As --json writes them, and --against reads them, of 20 steps."""
+    table = table_of(made([0] * 20, ranks=2) if not more else made(**more))
+    for one in table.recordings:
+        one |= {"ranks": 2, "device": "cpu"}
+    return json.loads(json.dumps(figures_of([*program], table.recordings, table._replace(bare=[1]), [], [])))
+
+
+@pytest.mark.parametrize("part", [*LENGTHS])
+def test_what_became_slower_is_named_with_its_part_and_rank(part):
+    text, code = compare(figures(), figures(extra=[4] * 20, part=part, ranks=2), 5)
+    assert code == 1 and text.startswith("slower by 4.0 ms (11 %) in a step (noise: 0.0 ms, tolerance: 5 %)"), text
+    assert text.endswith(f": rank 1 spends 4.0 ms more in {part}")
+    assert compare(figures(), figures(extra=[4] * 20, part=part, ranks=2), 15)[1] == 0
+    assert compare(figures(extra=[4] * 20, part=part, ranks=2), figures(), 5)[0].startswith("faster by 4.0 ms")
+
+
+def test_slower_messages_are_of_each_rank():
+    text, code = compare(figures(), figures(extra=[0] * 20, moving=4, ranks=2), 5)
+    assert code == 1 and text.endswith(": each rank spends 4.0 ms more in messages"), text
+
+
+def test_noise_is_how_much_steps_differ_and_the_time_without_a_core():
+    noisy = [6 * (step % 3) for step in range(20)]
+    text, code = compare(figures(extra=noisy, part="forward", ranks=2), figures(extra=[4] * 20, ranks=2), 5)
+    assert code == 0 and "noise: 6.0 ms" in text, text
+    text, code = compare(figures(), figures(extra=[4] * 20, part="forward", core=5, ranks=2), 5)
+    assert code == 0 and "noise: 5.0 ms" in text, text
+
+
+def test_another_program_or_device_is_not_compared():
+    for other in {"program": ["-m", "train"]}, {"processes": 3}, {"device": "a GPU"}:
+        text, code = compare(figures(), figures() | other, 5)
+        assert code == 2 and text.startswith("not compared: "), text
+    assert "other flags before: train.py" in compare(figures(), figures(["there/train.py", "--lr", "1"]), 5)[0]
+
+
+def test_figures_are_written_and_read(tmp_path):
+    done = program(tmp_path, 100, options=["--steps", 3, "--json", "before.json"])
+    assert done.code == 0, done
+    found = json.loads((tmp_path / "before.json").read_text())
+    assert found["program"] == ["train.py", "100"] and len(found["ranks"][0]["forward"]) == 3
+    done = program(tmp_path, 100, options=["--steps", 3, "--against", "before.json", "--tolerance", 10_000])
+    assert done.code == 0 and re.search(r"^against +not slower", done.out, re.MULTILINE), done
+    done = program(tmp_path, 100, options=["--against", "timeline.json"])
+    assert done.code == 2 and done.err.startswith("timeline: error: timeline.json is no such file"), done
 
 
 # ------------------------------------------------------------------------------------- what it can't

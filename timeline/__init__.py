@@ -34,6 +34,7 @@ simulated GPUs.
 #   habit.py      what only some steps have: by chance, or not
 #   why.py        what one rank spends more than the others, or what all spend
 #   say.py        that, and the rest, in sentences
+#   figures.py    the same as JSON, and what became slower
 #   picture.py    a Picture of a step that is worth a look
 #   draw.py, svg.py    the Picture as SVG
 #   trace.py      the Picture as JSON, for Perfetto and for --draw

@@ -24,17 +24,22 @@ def parse_args() -> argparse.Namespace:
     add("--out", default="timeline", help=f"writes OUT.svg and OUT.json {default}")
     add("--nproc", type=int, help="processes (default: one per GPU; without a GPU, 2)")
     add("--patience", type=float, default=300, help=f"seconds to wait for a step {default}")
+    add("--json", metavar="FILE", help="write the figures as one object of JSON, too")
+    add("--against", metavar="FILE", help="such an object: exit with 1 if the step is slower now")
+    add("--tolerance", type=float, default=5, help=f"percent that a step may be slower {default}")
     add("--draw", nargs="+", metavar="FILE", help="draw these recordings, run nothing")
     args = command.read(parser)
     args.out = os.path.abspath(args.out)  # a program may change its folder
+    args.json = args.json and os.path.abspath(args.json)
     if bool(args.draw) == bool(args.command):
         parser.error("give a program, such as mnist_ddp.py --dataset synthetic, or --draw FILES")
     if not 1 <= args.steps_shown <= args.steps:
         parser.error("--steps must be at least 1, and --steps-shown between 1 and --steps")
-    if not args.patience > 0:
-        parser.error("--patience must be greater than 0")
-    if not os.access(os.path.dirname(args.out), os.W_OK):
-        parser.error(f"--out: there is no folder for {args.out}, or it can't be written")
+    if not args.patience > 0 or not args.tolerance >= 0:
+        parser.error("--patience must be greater than 0, and --tolerance not negative")
+    for file in filter(None, (args.out, args.json)):
+        if not os.access(os.path.dirname(file), os.W_OK):
+            parser.error(f"there is no folder for {file}, or it can't be written")
     return args
 
 
@@ -42,9 +47,11 @@ def main() -> int:
     args = parse_args()
     from instruments.rank import leave  # imports torch: seconds
     from timeline import show
+    from timeline.figures import read_figures
 
     if args.draw:
         return show.draw_files(args.draw, args.out)
+    args.before = args.against and show.read(read_figures, args.against)
     code = show.record_and_show(args)
     leave(code)
     return code

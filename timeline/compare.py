@@ -2,17 +2,10 @@
 
 from collections import Counter, defaultdict
 from dataclasses import replace
-from typing import Any
 
 from timeline.data import Message, Recording, ms
 
-TIMES = ("issued", "begin", "until", "end")  # of a message
 END_TOGETHER = ("allreduce", "allgather", "barrier")  # on all ranks at the same time
-
-
-def earlier_times(times: Any, by: int) -> Any:
-    """Of a message or an arrow."""
-    return times | {key: times[key] - by for key in TIMES if key in times}
 
 
 def earlier(recording: Recording, by: int) -> Recording:
@@ -25,7 +18,7 @@ def earlier(recording: Recording, by: int) -> Recording:
         "lane": [span.earlier(by) for span in recording["lane"]],
         "idle": [span.earlier(by) for span in recording["idle"]],
         "memory": blocks,
-        "messages": [earlier_times(message, by) for message in recording["messages"]],
+        "messages": [message.earlier(by) for message in recording["messages"]],
         "trace": [event | {"begin": event["begin"] - by} for event in recording["trace"]],
     }
 
@@ -38,23 +31,25 @@ def numbered(recording: Recording) -> dict[tuple, Message]:
     counts: Counter = Counter()
     messages = {}
     for message in recording["messages"]:
-        kind, group, number = message["kind"], message["group"], message["number"]
-        key: tuple = (kind, group, message["step"] if number is None else f"number {number}")
-        if message["peer"] is not None:
-            pair = (recording["rank"], message["peer"])
+        kind, group, number = message.kind, message.group, message.number
+        key: tuple = (kind, group, message.step if number is None else f"number {number}")
+        if message.peer is not None:
+            pair = (recording["rank"], message.peer)
             source, target = pair if kind == "send" else reversed(pair)
-            key = ("sent", group, message["step"], source, target)
+            key = ("sent", group, message.step, source, target)
         messages[(*key, counts[key, kind], kind)] = message
         counts[key, kind] += 1
     return messages
 
 
-def align_clocks(recordings: list[Recording]) -> str:
-    """Give all ranks one time; between machines all-reduces tell it.  Returns what was done."""
+def align_clocks(recordings: list[Recording]) -> tuple[list[Recording], str]:
+    """All ranks on one clock, and what was done; between machines all-reduces tell the time."""
     said = []
     first, *others = recordings
+    aligned = [first]
     its_ends = ends_of(first)
     for recording in others:
+        aligned.append(recording)
         if recording["machine"] == first["machine"]:
             continue
         rank, ends = recording["rank"], ends_of(recording)
@@ -70,45 +65,47 @@ def align_clocks(recordings: list[Recording]) -> str:
             f"rank {rank}'s clock was {ms(abs(shift))} ms {than} rank {first['rank']}'s, "
             f"give or take {ms(uncertain, 2)} ms"
         )
-        recording.update(earlier(recording, shift))
-    return "; ".join(said)
-
-
-def was_seen(message: Message) -> bool:
-    """Whether it is known when the message ran."""
-    return message["begin"] < message["end"]
+        aligned[-1] = earlier(recording, shift)
+    return aligned, "; ".join(said)
 
 
 def ends_of(recording: Recording) -> dict[tuple, int]:
     ends = {}
     for key, message in numbered(recording).items():
-        if key[0] in END_TOGETHER and was_seen(message):
-            ends[key] = message["end"]
+        if key[0] in END_TOGETHER and message.was_seen:
+            ends[key] = message.end
     return ends
 
 
-def match_messages(recordings: list[Recording]) -> list[dict]:
-    """Note in each message until when it waited, and for the rank that came `last`.
+def match_messages(recordings: list[Recording]) -> tuple[list[Recording], list[dict]]:
+    """The recordings, whose messages now know the rank that came last and until when they waited.
 
-    Returns the arrows: from a send to the end of the wait for it.
+    And the arrows: from a send to the end of the wait for it.
     """
     together: dict[tuple, dict] = defaultdict(dict)
     for recording in recordings:
         for key, message in numbered(recording).items():
-            message |= {"until": message["begin"], "last": recording["rank"]}
             together[key[:-1]][recording["rank"]] = message
     arrows = []
+    known: dict[int, list[Message]] = defaultdict(list)
     for key, messages in together.items():
         if key[0] != "sent":
-            last = max(messages, key=lambda rank: messages[rank]["begin"])
-            begin = messages[last]["begin"]
-            for message in messages.values():
-                message |= {"until": min(begin, message["end"]), "last": last}
-        elif len(messages) == 2:
-            _, _, step, source, target, _ = key
-            begin, receive = messages[source]["issued"], messages[target]
-            arrival = max(receive["begin"], begin)
-            receive |= {"until": min(arrival, receive["end"]), "last": source}
-            times = {"begin": begin, "end": receive["end"]}
+            last = max(messages, key=lambda rank: messages[rank].begin)
+            begin = messages[last].begin
+            for rank, message in messages.items():
+                known[rank].append(message._replace(until=min(begin, message.end), last=last))
+            continue
+        _, _, step, source, target, _ = key
+        if len(messages) == 2:
+            begin, receive = messages[source].issued, messages[target]
+            until = min(max(receive.begin, begin), receive.end)
+            messages[target] = receive._replace(until=until, last=source)
+            times = {"begin": begin, "end": receive.end}
             arrows.append({"step": step, "from": source, "to": target, **times})
-    return arrows
+        for rank, message in messages.items():
+            known[rank].append(message)
+    matched = []
+    for recording in recordings:
+        messages = sorted(known[recording["rank"]], key=lambda message: message.issued)
+        matched.append(recording | {"messages": messages})
+    return matched, arrows

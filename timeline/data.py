@@ -55,21 +55,44 @@ class Block:
         return dataclasses.replace(self, born=born, freed=freed)
 
 
-class Message(TypedDict, total=False):
-    """One rank's part in a collective, in a send or in a receive."""
+class Call(NamedTuple):
+    """One rank's call of a collective, of a send or of a receive."""
 
     kind: str  # "allreduce", "send", ...
-    group: str  # the process group's name
-    number: int | None  # in its group, on all ranks the same; None: torch doesn't tell it
-    peer: int | None  # the other rank of a send or a receive
-    bytes: int | None  # what this rank puts in; None: not seen
-    runs: int  # how often gloo's algorithm ran
+    issued: int  # when
+    group: str = ""  # the process group's name
+    number: int | None = None  # in its group, on all ranks the same; None: torch doesn't tell it
+    peer: int | None = None  # the other rank of a send or a receive
+    bytes: int | None = None  # what this rank puts in; None: not seen
+    runs: int = 1  # how often gloo's algorithm runs
+
+
+class Message(NamedTuple):
+    """One rank's part in a collective, in a send or in a receive."""
+
+    kind: str  # these five: see Call
+    group: str
+    number: int | None
+    peer: int | None
+    bytes: int | None
     step: int  # in which it was issued
+    last: int  # the rank that came last
     issued: int  # it enters the queue,
     begin: int  # leaves it, and waits for other ranks,
     until: int  # the last rank has come, and bytes begin to move,
     end: int  # the bytes have arrived; no later than `begin`: not seen when it ran
-    last: int  # the rank that came last
+
+    @property
+    def times(self) -> tuple[int, int, int, int]:
+        return self[-4:]
+
+    @property
+    def was_seen(self) -> bool:
+        """Whether it is known when the message ran."""
+        return self.begin < self.end
+
+    def earlier(self, by: int) -> "Message":
+        return Message(*self[:-4], *(time - by for time in self.times))
 
 
 @dataclasses.dataclass
@@ -86,7 +109,7 @@ class Noted:
     cuts: list[int] = dataclasses.field(default_factory=list)  # where steps begin
     marks: list[Any] = dataclasses.field(default_factory=list)  # there: events of CUDA, or None
     core_waits: list[int] = dataclasses.field(default_factory=list)  # there: see core_wait
-    calls: list[Message] = dataclasses.field(default_factory=list)
+    calls: list[Call] = dataclasses.field(default_factory=list)
     tensors: list[tuple[int, dict]] = dataclasses.field(default_factory=list)  # see note_memory
     worker_starts: list[int] = dataclasses.field(default_factory=list)  # steps
 
@@ -97,6 +120,7 @@ class Recording(TypedDict):
     rank: int
     ranks: int  # how many the run has, also those that left no recording
     setting: str  # in words: torch, device, threads
+    device: str  # "cpu", or the name of the GPU
     machine: str  # those with the same have one clock
     cuts: list[int]  # where the steps begin, and where the last one ends
     first: int  # the first recorded step; the steps before are there for their cuts

@@ -5,7 +5,6 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from timeline.compare import TIMES, was_seen
 from timeline.data import BORN, COLLECTIVES, KEPT, KINDS, PARTS, Message, Picture, ms, size_of
 from timeline.say import message_sums, of_ranks
 from timeline.svg import LEFT, WIDTH, Drawing, text_width
@@ -84,8 +83,8 @@ def draw_rank(drawing: Drawing, rank: dict) -> None:
     drawing.boxes("i", drawing.mostly(rank["idle"]), top + LANE - 6, 6)  # below the words
     drawing.boxes("line", itertools.pairwise(map(drawing.x, rank["cuts"])), top, LANE)
     drawing.y = top + LANE + 5
-    seen = [message for message in rank["messages"] if was_seen(message)]
-    draw_messages(drawing, [message for message in seen if message["peer"] is None])
+    seen = [message for message in rank["messages"] if message.was_seen]
+    draw_messages(drawing, [message for message in seen if message.peer is None])
     drawing.y += 5
 
 
@@ -115,11 +114,11 @@ class Box(NamedTuple):
 def draw_messages(drawing: Drawing, messages: list[Message]) -> None:
     """Draw each message in the first row that is free."""
     rows: list[list[Box]] = []
-    largest = max((message["bytes"] or 0 for message in messages), default=0)
+    largest = max((message.bytes or 0 for message in messages), default=0)
     for message in messages:
-        times = [drawing.x(message[key]) for key in TIMES]
-        name = COLLECTIVES.get(message["kind"], message["kind"])
-        size = message["bytes"] or 0
+        times = map(drawing.x, message.times)
+        name = COLLECTIVES.get(message.kind, message.kind)
+        size = message.bytes or 0
         text = f"{name} {size_of(size)}" if size > largest / 10 else ""
         box = Box(*times, text)
         free = [row for row in rows if row[-1].end + 1 < box.issued]
@@ -195,7 +194,7 @@ def draw_legend(drawing: Drawing, ranks: list[dict], has_arrows: bool) -> None:
     for rank in ranks:
         parts |= {part.what for part in rank["parts"]}
         kinds |= {kind for kind in KINDS if any(rank["memory"][kind])}
-        has_messages = has_messages or any(m["peer"] is None for m in rank["messages"])
+        has_messages = has_messages or any(m.peer is None for m in rank["messages"])
     time = [(CLASSES[part], part.replace("waiting", "waits")) for part in PARTS if part in parts]
     if any(rank["idle"] for rank in ranks):
         time.append(("b i", "the GPU has nothing to compute"))

@@ -3,34 +3,39 @@
 import json
 import socket
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from timeline.data import WARM_UP, Noted, Recording, Span, counted
+from timeline.data import WARM_UP, Call, Message, Noted, Recording, Span, counted
 from timeline.gpu import GPU_WORK, gpu_cuts, gpu_lane, gpu_work, is_nccl
 from timeline.lanes import flat
 from timeline.memory import NUMBERS, memory_of, reserved_of
-from timeline.messages import messages_of
-from timeline.waits import cut_late_ends, ddp_waits, losses
+from timeline.messages import gloo_runs, messages_of, nccl_runs
+from timeline.waits import ddp_waits, ends_of, losses
 
 
 def recording_of(noted: Noted, profiler: Any) -> Recording:
     """All that is known of this rank; profiler: None if it did not start, or can't be stopped."""
     events = read_trace(profiler) if profiler else []
     work = gpu_work(events)
-    has_nccl = any(map(is_nccl, work))
-    messages = messages_of(noted, events, work, has_nccl)
-    spans = host_spans(noted, events, messages, has_nccl)
-    lane, idle, cuts, memory = flat(spans), [], noted.cuts, []
-    if noted.device in NUMBERS:
-        memory = memory_of(events, noted, spans, messages)
-    lane = flat([*lane, *losses(lane, messages)])
+    if any(map(is_nccl, work)):
+        ran = nccl_runs(events, work)
+        spans = host_spans(noted, events)
+        ends = [run.end for _, run in ran]  # NCCL lets the process go on: the GPU waits
+    else:
+        ran = gloo_runs(sorted(noted.calls, key=lambda call: call.issued), events)
+        spans = host_spans(noted, events, ran)
+        ends = ends_of(ran, spans, noted.cuts)
+    messages = messages_of(noted, ran, ends)
+    host = host_lane(noted, events, spans, messages)
+    lane, idle = gpu_lane(work, host) if work else (host, [])
+    cuts = gpu_cuts(work, noted.cuts) if work else noted.cuts
+    is_seen = noted.device in NUMBERS
+    memory = memory_of(events, noted, spans, messages) if is_seen else []
     if work:
-        lane = flat([*lane, *synchronizations(events, noted.thread)])
-        cuts = gpu_cuts(work, cuts)
-        lane, idle = gpu_lane(work, lane)
         memory = [block.moved(noted.cuts, cuts) for block in memory]
     boot = Path("/proc/sys/kernel/random/boot_id")
     threads = counted(torch.get_num_threads(), "thread")
@@ -38,6 +43,7 @@ def recording_of(noted: Noted, profiler: Any) -> Recording:
         "rank": noted.rank,
         "ranks": noted.ranks,
         "setting": f"torch {torch.__version__}, {noted.device}, {threads} each",
+        "device": torch.cuda.get_device_name() if noted.device == "cuda" else noted.device,
         "machine": socket.gethostname() + (boot.read_text() if boot.exists() else ""),
         "cuts": cuts,
         "first": noted.first,
@@ -68,12 +74,9 @@ def read_trace(profiler: Any) -> list[dict]:
 
 
 def host_spans(
-    noted: Noted, events: list[dict], messages: list[dict], has_nccl: bool
+    noted: Noted, events: list[dict], ran: Sequence[tuple[Call, Span]] = ()
 ) -> list[Span]:
-    """What the process does, and its waits; those of gloo also where C++ waits.
-
-    NCCL lets the process go on: the GPU waits.
-    """
+    """What the process does, and its waits, also where C++ waits; ran: messages of gloo's."""
     main = []
     for event in events:
         is_ours = event["ph"] == "X" and event["tid"] == noted.thread
@@ -83,20 +86,20 @@ def host_spans(
     for event in main:
         if event["name"].endswith("::wait_tensor"):
             spans.append(Span("waiting", event["begin"], event["end"]))
-    if not has_nccl:
-        spans += ddp_waits(main, spans, messages)
-        cut_late_ends(messages, spans, noted.cuts)
-    return spans
+    return spans + ddp_waits(main, spans, ran)
 
 
-def synchronizations(events: list[dict], thread: int) -> list[Span]:
-    """When the process waits until its GPU has done what it was told."""
+def host_lane(
+    noted: Noted, events: list[dict], spans: list[Span], messages: list[Message]
+) -> list[Span]:
+    """What the process does: also computing its loss, and waiting until its GPU has ended."""
+    lane = flat(spans)
     waits = []
     for event in events:
-        is_call = event.get("cat") in ("cuda_runtime", "cuda_driver") and event["tid"] == thread
-        if is_call and "Synchronize" in event["name"]:
+        is_call = event.get("cat") in ("cuda_runtime", "cuda_driver")
+        if is_call and event["tid"] == noted.thread and "Synchronize" in event["name"]:
             waits.append(Span("waiting", event["begin"], event["end"]))
-    return waits
+    return flat([*lane, *losses(lane, messages), *waits])
 
 
 def bare_lengths(noted: Noted) -> list[int]:

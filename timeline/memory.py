@@ -51,14 +51,14 @@ def memory_of(
             name_block(blocks[address], now, kind, size if address else 0)
     named = list(itertools.chain(*blocks.values()))
     backwards = sorted((span.begin, span.end) for span in spans if span.what == "backward")
-    issued = [message["issued"] for message in messages]
+    issued = [message.issued for message in messages]
     for block in named:
         if not block.kind:
             block.kind = kind_by_time(block, backwards)
         elif block.kind == "message buffers" and not block.is_end_known:
             call = bisect_right(issued, block.born)
             if call > 0:
-                block.freed = max(block.born, messages[call - 1]["end"])
+                block.freed = max(block.born, messages[call - 1].end)
     return named
 
 

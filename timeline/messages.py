@@ -4,7 +4,7 @@ import re
 from bisect import bisect_right
 from collections import defaultdict
 
-from timeline.data import Message, Noted
+from timeline.data import Call, Message, Noted, Span
 from timeline.gpu import is_nccl
 
 KIND = re.compile(
@@ -19,57 +19,50 @@ def kind_of(name: str) -> str:
     return kind[0] if kind else ""
 
 
-def messages_of(
-    noted: Noted, events: list[dict], work: list[dict], has_nccl: bool
-) -> list[Message]:
-    """The messages in the order of their calls, each with `begin` and `end` of its run."""
-    if has_nccl:
-        messages = nccl_messages(events, work)
-    else:
-        messages = gloo_messages(noted.calls or calls_without_hooks(events), events)
-    for message in messages:
-        message["step"] = bisect_right(noted.cuts, message["issued"]) - 1
-        if has_nccl:  # the lane is the GPU's: there is no time before a kernel begins
-            message["issued"] = message["begin"]
+def messages_of(noted: Noted, ran: list[tuple[Call, Span]], ends: list[int]) -> list[Message]:
+    """The messages in the order of their calls.  Who came last, compare.py finds out."""
+    messages = []
+    for (call, run), end in zip(ran, ends, strict=True):
+        step = bisect_right(noted.cuts, call.issued) - 1
+        what = call.kind, call.group, call.number, call.peer, call.bytes, step, noted.rank
+        # Of NCCL's the lane is the GPU's: there is no time before a kernel begins.
+        issued = run.begin if run.what == "nccl" else call.issued
+        messages.append(Message(*what, issued, run.begin, run.begin, end))
     return messages
 
 
 # --------------------------------------------------------------------------------------------- gloo
 
 
-def gloo_messages(calls: list[Message], events: list[dict]) -> list[Message]:
+def gloo_runs(calls: list[Call], events: list[dict]) -> list[tuple[Call, Span]]:
     """Gloo's runs of a kind are in the calls' order; each is noted in a thread of its own."""
     runs = defaultdict(list)
     for event in events:
         if event["name"].startswith("gloo:"):
             runs[kind_of(event["name"])].append(event)
-    messages = []
-    for call in calls:
-        kind = call["kind"]
+    ran = []
+    for call in calls or calls_without_hooks(events):
+        kind = call.kind
         if not runs[kind] and kind == "reducescatter":
             kind = "allreduce"
-        mine, runs[kind] = runs[kind][: call["runs"]], runs[kind][call["runs"] :]
-        call |= {"begin": call["issued"], "end": call["issued"]}  # not seen when it ran
+        mine, runs[kind] = runs[kind][: call.runs], runs[kind][call.runs :]
+        run = Span("gloo", call.issued, call.issued)  # not seen when it ran
         if mine:
-            call |= {"begin": mine[0]["begin"], "end": mine[-1]["end"]}
-        messages.append(call)
-    return messages
+            run = Span("gloo", mine[0]["begin"], mine[-1]["end"])
+        ran.append((call, run))
+    return ran
 
 
-def calls_without_hooks(events: list[dict]) -> list[Message]:
+def calls_without_hooks(events: list[dict]) -> list[Call]:
     """As the profiler tells of them before torch 2.14: without sizes and ranks."""
-    calls = []
-    for event in events:
-        if event["name"].startswith("c10d::"):
-            call: Message = {"kind": kind_of(event["name"]), "group": "", "issued": event["begin"]}
-            calls.append(call | {"number": None, "peer": None, "bytes": None, "runs": 1})
-    return calls
+    calls = [event for event in events if event["name"].startswith("c10d::")]
+    return [Call(kind_of(event["name"]), event["begin"]) for event in calls]
 
 
 # --------------------------------------------------------------------------------------------- NCCL
 
 
-def nccl_messages(events: list[dict], work: list[dict]) -> list[Message]:
+def nccl_runs(events: list[dict], work: list[dict]) -> list[tuple[Call, Span]]:
     """Torch tells of each call its group, its number there, its size.
 
     A kernel belongs to the call in which it was launched.  Calls that are joined are launched
@@ -86,15 +79,16 @@ def nccl_messages(events: list[dict], work: list[dict]) -> list[Message]:
         place = bisect_right(begins, event["launched"]) - 1
         if place >= 0 and event["launched"] < told[place]["end"]:
             kernels[place].append(event)
-    messages = []
+    ran = []
     for place, event in enumerate(told):
-        args, runs = event["args"], kernels[place]
+        args, issued = event["args"], event["begin"]
         kind = kind_of(args["Collective name"])
+        peer = args.get({"send": "Dst Rank", "recv": "Src Rank"}.get(kind, ""))
         size = BYTES.get(args.get("dtype"), 1) * args.get("In msg nelems", 0)
-        message: Message = {"kind": kind, "bytes": size, "issued": event["begin"]}
-        message |= {"group": args.get("Process Group Name", ""), "number": args.get("Seq")}
-        message["peer"] = args.get({"send": "Dst Rank", "recv": "Src Rank"}.get(kind, ""))
-        message["begin"] = min((run["begin"] for run in runs), default=event["begin"])
-        message["end"] = max((run["end"] for run in runs), default=event["begin"])
-        messages.append(message)
-    return messages
+        group = args.get("Process Group Name", "")
+        begin = min((run["begin"] for run in kernels[place]), default=issued)
+        end = max((run["end"] for run in kernels[place]), default=issued)
+        ran.append(
+            (Call(kind, issued, group, args.get("Seq"), peer, size), Span("nccl", begin, end))
+        )
+    return ran

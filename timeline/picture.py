@@ -5,22 +5,28 @@ import re
 import shlex
 from collections import Counter
 
-from timeline.compare import earlier, earlier_times
+from timeline.compare import earlier
 from timeline.data import Picture, Recording, counted
+from timeline.figures import figures_of
 from timeline.say import findings
 from timeline.steps import Table, memory_curve, step_of, table_of
 from timeline.why import Reason, steps_named, why
 
 
-def picture_of(recordings: list[Recording], args: argparse.Namespace) -> Picture:
+def picture_of(recordings: list[Recording], args: argparse.Namespace) -> tuple[Picture, dict]:
+    """The picture, and the figures for --json."""
     table = table_of(recordings)
     reasons = why(table)
     number, shown = step_to_draw(table, args.steps_shown, reasons)
     place = number - table.first
     origin = min(steps[place].begin for steps in table.ranks.values())
-    moved = [earlier(recording, origin) for recording in recordings]
+    moved = [earlier(recording, origin) for recording in table.recordings]
     numbers = range(number, number + shown)
-    arrows = [arrow for arrow in table.arrows if arrow["step"] in numbers]
+    arrows = []
+    for arrow in table.arrows:
+        if arrow["step"] in numbers:
+            times = {key: arrow[key] - origin for key in ("begin", "end")}
+            arrows.append(arrow | times)
     ranks = [rank_of(recording, numbers) for recording in moved]
     picture = {
         "command": shlex.join(["python", "-m", "timeline", *args.command]),
@@ -30,9 +36,11 @@ def picture_of(recordings: list[Recording], args: argparse.Namespace) -> Picture
         "length": max(rank["cuts"][-1] - rank["cuts"][0] for rank in ranks),
         "end": max(rank["cuts"][-1] for rank in ranks),
         "ranks": ranks,
-        "arrows": [earlier_times(arrow, origin) for arrow in arrows],
+        "arrows": arrows,
     }
-    return picture | {"findings": findings(picture, recordings, table, reasons)}
+    lines = findings(picture, recordings, table, reasons)
+    figures = figures_of(args.command, recordings, table, reasons, lines)
+    return picture | {"findings": lines}, figures
 
 
 def step_to_draw(table: Table, wanted: int, reasons: list[Reason]) -> tuple[int, int]:

@@ -5,7 +5,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 
 from instruments.command import Line
-from timeline.compare import was_seen
 from timeline.data import COLLECTIVES, KINDS, PARTS, Picture, Recording, counted, ms, size_of
 from timeline.steps import Table
 from timeline.why import Reason, steps_named
@@ -82,15 +81,15 @@ def message_sums(rank: dict) -> str:
     """Such as: 2 broadcasts 400 B together, 1 all-reduce 116 kB."""
     sizes = defaultdict(list)
     for message in rank["messages"]:
-        if message["kind"] != "recv":
-            sizes[message["kind"]].append(message["bytes"])
+        if message.kind != "recv":
+            sizes[message.kind].append(message.bytes)
     texts = []
     for kind, some in sizes.items():
         together = " together" if len(some) > 1 else ""
         name = counted(len(some), COLLECTIVES.get(kind, kind))
         size = "(size not seen)" if None in some else f"{size_of(sum(some))}{together}"
         texts.append(f"{name} {size}")
-    unseen = sum(not was_seen(message) for message in rank["messages"])
+    unseen = sum(not message.was_seen for message in rank["messages"])
     if unseen:
         texts.append(f"when {unseen} of them ran was not seen")
     return ", ".join(texts) or "no messages"

@@ -4,13 +4,15 @@ import argparse
 import functools
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
-from instruments.command import Line, say
+from instruments.command import Line, refuse, say
 from instruments.rank import Job, Notes
 from instruments.ranks import NO_STEP, look_at
 from timeline.data import Recording, counted, recorded_steps
 from timeline.draw import draw
+from timeline.figures import compare
 from timeline.picture import picture_of
 from timeline.record import observers
 from timeline.trace import read_picture, trace_of
@@ -35,11 +37,17 @@ def show(args: argparse.Namespace, notes: list[Notes]) -> int:
     if broken:
         names = ", ".join(f"rank {note.rank} {note.ending}" for note in broken)
         print(f"timeline: {names}; what was recorded before is drawn", flush=True)
-    picture = picture_of(usable, args)
+    picture, figures = picture_of(usable, args)
     say(picture["findings"])  # before it is written: the disk may be full
+    code = 0
+    if args.before:
+        text, code = compare(args.before, figures, args.tolerance)
+        say([Line("against", text)])
     trace = json.dumps(trace_of(picture), separators=(",", ":"))
-    is_written = write({f"{args.out}.svg": draw([picture]), f"{args.out}.json": trace})
-    return 0 if is_written and not broken else 1
+    files = {f"{args.out}.svg": draw([picture]), f"{args.out}.json": trace}
+    if args.json:
+        files[args.json] = json.dumps(figures)
+    return code if write(files) and not broken else 1
 
 
 def write(files: dict[str, str]) -> bool:
@@ -68,13 +76,15 @@ def too_few_steps(recordings: list[Recording], steps: int) -> str:
     )
 
 
+def read(reader: Callable[[str], dict], file: str) -> dict:
+    """What the reader finds in the file; or one line, and exit code 2."""
+    try:
+        return reader(file)
+    except (OSError, ValueError, KeyError, TypeError) as problem:
+        refuse("timeline", f"{file} is no such file of timeline's: {problem!r}")
+
+
 def draw_files(files: list[str], out: str) -> int:
     """Draw what `show` has saved, below each other; returns the exit code."""
-    pictures = []
-    for file in files:
-        try:
-            pictures.append(read_picture(file))
-        except (OSError, ValueError, KeyError, TypeError) as problem:
-            print(f"timeline: {file} is no recording of timeline: {problem!r}", file=sys.stderr)
-            return 2
+    pictures = [read(read_picture, file) for file in files]
     return 0 if write({f"{out}.svg": draw(pictures)}) else 1

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
-from timeline.compare import align_clocks, match_messages, was_seen
+from timeline.compare import align_clocks, match_messages
 from timeline.data import KINDS, Block, Message, Recording, Span
 from timeline.lanes import inside, parts_of
 
@@ -35,6 +35,7 @@ MANY = 10  # messages in a step, short pauses between them
 class Table(NamedTuple):
     """All ranks' steps, on one clock."""
 
+    recordings: list[Recording]  # on one clock, with matched messages
     first: int  # the number of the first recorded step
     ranks: dict[int, list[Step]]
     lengths: list[int]  # of each step, on the rank whose median is longest
@@ -84,8 +85,8 @@ class Table(NamedTuple):
 
 def table_of(recordings: list[Recording]) -> Table:
     """Brings the clocks and the messages of the recordings together, and makes the table."""
-    clocks = align_clocks(recordings)
-    arrows = match_messages(recordings)
+    aligned, clocks = align_clocks(recordings)
+    recordings, arrows = match_messages(aligned)
     first = recordings[0]["first"]
     numbers = range(first, min(recording["last"] for recording in recordings) + 1)
     ranks = {}
@@ -95,9 +96,9 @@ def table_of(recordings: list[Recording]) -> Table:
     bare = longest([recording["bare"] for recording in recordings])
     starts = [recording["worker_starts"] for recording in recordings]
     messages = list(itertools.chain(*(recording["messages"] for recording in recordings)))
-    is_unseen = bool(messages) and not any(map(was_seen, messages))
+    is_unseen = bool(messages) and not any(message.was_seen for message in messages)
     workers = all(starts), {*itertools.chain(*starts)}
-    return Table(first, ranks, lengths, bare, *workers, is_unseen, arrows, clocks)
+    return Table(recordings, first, ranks, lengths, bare, *workers, is_unseen, arrows, clocks)
 
 
 def longest(lengths: list[list[int]]) -> list[int]:
@@ -111,7 +112,7 @@ def step_of(recording: Recording, number: int) -> Step:
     spent: Counter = Counter()
     for part in parts:
         spent[part.what] += part.length
-    messages = [message for message in recording["messages"] if message["step"] == number]
+    messages = [message for message in recording["messages"] if message.step == number]
     waited = waits_for(parts, messages)
     if short := between_messages(parts):
         spent["other"] -= short
@@ -133,16 +134,16 @@ def step_of(recording: Recording, number: int) -> Step:
 def waits_for(parts: list[Span], messages: list[Message]) -> Counter:
     """How long the rank waited for each other rank."""
     waited: Counter = Counter()
-    by_begin = sorted(messages, key=lambda message: message["begin"])
+    by_begin = sorted(messages, key=lambda message: message.begin)
     for part in parts:
         if part.what != "waiting":
             continue
         now = part.begin
         remaining = part.length
         for message in by_begin:
-            left, right = max(now, message["begin"]), min(part.end, message["until"])
+            left, right = max(now, message.begin), min(part.end, message.until)
             if left < right:
-                waited[message["last"]] += right - left
+                waited[message.last] += right - left
                 remaining -= right - left
                 now = right
         waited[None] += remaining

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from timeline.data import KINDS, Picture, Span
+from timeline.data import KINDS, Message, Picture, Span
 
 OWN_THREAD = 0  # torch's have the system's numbers
 
@@ -51,6 +51,7 @@ def read_picture(file: str) -> Picture:
     picture = json.loads(Path(file).read_text(encoding="utf-8"))["timeline"]
     for rank in picture["ranks"]:
         rank["parts"] = [Span(*part) for part in rank["parts"]]
+        rank["messages"] = [Message(*message) for message in rank["messages"]]
         rank["idle"] = [Span(*pause) for pause in rank["idle"]]
         for kind in KINDS:
             rank["memory"][kind]  # a recording of another version has no such key

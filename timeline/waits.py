@@ -2,13 +2,14 @@
 
 import itertools
 from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
 
-from timeline.data import Message, Span
+from timeline.data import Call, Message, Span
 
 NODE = "autograd::engine::evaluate_function"
 
 
-def ddp_waits(main: list[dict], spans: list[Span], messages: list[Message]) -> list[Span]:
+def ddp_waits(main: list[dict], spans: list[Span], ran: Sequence[tuple[Call, Span]]) -> list[Span]:
     """DDP waits for its messages in C++, after the last node of a backward.
 
     There each pause of this thread is one.
@@ -18,10 +19,10 @@ def ddp_waits(main: list[dict], spans: list[Span], messages: list[Message]) -> l
     begins = [event["begin"] for event in main]
     waits = []
     for span in spans:
-        sent = [message for message in messages if span.begin <= message["issued"] < span.end]
+        sent = [run for call, run in ran if span.begin <= call.issued < span.end]
         if span.what != "backward" or not sent:
             continue
-        arrived = max(message["end"] for message in sent)
+        arrived = max(run.end for run in sent)
         inside = main[bisect_left(begins, span.begin) : bisect_left(begins, span.end)]
         nodes = [event for event in inside if event["name"].startswith(NODE)]
         now = max((event["end"] for event in nodes), default=span.end)
@@ -33,8 +34,8 @@ def ddp_waits(main: list[dict], spans: list[Span], messages: list[Message]) -> l
     return waits
 
 
-def cut_late_ends(messages: list[Message], spans: list[Span], cuts: list[int]) -> None:
-    """Gloo's thread notes an end late if the waiting thread goes on first.
+def ends_of(ran: list[tuple[Call, Span]], spans: list[Span], cuts: list[int]) -> list[int]:
+    """When each message has ended.  Gloo's thread notes it late if the waiting thread goes on.
 
     No message ends later than its step's last wait.  If one message was issued since the wait
     before, a wait is for that one.
@@ -44,8 +45,7 @@ def cut_late_ends(messages: list[Message], spans: list[Span], cuts: list[int]) -
     for wait in waits:
         step = bisect_right(cuts, wait.begin)
         last[step] = max(wait.end, last.get(step, 0))
-    by_issue = sorted(messages, key=lambda message: message["issued"])
-    issued = [message["issued"] for message in by_issue]
+    issued = [call.issued for call, _ in ran]
     latest = [last.get(bisect_right(cuts, when), 0) for when in issued]
     before = 0
     for wait in waits:
@@ -53,9 +53,8 @@ def cut_late_ends(messages: list[Message], spans: list[Span], cuts: list[int]) -
         if count - before == 1:
             latest[before] = wait.end
         before = max(before, count)
-    for message, end in zip(by_issue, latest, strict=True):
-        if message["begin"] < end:
-            message["end"] = min(message["end"], end)
+    pairs = zip((run for _, run in ran), latest, strict=True)
+    return [min(run.end, end) if run.begin < end else run.end for run, end in pairs]
 
 
 def losses(lane: list[Span], messages: list[Message]) -> list[Span]:
@@ -63,7 +62,7 @@ def losses(lane: list[Span], messages: list[Message]) -> list[Span]:
 
     It counts as forward, unless a message goes out there.
     """
-    issued = sorted(message["issued"] for message in messages)
+    issued = sorted(message.issued for message in messages)
     between = []
     for before, after in itertools.pairwise(lane):
         sends = bisect_left(issued, before.end) < bisect_left(issued, after.begin)
