@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from timeline.compare import align_clocks, match_messages
 from timeline.data import KINDS, Block, Message, Recording, Span
-from timeline.lanes import inside, parts_of
+from timeline.lanes import filled, inside, parts_of
 
 
 class Step(NamedTuple):
@@ -108,16 +108,11 @@ def longest(lengths: list[list[int]]) -> list[int]:
 
 def step_of(recording: Recording, number: int) -> Step:
     begin, end = recording["cuts"][number : number + 2]
-    parts = parts_of(recording["lane"], begin, end)
+    parts = messages_joined(parts_of(recording["lane"], begin, end))
     spent: Counter = Counter()
     for part in parts:
         spent[part.what] += part.length
     messages = [message for message in recording["messages"] if message.step == number]
-    waited = waits_for(parts, messages)
-    if short := between_messages(parts):
-        spent["other"] -= short
-        spent["waiting"] += short
-        waited[None] += short
     core = recording["core_waits"][number : number + 2]
     return Step(
         begin,
@@ -125,7 +120,7 @@ def step_of(recording: Recording, number: int) -> Step:
         parts,
         inside(recording["idle"], begin, end),
         spent,
-        waited,
+        waits_for(parts, messages),
         core[1] - core[0] if len(core) == 2 else 0,
         messages,
     )
@@ -150,16 +145,21 @@ def waits_for(parts: list[Span], messages: list[Message]) -> Counter:
     return waited
 
 
-def between_messages(parts: list[Span]) -> int:
-    """The short pauses between many messages, in which the process ends one and begins the next."""
+def messages_joined(parts: list[Span]) -> list[Span]:
+    """The parts, in which the short pauses between many messages are waiting, too.
+
+    There the process ends one and begins the next.
+    """
     longest = (parts[-1].end - parts[0].begin) / MANY
     pauses = []
     for before, part, after in zip(parts, parts[1:], parts[2:], strict=False):
         is_between = (before.what, part.what, after.what) == ("waiting", "other", "waiting")
         if is_between and part.length < longest:
-            pauses.append(part.length)
+            pauses.append(Span("waiting", part.begin, part.end))
     waits = sum(part.length for part in parts if part.what == "waiting")
-    return sum(pauses) if len(pauses) >= MANY and sum(pauses) < waits else 0
+    if len(pauses) < MANY or sum(pause.length for pause in pauses) > waits:
+        return parts
+    return filled(pauses, parts)
 
 
 def memory_curve(blocks: list[Block], begin: int, end: int) -> dict[str, list]:
