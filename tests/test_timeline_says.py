@@ -334,7 +334,7 @@ def test_figures_are_written_and_read(tmp_path):
     done = program(tmp_path, 100, options=["--steps", 3, "--against", "before.json", "--tolerance", 10_000])
     assert done.code == 0 and re.search(r"^against +not slower", done.out, re.MULTILINE), done
     done = program(tmp_path, 100, options=["--against", "timeline.json"])
-    assert done.code == 2 and done.err.startswith("timeline: error: timeline.json is no such file"), done
+    assert done.code == 2 and done.err.startswith("timeline: error: timeline.json can't be read"), done
 
 
 # ------------------------------------------------------------------------------------- what it can't

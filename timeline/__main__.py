@@ -40,6 +40,8 @@ def parse_args() -> argparse.Namespace:
     for file in filter(None, (args.out, args.json)):
         if not os.access(os.path.dirname(file), os.W_OK):
             parser.error(f"there is no folder for {file}, or it can't be written")
+    if args.json and os.path.isdir(args.json):
+        parser.error(f"--json: {args.json} is a folder: name a file")
     return args
 
 

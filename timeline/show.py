@@ -81,7 +81,8 @@ def read(reader: Callable[[str], dict], file: str) -> dict:
     try:
         return reader(file)
     except (OSError, ValueError, KeyError, TypeError) as problem:
-        refuse("timeline", f"{file} is no such file of timeline's: {problem!r}")
+        why = f"{type(problem).__name__}: {problem}"
+        refuse("timeline", f"{file} can't be read as what timeline writes ({why})")
 
 
 def draw_files(files: list[str], out: str) -> int:
