@@ -21,7 +21,7 @@ Choose = Callable[[Step], Vector]  # which gradients of a step
 def averaging(facts: Facts, right: Look | None, changes: Changes) -> Link:
     """right: what one process has shown, if link 2 was answered.  changes: of the weights."""
     link = compared(facts, right, clipping.before)
-    if link.is_right and clipping.is_changed_after(facts):
+    if link.is_right and clipping.is_changed_after(facts.ranks):
         link = compared(facts, right, clipping.after)
     is_other = link.is_right is False and facts.is_free and not facts.unequal
     if is_other and changes.is_right:  # one process's own changes
@@ -50,7 +50,8 @@ def compared(facts: Facts, right: Look | None, choose: Choose) -> Link:
     bad, worst, far = compare(facts, gots, goals, limit)
     figures = Figures(far, limit)
     if not bad:
-        text = f"right: the optimizers get {in_shares(shares)}{clipping.in_words(facts)} {figures}"
+        clipped = clipping.in_words(facts.ranks)
+        text = f"right: the optimizers get {in_shares(shares)}{clipped} {figures}"
         return Link(LABEL, True, text, limit, figures=figures)
     if link := sent_coarsely(facts, gots, goals, limit):
         return link

@@ -10,9 +10,8 @@ from instruments.tensors import digest, whole
 from torch import nn
 from torch.nn.utils import clip_grad
 
-from equivalence import vectors
-from equivalence.facts import Facts
-from equivalence.notes import Shelf, Step
+from equivalence import limits, vectors
+from equivalence.notes import Notes, Shelf, Step
 from equivalence.vectors import Vector
 
 
@@ -72,20 +71,21 @@ def after(step: Step) -> Vector:
     return step.got
 
 
-def is_changed_after(facts: Facts) -> bool:
+def is_changed_after(ranks: list[Notes]) -> bool:
     """Whether something else has changed gradients that were clipped."""
-    return any(step.is_changed for rank in facts.ranks for step in rank.steps)
+    return any(step.is_changed for rank in ranks for step in rank.steps)
 
 
-def in_words(facts: Facts) -> str:
-    return ", clipped" if any(step.unclipped for step in facts.ranks[0].steps) else ""
+def in_words(ranks: list[Notes]) -> str:
+    return ", clipped" if any(step.unclipped for step in ranks[0].steps) else ""
 
 
-def too_early(facts: Facts, step: int, names: set[str]) -> str:
+def too_early(ranks: list[Notes], step: int, names: set[str]) -> str:
     """What is wrong, if what was clipped on each rank was averaged after it; or ""."""
-    steps = [rank.steps[step] for rank in facts.ranks]
+    steps = [rank.steps[step] for rank in ranks]
     is_clipped = any(vectors.only(one.unclipped, names) for one in steps)
-    if is_clipped and vectors.are_near([vectors.only(one.got, names) for one in steps]):
+    gots = [vectors.only(one.got, names) for one in steps]
+    if is_clipped and vectors.are_near(gots, limits.UPDATED):
         return (
             "clip_grad_norm_ got other gradients on each rank: average them before they are clipped"
         )

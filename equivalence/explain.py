@@ -31,7 +31,7 @@ class Gradients:
 
 def explain(facts: Facts, gradients: Gradients, is_known: bool, figures: Figures) -> Link:
     """is_known: how much each rank's should count; else the mean is a guess."""
-    if not vectors.are_near(gradients.got):
+    if not vectors.are_near(gradients.got, limits.UPDATED):
         return wrong(unequal(facts, gradients), figures)
     fit = vectors.fit(gradients.got[0], gradients.own)
     if not is_known and (text := perhaps_right(gradients, fit, figures)):
@@ -59,7 +59,7 @@ def perhaps_right(gradients: Gradients, fit: Fit, figures: Figures) -> str:
 def unequal(facts: Facts, gradients: Gradients) -> str:
     """What is wrong, if the ranks' optimizers get different gradients."""
     got, own, place = gradients.got, gradients.own, gradients.place
-    if text := clipping.too_early(facts, gradients.step, set(gradients.goal)):
+    if text := clipping.too_early(facts.ranks, gradients.step, set(gradients.goal)):
         return text
     if are_multiples(got, own):
         text = f"each rank's optimizer gets the gradients of its own share{place}"

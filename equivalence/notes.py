@@ -1,11 +1,15 @@
 """What one process has noted of each step; the states of its random generators; large tensors."""
 
+import contextlib
 import functools
 import hashlib
 import io
 import itertools
+import math
 import pickle
 import random
+import re
+import shutil
 import threading
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +23,7 @@ from equivalence.limits import AHEAD
 from equivalence.vectors import Vector
 
 LARGE = 1_000_000  # bytes: a smaller tensor stays in memory
+MEMORY = "/proc/meminfo"
 
 
 class RandomState(NamedTuple):
@@ -193,6 +198,15 @@ class Shelf:
 
     def __init__(self, path: str | None) -> None:
         self.path = path
+
+    def room(self) -> tuple[float, str]:
+        """How many bytes are free, and where, in words."""
+        if self.path is not None:
+            return shutil.disk_usage(self.path).free, f"on the disk of {self.path} (TMPDIR)"
+        free = math.inf
+        with contextlib.suppress(OSError, TypeError):  # not on macOS
+            free = 1024 * int(re.search(r"MemAvailable: *(\d+)", Path(MEMORY).read_text())[1])
+        return free, "in memory"
 
     def keep(self, tensor: torch.Tensor) -> torch.Tensor | Kept:
         """All of the tensor, copied."""

@@ -3,13 +3,8 @@
 In the run in one process a source, if there is one, gives a step its batch, weights and gradients.
 """
 
-import contextlib
-import math
-import re
-import shutil
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -27,8 +22,6 @@ from equivalence.data import Data
 from equivalence.gradients import Gradients
 from equivalence.layers import Layers
 from equivalence.notes import Alone, Notes, Shelf, Step
-
-MEMORY = "/proc/meminfo"
 
 
 def observers(
@@ -52,10 +45,9 @@ def observers(
     steps = Steps(place, length, source)
     weights = Weights(steps, shelf)
     clipping = Clipping(steps, shelf)
-    gradients = Gradients(steps, weights, clipping, shelf)
-    parts = [Layers(steps.noted, left_out), weights, Data(steps), clipping, gradients]
-    if source:
-        parts += [source, CoarseOptimizers(steps.noted)]
+    parts = [Layers(steps.noted, left_out), weights, Data(steps), clipping]
+    parts.append(Gradients(steps, weights, clipping, shelf))
+    parts += [source, CoarseOptimizers(steps.noted)] if source else []
     return [steps, *parts, Progress(steps, shelf, f"{log}{place.rank}", terminal)]
 
 
@@ -243,12 +235,7 @@ def refuse_if_no_room(step: Step, length: int, processes: int, shelf: Shelf) -> 
     """A full disk would harm others, too; a full memory ends the run without a word."""
     noted = sum(tensor.nbytes for vector in step.vectors() for tensor in vector.values())
     needed = (processes + 2) * length * noted  # the runs in one process are noted, too
-    free, where = math.inf, "in memory"
-    if shelf.path is not None:
-        free, where = shutil.disk_usage(shelf.path).free, f"on the disk of {shelf.path} (TMPDIR)"
-    else:
-        with contextlib.suppress(OSError, TypeError):  # not on macOS
-            free = 1024 * int(re.search(r"MemAvailable: *(\d+)", Path(MEMORY).read_text())[1])
+    free, where = shelf.room()
     if needed > free:
         text = f"the notes of all ranks take up to {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB"
         raise Refused(f"{text} are free {where}: give --steps 2")
