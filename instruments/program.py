@@ -5,6 +5,7 @@ import os
 import runpy
 import sys
 import sysconfig
+import threading
 import traceback
 from collections.abc import Iterator
 
@@ -51,24 +52,33 @@ def run_program(command: list[str]) -> bool:
 
 
 _hidden: dict = {}  # the modules that were taken out of the program's way
+_stay: list[bool] = []  # not empty: the watching thread needs them from now on
+_lock = threading.Lock()  # of both
 
 
 @contextlib.contextmanager
 def modules_hidden() -> Iterator[None]:
     """A block in which `import distributed` finds the program's own file, or none; never ours."""
-    for name in list(sys.modules):
-        if name.partition(".")[0] in OUR_MODULES:
-            _hidden[name] = sys.modules.pop(name)
+    with _lock:
+        for name in [] if _stay else list(sys.modules):
+            if name.partition(".")[0] in OUR_MODULES:
+                _hidden[name] = sys.modules.pop(name)
     try:
         yield
     finally:
         show_modules()
 
 
-def show_modules() -> None:
-    """Undo what `modules_hidden` did.  pickle needs it: it looks for classes in sys.modules."""
-    sys.modules.update(_hidden)
-    _hidden.clear()
+def show_modules(stay: bool = False) -> None:
+    """Undo what `modules_hidden` did.  pickle needs it: it looks for classes in sys.modules.
+
+    stay: also if the program's thread is only about to hide them.
+    """
+    with _lock:
+        sys.modules.update(_hidden)
+        _hidden.clear()
+        if stay:
+            _stay.append(True)
 
 
 def without_our_frames(error: BaseException) -> BaseException:

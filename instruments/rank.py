@@ -148,7 +148,7 @@ class Rank:
         if self.is_over.is_set():
             return
         standing = where(hooks.thread)
-        show_modules()
+        show_modules(stay=True)
         if self.meeting.has("failed"):
             self.leave("stopped", is_own_thread=False)
             wait_until(self.all_are_here, MOMENT)
