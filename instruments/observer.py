@@ -5,7 +5,7 @@ class Counter(Observer):
         self.count += 1
 
 with Hooks([Counter()]).installed():
-    run_program(["train.py"])
+    run_program(["train.py"], begin=lambda: None)
 """
 
 import contextlib

@@ -5,9 +5,8 @@ import os
 import runpy
 import sys
 import sysconfig
-import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -25,10 +24,11 @@ class Refused(BaseException):
     """The program can't be looked at; the message is one line, with what to type."""
 
 
-def run_program(command: list[str]) -> bool:
+def run_program(command: list[str], begin: Callable[[], None]) -> bool:
     """Run the program as __main__, in this process.  Returns whether an instrument has finished.
 
     command: ["train.py", "--my-flag"], or ["-m", "package.train", "--my-flag"].
+    begin: called first, when our modules are hidden: who shows them in between does so for good.
     """
     is_module = command[0] == "-m"
     arguments = command[1:] if is_module else command
@@ -39,6 +39,7 @@ def run_program(command: list[str]) -> bool:
     sys.path[0] = folder  # it was this project's folder, or the current one
     try:
         with modules_hidden():
+            begin()
             if is_module:
                 runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
             else:
@@ -52,33 +53,24 @@ def run_program(command: list[str]) -> bool:
 
 
 _hidden: dict = {}  # the modules that were taken out of the program's way
-_stay: list[bool] = []  # not empty: the watching thread needs them from now on
-_lock = threading.Lock()  # of both
 
 
 @contextlib.contextmanager
 def modules_hidden() -> Iterator[None]:
     """A block in which `import distributed` finds the program's own file, or none; never ours."""
-    with _lock:
-        for name in [] if _stay else list(sys.modules):
-            if name.partition(".")[0] in OUR_MODULES:
-                _hidden[name] = sys.modules.pop(name)
+    for name in list(sys.modules):
+        if name.partition(".")[0] in OUR_MODULES:
+            _hidden[name] = sys.modules.pop(name)
     try:
         yield
     finally:
         show_modules()
 
 
-def show_modules(stay: bool = False) -> None:
-    """Undo what `modules_hidden` did.  pickle needs it: it looks for classes in sys.modules.
-
-    stay: also if the program's thread is only about to hide them.
-    """
-    with _lock:
-        sys.modules.update(_hidden)
-        _hidden.clear()
-        if stay:
-            _stay.append(True)
+def show_modules() -> None:
+    """Undo what `modules_hidden` did.  pickle needs it: it looks for classes in sys.modules."""
+    sys.modules.update(_hidden)
+    _hidden.clear()
 
 
 def without_our_frames(error: BaseException) -> BaseException:

@@ -55,10 +55,10 @@ def collect(meeting: Meeting, world_size: int) -> list[Notes]:
 def be_rank(job: Job, place: Place, meeting: Meeting, show: Callable | None) -> int:
     """Run the program; leave the notes; show those of all ranks, if this rank is to do so."""
     rank = Rank(job, place, meeting, show)
-    threading.Thread(target=rank.watch, daemon=True).start()
+    watching = threading.Thread(target=rank.watch, daemon=True)
     try:
         with rank.hooks.installed():
-            is_finished = run_program(job.command)
+            is_finished = run_program(job.command, watching.start)
     except Refused as refusal:
         rank.end("failed")
         raise SystemExit(f"{job.tool}: {refusal}") from None
@@ -148,7 +148,7 @@ class Rank:
         if self.is_over.is_set():
             return
         standing = where(hooks.thread)
-        show_modules(stay=True)
+        show_modules()
         if self.meeting.has("failed"):
             self.leave("stopped", is_own_thread=False)
             wait_until(self.all_are_here, MOMENT)

@@ -55,6 +55,16 @@ def write_program(folder):
     (folder / "train.py").write_text(f"import {', '.join(NAMES)}{PROGRAM}")
 
 
+@pytest.mark.parametrize("begin", ["lambda: None", "program.show_modules"])
+def test_modules_that_a_failure_has_shown_are_not_hidden_again(begin, tmp_path):
+    """Another rank's failure may come before the program's first line: the notes that are pickled then need them."""
+    (tmp_path / "train.py").write_text("import sys; print('instruments' in sys.modules)")
+    code = f"from instruments import program; program.run_program(['train.py'], {begin})"
+    (tmp_path / "start.py").write_text(f"import sys; sys.path.append({str(ROOT)!r}); {code}")
+    done = forker().run(tmp_path / "start.py", cwd=tmp_path)
+    assert (done.code, done.out) == (0, f"{begin == 'program.show_modules'}\n"), done
+
+
 def imported_own(done, ranks):
     """Without the ends of the lines: two processes may write theirs at the same time."""
     return all(done.out.count(f"own {name}.") == ranks for name in NAMES)
