@@ -18,6 +18,7 @@ import distributed as dist
 from experiments.measured import report
 
 SIZES = {"1 number": 1, "1,000 numbers": 1000, "10 MB": 2_500_000}  # float32
+PAIRS = 300
 
 
 def after_barrier(tensor: torch.Tensor) -> None:
@@ -32,10 +33,10 @@ FUNCTIONS = {  # by the heading of their column
 }
 
 
-def median_times(function: Callable, size: int, pairs: int) -> tuple[float, float]:
+def median_times(function: Callable, size: int) -> tuple[float, float]:
     """The median time of torch's call and of ours, in ms, on this rank."""
     tensor, ours, theirs = torch.zeros(size), [], []
-    for _ in range(pairs):
+    for _ in range(PAIRS):
         begin = time.perf_counter()
         torch.distributed.all_reduce(tensor)
         middle = time.perf_counter()
@@ -53,7 +54,7 @@ def measure(local_rank: int, world_size: int) -> list[list[str]]:
     for text, size in SIZES.items():
         row = [text]
         for function in FUNCTIONS.values():
-            theirs, ours = median_times(function, size, 300)
+            theirs, ours = median_times(function, size)
             row += [f"{theirs:.2f} ms"] * (len(row) == 1) + [f"{ours:.2f} ms", f"{ours / theirs:.2f}"]
         rows.append(row)
     dist.cleanup()
@@ -64,5 +65,5 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--save", action="store_true")
     args = parser.parse_args()
-    runs = "Two ranks, Gloo, each with half of the cores; medians of 300 pairs, rank 0's."
+    runs = f"Two ranks, Gloo, each with half of the cores; medians of {PAIRS} pairs, rank 0's."
     report("check", "python -m experiments.check", runs, dist.launch(measure, nproc=2), args.save)

@@ -160,7 +160,7 @@ def row(run: Run) -> list[str]:
     sent = sum(message.bytes for message in rank["messages"])
     held = max(zip(*(rank["memory"][kind] for kind in KINDS), strict=True), key=sum)
     kilobytes = [f"{size / 1000:,.0f}" for size in (sent, *held, sum(held))]
-    name = run.note if run in ATTENTION else f"`{run.module.removeprefix('variants.')}`"
+    name = run.note or f"`{run.module.removeprefix('variants.')}`"
     return [name, str(run.nproc), str(len(rank["messages"])), *kilobytes]
 
 

@@ -105,6 +105,7 @@ class Noted:
     first: int  # the first recorded step
     last: int  # the last one
     device: str = "cpu"  # of the first optimizer's parameters
+    device_name: str = "cpu"  # a GPU's own
     spans: list[Span] = dataclasses.field(default_factory=list)  # may lie inside each other
     cuts: list[int] = dataclasses.field(default_factory=list)  # where steps begin
     marks: list[Any] = dataclasses.field(default_factory=list)  # there: events of CUDA, or None

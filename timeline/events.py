@@ -37,14 +37,13 @@ def recording_of(noted: Noted, profiler: Any) -> Recording:
     memory = memory_of(events, noted, spans, messages) if is_seen else []
     if work:
         memory = [block.moved(noted.cuts, cuts) for block in memory]
-    has_name = noted.device == "cuda" and torch.cuda.is_available()
     boot = Path("/proc/sys/kernel/random/boot_id")
     threads = counted(torch.get_num_threads(), "thread")
     return {
         "rank": noted.rank,
         "ranks": noted.ranks,
         "setting": f"torch {torch.__version__}, {noted.device}, {threads} each",
-        "device": torch.cuda.get_device_name() if has_name else noted.device,
+        "device": noted.device_name,
         "machine": socket.gethostname() + (boot.read_text() if boot.exists() else ""),
         "cuts": cuts,
         "first": noted.first,

@@ -9,7 +9,7 @@ import torch
 
 from instruments.command import Line
 from timeline.data import PARTS, Recording
-from timeline.steps import Table
+from timeline.steps import Table, longest
 from timeline.why import OWN_PARTS, Reason
 
 SLOWER, NOT_COMPARED = 1, 2  # exit codes
@@ -86,7 +86,7 @@ def compare(before: dict, after: dict, tolerance: float) -> tuple[str, int]:
     programs = [program_of(found["program"]) for found in (before, after)]
     if programs[0] != programs[1]:
         return f"not compared: {programs[0]} before, now {programs[1]}", NOT_COMPARED
-    lengths = [length_of(found) for found in (before, after)]
+    lengths = [longest([rank["step"] for rank in found["ranks"]]) for found in (before, after)]
     more, noise = change(*lengths)
     noise += max(without_core(before), without_core(after))
     usual = statistics.median(faster_half(lengths[0]))
@@ -104,11 +104,6 @@ def compare(before: dict, after: dict, tolerance: float) -> tuple[str, int]:
 
 def program_of(command: list[str]) -> str:
     return command[1] if command[0] == "-m" else Path(command[0]).name
-
-
-def length_of(found: dict) -> list[float]:
-    """The length of each step, on the rank whose median is longest."""
-    return max((rank["step"] for rank in found["ranks"]), key=statistics.median)
 
 
 def without_core(found: dict) -> float:

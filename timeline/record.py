@@ -173,6 +173,8 @@ class Recorder(Observer):
             for group in torch_dist.distributed_c10d._world.pg_map:
                 group.register_pre_hook(id(self), functools.partial(self.note_message, group))
                 self.hooks.undo.callback(group.unregister_pre_hook, id(self))
+        is_gpu = self.noted.device == "cuda"
+        self.noted.device_name = torch.cuda.get_device_name() if is_gpu else self.noted.device
         self.profiler = torch.profiler.profile(
             activities=torch.profiler.supported_activities(),  # CPU and, if any, GPU
             profile_memory=True,

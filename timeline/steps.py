@@ -97,11 +97,21 @@ def table_of(recordings: list[Recording]) -> Table:
     starts = [recording["worker_starts"] for recording in recordings]
     messages = list(itertools.chain(*(recording["messages"] for recording in recordings)))
     is_unseen = bool(messages) and not any(message.was_seen for message in messages)
-    workers = all(starts), {*itertools.chain(*starts)}
-    return Table(recordings, first, ranks, lengths, bare, *workers, is_unseen, arrows, clocks)
+    return Table(
+        recordings,
+        first,
+        ranks,
+        lengths,
+        bare,
+        all(starts),
+        {*itertools.chain(*starts)},
+        is_unseen,
+        arrows,
+        clocks,
+    )
 
 
-def longest(lengths: list[list[int]]) -> list[int]:
+def longest(lengths: list[list[float]]) -> list[float]:
     """Those of the rank whose median is longest: a rank has had them, each pause counts once."""
     return max(lengths, key=lambda of_rank: statistics.median(of_rank or [0]))
 
