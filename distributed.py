@@ -206,14 +206,9 @@ def needs_gpus(backend: str) -> bool:
 
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-SIZES = (  # other launchers put their number of processes into these
-    "OMPI_COMM_WORLD_SIZE",  # Open MPI
-    "PMI_SIZE",  # MPICH, Cray
-    "MV2_COMM_WORLD_SIZE",  # MVAPICH
-    "JSM_NAMESPACE_SIZE",  # IBM
-    "FLUX_JOB_SIZE",
-    "SLURM_STEP_NUM_TASKS",  # srun; a batch script is one process
-)
+# Other launchers' number of processes: Open MPI, MPICH and Cray, MVAPICH, IBM, Flux, srun (a batch script is one).
+SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "JSM_NAMESPACE_SIZE", "FLUX_JOB_SIZE")
+SIZES = (*SIZES, "SLURM_STEP_NUM_TASKS")
 
 
 def check_variables() -> None:
@@ -504,7 +499,7 @@ def _wait(work: torch_dist.Work, call: str) -> None:
         if waited > WARN_AFTER and not is_said:
             is_said = True
             hint = "under plain python Ctrl-C shows where each rank stands"
-            _warn(f"rank {get_rank()} has waited for {WARN_AFTER} s in {call}: {hint}")
+            _warn(f"rank {get_rank()} has waited for {WARN_AFTER} s in {call}{_passes_in_words()}: {hint}")
         if waited < 1e-3:
             _let_others_run()
         else:
@@ -613,7 +608,25 @@ def prepare_ddp_model(
         kwargs[name] = False
         sync_params(model.buffers())  # at least once: broadcast_buffers=False would leave that out, too
     is_on_gpu = any(param.is_cuda for param in model.parameters())
-    return nn.parallel.DistributedDataParallel(model, [get_device()] if is_on_gpu else None, **kwargs)
+    model = nn.parallel.DistributedDataParallel(model, [get_device()] if is_on_gpu else None, **kwargs)
+    model.register_forward_pre_hook(_count_pass)
+    return model
+
+
+_passes = 0  # the forward passes of DDP models that this rank has begun in training
+
+
+def _count_pass(model: nn.Module, inputs: tuple) -> None:
+    """Count a forward pass, for the report of a hang: a rank that has one batch less has made one pass less."""
+    global _passes
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        _passes += 1
+        if launcher:
+            launcher.note_passes(_passes)
+
+
+def _passes_in_words() -> str:
+    return f", after {_passes} forward passes" if _passes else ""
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:
@@ -653,7 +666,7 @@ def launch(worker_fn: Callable, *args: Any, nproc: int | None = None) -> Any:
             f"to start {count} processes, copy distributed_launcher.py beside distributed.py; "
             f"or type torchrun --nproc_per_node={count} {sys.argv[0]}"
         )
-    return launcher.run(_call, (worker_fn, args), count)
+    return launcher.run(_call, (worker_fn, args, True), count)
 
 
 def count_processes(nproc: int | None = None) -> int:
@@ -683,11 +696,13 @@ def count_processes(nproc: int | None = None) -> int:
     return int(count)
 
 
-def _call(worker_fn: Callable, args: tuple) -> Any:
-    """Call worker_fn in this process; leave the process group after it."""
+def _call(worker_fn: Callable, args: tuple, is_watched: bool = False) -> Any:
+    """Call worker_fn in this process; leave the process group after it.  `launch` watches the ranks that it starts."""
     try:
         result = worker_fn(get_local_rank(), get_world_size(), *args)
-    except BaseException:
+    except BaseException as error:
+        if not is_watched and _passes and hasattr(error, "add_note"):  # since Python 3.11
+            error.add_note(f"(rank {get_rank()}{_passes_in_words()})")
         cleanup()  # with one process a notebook's cell can then be run again
         raise
     _leave_group()  # not cleanup: `launch` may have been called inside `except`

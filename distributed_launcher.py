@@ -340,17 +340,11 @@ class _Ranks:
 
     def report_unended(self) -> None:
         """Print, once, the ranks that have finished, but whose processes still run."""
-        late = []
-        for rank, report in self.reports.items():
-            if rank not in self.ended and time.monotonic() - report.when > REPORT_UNENDED_AFTER:
-                late.append(f"rank {rank}")
-        if late and not self.unended_reported:
+        now = time.monotonic()
+        running = [report for rank, report in self.reports.items() if rank not in self.ended]
+        if any(now - report.when > REPORT_UNENDED_AFTER for report in running) and not self.unended_reported:
             self.unended_reported = True
-            names = ", ".join(late)
-            text = (
-                f"launch: {names} finished {REPORT_UNENDED_AFTER} s ago, but its process runs on: a thread, or atexit?"
-            )
-            print(text, file=sys.stderr, flush=True)
+            print(f"launch: waiting for processes to end\n{self.table()}", file=sys.stderr, flush=True)
 
     def failures(self) -> list[int]:
         """The ranks that have failed, the likeliest cause of the others' failures first."""
@@ -395,7 +389,9 @@ class _Ranks:
                 otherwise = "has finished, but its process runs on: a thread, or atexit?"
             else:
                 otherwise = f"no answer (starting, or stopped: then kill -CONT {process.pid})"
-            lines.append(f"  rank {rank}: {_where(frames) or otherwise}")
+            passes = self.read(f"passes{rank}").decode()
+            passes = f", after {passes} forward passes" if passes else ""
+            lines.append(f"  rank {rank}: {_where(frames) or otherwise}{passes}")
             open(f"{self.folder}/stack{rank}", "w").close()  # empty, for the next answer
         return "\n".join(lines)
 
@@ -490,6 +486,7 @@ def _guard(parent: int, folder: str) -> None:
 
 def _be_rank(guard: int, environment: dict, folder: str, threads: int | None, job: Any) -> None:
     """Call the function in this process, a rank, and write the report."""
+    global _passes_file
     try:
         os.setpgid(0, guard)  # so Ctrl-C in a terminal reaches the launching process alone
     except OSError:  # the launching process was killed, and so the guard has ended
@@ -505,6 +502,7 @@ def _be_rank(guard: int, environment: dict, folder: str, threads: int | None, jo
     stack_file = open(f"{folder}/stack{rank}", "a")  # noqa: SIM115  faulthandler keeps it open
     faulthandler.enable(file=stack_file)  # for a crash, also in another thread, such as NCCL's watchdog
     faulthandler.register(STACK_SIGNAL, file=stack_file, all_threads=False)
+    _passes_file = os.open(f"{folder}/passes{rank}", os.O_CREAT | os.O_WRONLY)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (*STOP_SIGNALS, signal.SIGUSR1, STACK_SIGNAL))
     if threads:
         torch.set_num_threads(threads)
@@ -553,32 +551,31 @@ def _leave_to_the_parent() -> None:
     forkserver._forkserver.__init__()  # this rank's data loaders start their own: Python waits for it as for a child
 
 
-class _RandomNumbers(NamedTuple):
-    """The states of the generators that a program may have seeded."""
-
-    seed: int
-    torch_cpu: torch.Tensor
-    torch_cuda: list[torch.Tensor]
-    python: tuple
-    numpy: tuple
-
-
-def _random_numbers() -> _RandomNumbers:
+def _random_numbers() -> tuple:
+    """The states of the generators that a program may have seeded: Python's, numpy's, torch's on the CPU and GPUs."""
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-    return _RandomNumbers(
-        torch.initial_seed(), torch.get_rng_state(), cuda, random.getstate(), numpy.random.get_state()
-    )
+    return random.getstate(), numpy.random.get_state(), torch.initial_seed(), torch.get_rng_state(), cuda
 
 
-def _set_random_numbers(states: _RandomNumbers, is_forked: bool) -> None:
+def _set_random_numbers(states: tuple, is_forked: bool) -> None:
     """Continue the launching process's random numbers.  A forked process does; only Python's generator is reseeded."""
-    random.setstate(states.python)
+    random.setstate(states[0])
     if not is_forked:
-        torch.manual_seed(states.seed)  # GPUs, too
-        torch.set_rng_state(states.torch_cpu)
-        if states.torch_cuda:
-            torch.cuda.set_rng_state_all(states.torch_cuda)
-        numpy.random.set_state(states.numpy)
+        _, of_numpy, seed, of_torch, of_cuda = states
+        numpy.random.set_state(of_numpy)
+        torch.manual_seed(seed)  # GPUs, too
+        torch.set_rng_state(of_torch)
+        if of_cuda:
+            torch.cuda.set_rng_state_all(of_cuda)
+
+
+_passes_file = 0  # in a rank of `launch`: where it notes its forward passes
+
+
+def note_passes(count: int) -> None:
+    """Note, for the table of where each rank stands, how many forward passes this rank has begun."""
+    if _passes_file:
+        os.pwrite(_passes_file, str(count).encode(), 0)  # a file: a rank that hangs could not answer
 
 
 _inherited: list[weakref.ref] = []  # the files that the launching process had open

@@ -333,6 +333,37 @@ def test_sigusr1_asks_where_each_rank_stands_and_the_run_goes_on(program):
     assert_nothing_left(file)
 
 
+UNEQUAL = """
+def train(rank, n):
+    dist.init_process_group()
+    model = dist.prepare_ddp_model(torch.nn.Linear(4, 2))
+    for batch in range(7 if rank < 2 else 5):
+        with torch.no_grad(): model(torch.ones(1, 4))  # an evaluation is not counted
+        model(torch.ones(1, 4)).sum().backward()
+    dist.reduce(torch.ones(1))
+
+if __name__ == "__main__":
+    dist.launch(train, nproc=3)
+"""
+
+
+def test_a_hang_with_unequal_batches_says_how_far_each_rank_is(program):
+    done = run(program(UNEQUAL), DIST_TIMEOUT=3)
+    ranks = [(0, "backward", 6), (1, "backward", 6), (2, "reduce", 5)]  # two have begun the pass that rank 2 lacks
+    table = "".join(rf"  rank {rank}: .*, in {what}, after {passes} forward passes\n" for rank, what, passes in ranks)
+    assert re.search(f"where each rank stands:\n{table}", done.err), done.err
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 adds no notes to errors")
+def test_under_torchrun_the_error_of_a_hang_says_how_far_its_rank_is(program):
+    file = program(UNEQUAL)
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=3")
+    done = forker().run(*torchrun, file, cwd=file.parent, path=[ROOT], DIST_TIMEOUT=3)
+    said = set(re.findall(r"\(rank (\d, after \d) forward passes\)", done.err))
+    assert said and said <= {"0, after 6", "1, after 6", "2, after 5"}, done.err  # torchrun ends the slower ones
+
+
 # ------------------------------------------------------------------------------------------------- P7: two runs at once
 
 TWO_RUNS = """
@@ -461,7 +492,8 @@ def test_what_a_rank_leaves_open_is_written_once_and_its_atexit_functions_run(pr
     (file.parent / "go").touch()
     done = job.wait()
     assert done.code == done.err.count("ValueError: mine") == 1, done.err
-    assert re.match(r"launch: rank .* finished 0\.3 s ago, but its process runs on: .*\n", done.err), done.err
+    said = r"launch: waiting for processes to end\nwhere each rank stands:\n.*  rank [01]: has finished, .* runs on: "
+    assert re.match(f"(?s){said}", done.err), done.err
     log, ended = (sorted((file.parent / name).read_text().split()) for name in ("log", "ended"))
     assert log == ["between", "fails1", "late0", "late1", "parent", "returns0", "returns1"]
     assert ended == ["rank0", "rank1"]  # what the launching process has registered does not run in them
