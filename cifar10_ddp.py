@@ -288,6 +288,7 @@ def run_epoch(args, loaders, parts, progress, events):
         row["training_images_per_s"] = speed
         text += f"  {speed:.0f} images/s"
     if row["epoch"] % args.validate_every == 0 or row["epoch"] == args.epochs:
+        dist.sync_params(parts["model"].buffers())  # BatchNorm's averages differ between ranks: all take rank 0's
         for name, loader in ("train", train_loader), ("test", test_loader):
             means = evaluate(parts["model"], loader, dist.get_device(), dtype, progress.stop)
             progress.end_if_told()
@@ -323,7 +324,7 @@ def make_parts(args, steps, device):
     optimizer = torch.optim.SGD(model.parameters(), args.lr, **options)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(step, args, steps))
     scaler = torch.amp.GradScaler(device.type, enabled=args.dtype == "float16")  # bfloat16 has float32's range
-    model = dist.prepare_ddp_model(model)  # averages the gradients of all processes
+    model = dist.prepare_ddp_model(model, sync_buffers=False)  # averages the gradients of all processes
     return {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
 
 
