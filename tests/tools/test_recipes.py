@@ -123,14 +123,38 @@ class Encoder(nn.Linear):
         return F.linear(inputs, self.weight, self.bias).relu()
 
 
+class Averages(nn.BatchNorm1d):
+    """BatchNorm's averages of what passes, unchanged."""
+
+    def __init__(self, width):
+        super().__init__(width, affine=False)
+
+    def forward(self, inputs):
+        super().forward(inputs)
+        return inputs
+
+
 def other_method(heading, folder):
     from torch.distributed import fsdp, init_device_mesh
 
     torch.manual_seed(0)
-    whole, inputs = Encoder(4, 7), torch.randn(2, 4)
+    whole, inputs, mesh = Encoder(4, 7), torch.randn(2, 4), init_device_mesh("cpu", (3,))
     model = copy.deepcopy(whole)
-    fsdp.fully_shard(model, mesh=init_device_mesh("cpu", (3,)))
-    assert "got mixed torch.Tensor and DTensor, need to convert all" in error_of(model.encode, inputs)
+    fsdp.fully_shard(model, mesh=mesh)
+    mixed = "got mixed torch.Tensor and DTensor, need to convert all"
+    assert mixed in error_of(model.encode, inputs)
+    for is_whole in False, True:
+        net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        fsdp.fully_shard(net[0], mesh=mesh)
+        if is_whole:
+            fsdp.fully_shard(net, mesh=mesh)
+        net(inputs).sum().backward()
+        said = str(error_of(nn.utils.clip_grad_norm_, net.parameters(), 1.0))
+        assert is_whole != ("_foreach_norm" in said and mixed in said)
+    weight = model.weight.detach()
+    said = error_of(whole.weight.detach().clone().lerp_, weight, 0.5)
+    assert "lerp_" in said and mixed in said
+    weight.clone().lerp_(weight, 0.5)
     return torch.allclose(after(heading, model=model, inputs=inputs, fsdp=fsdp)["features"], whole.encode(inputs))
 
 
@@ -354,17 +378,24 @@ def worker_seeds(heading, folder):
 
 
 def skipped(heading, folder):
-    """Step 2 is bad on the last rank, step 3 gives it a nan: neither counts on any rank."""
+    """The last rank has a nan in its batch of step 2, and as its loss in step 3: neither counts on any rank."""
     rank, n = dist.get_rank(), dist.get_world_size()
-    values = torch.arange(1.0, 1 + 6 * n).view(6, n, 1, 1) / 100  # of steps and ranks
-    values[3, n - 1] = float("nan")
+    values = torch.arange(1.0, 1 + 6 * n).view(6, n, 1, 1).repeat(1, 1, 2, 1) / 100  # of steps and ranks
+    values[2, n - 1] = float("nan")
     net = nn.Linear(1, 1, bias=False)
     nn.init.zeros_(net.weight)
-    model = dist.prepare_ddp_model(net)
-    names = {"model": model, "optimizer": torch.optim.SGD(net.parameters(), 1.0), "loss_fn": torch.mean}
-    bad = values[2, n - 1]
-    after(heading, loader=values[:, rank], is_bad=lambda batch: torch.equal(batch, bad), **names)
+    model = dist.prepare_ddp_model(nn.Sequential(Averages(1), net))
+    factors = iter([1, 1, float("nan") if rank == n - 1 else 1, 1, 1])  # of the steps with a forward pass
+    optimizer = torch.optim.SGD(net.parameters(), 1.0)
+    after(
+        heading,
+        loader=values[:, rank],
+        model=model,
+        optimizer=optimizer,
+        loss_fn=lambda outputs: outputs.mean() * next(factors),
+    )
     expected = -sum(values[step].mean() for step in (0, 1, 4, 5))
+    assert all(buffer.isfinite().all() for buffer in model.buffers())
     weights = torch.cat(dist.gather(net.weight))
     return torch.allclose(weights, expected.expand(n, 1))
 
@@ -448,7 +479,11 @@ def adam_run(is_alone=False, lr=0.01):
     from torch.distributed import fsdp, init_device_mesh
 
     torch.manual_seed(0)
-    model, rank, n = nn.Sequential(nn.Linear(6, 9), nn.Linear(9, 3)), dist.get_rank(), dist.get_world_size()
+    model, rank, n = (
+        nn.Sequential(Averages(6), nn.Linear(6, 9), nn.Linear(9, 3)),
+        dist.get_rank(),
+        dist.get_world_size(),
+    )
     inputs = torch.randn(12, 6)
     if is_alone:
         rank, n = 0, 1
@@ -485,9 +520,13 @@ def another_number_of_ranks(heading, folder):
     names = after(heading, model=model, optimizer=optimizer)
     if is_first:
         train(3)
+        rank_0s = [buffer.clone() for buffer in model.buffers()] if dist.is_primary() else None
         names["save"](3)
+        if rank_0s:
+            torch.save(rank_0s, "buffers.pt")
         return True
     assert names["load"](3) == 3
+    assert all(map(torch.equal, model.buffers(), torch.load("buffers.pt")))
     train(3)
     return same_weights(model, adam_run(is_alone=True)[2](6))
 
