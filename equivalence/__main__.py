@@ -32,13 +32,13 @@ def parse_args() -> argparse.Namespace:
     parser = command.new_parser("equivalence", equivalence.__doc__)
     add = parser.add_argument
     add("--nproc", type=int, help="processes (default: one for each GPU; without a GPU, 2)")
-    add("--steps", type=int, default=3, help="to compare (default: %(default)s)")
+    add("--steps", type=int, default=3, help="steps to compare (default: %(default)s)")
     one = parser.add_mutually_exclusive_group().add_argument
-    one("--only", choices=["averaging"], help="without runs in one process: only this question")
+    one("--only", choices=["averaging"], help="only this question; no run in one process")
     one("--epoch", action="store_true", help="follow one epoch: each example once, on one rank?")
     add("--alone", default="", help='flags for the run in one process: --alone="--nproc 1"')
-    add("--json", metavar="FILE", help="write the answer as one object of JSON, too")
-    add("--patience", type=float, default=120, help="seconds without a step (default: %(default)s)")
+    add("--json", metavar="FILE", help="also write the answer into FILE, as one JSON object")
+    add("--patience", type=float, default=120, help="seconds to wait for a step (%(default)s)")
     args = command.read(parser)
     try:
         args.alone = shlex.split(args.alone)
@@ -66,13 +66,13 @@ def main() -> int:
         return 130
     except Exception:  # 1 would mean: different
         traceback.print_exc()
-        code = failed(args, "this is a mistake of equivalence's own")
+        code = failed(args, "this is a bug in equivalence itself: please report it")
     leave(code)
     return code
 
 
 def compare(args: argparse.Namespace) -> int:
-    """Run A, and where its notes come together the runs in one process, and the answer."""
+    """Run A; then, in the process that collects the ranks' notes, the other runs and the answer."""
     import torch
     from instruments import ranks as instrument
     from instruments.rank import Job
@@ -87,15 +87,15 @@ def compare(args: argparse.Namespace) -> int:
     def show(notes: list) -> int:
         if any(note.ending == "failed" for note in notes):
             write(args, {"verdict": "error", "text": FAILED})
-            return 2  # its error follows
+            return 2  # the launcher prints the error
         return say(args, answer(args, sorted(notes), folder), len(notes), started)
 
-    torch.set_num_threads(1)  # or nothing could be forked after it
-    # On GPUs another batch size may mean another kernel, which rounds otherwise.
+    torch.set_num_threads(1)  # with threads of torch, this process could not fork
+    # On GPUs another batch size may select another kernel, with other rounding errors.
     os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     instrument.translate_variables()
-    is_here = instrument.read_place() is None  # so all ranks will be on this machine
+    is_here = instrument.read_place() is None  # no launcher: all ranks are on this machine
     shelf = str(folder) if is_here else None
     arguments = (args.steps, f"{folder}/log", shelf)
     job = Job("equivalence", args.command, args.patience, observers, arguments)
@@ -118,13 +118,14 @@ def compare(args: argparse.Namespace) -> int:
 
 
 def answer(args: argparse.Namespace, notes: list, folder: Path) -> "Answer":
+    """The answer from the notes of all ranks that came."""
     from instruments.ranks import NO_STEP, exit_at_sigterm
 
     from equivalence import epoch
     from equivalence.judge import Judge, only_averaging
     from equivalence.runs import Runs
     from equivalence.verdict import unknown
-    from equivalence.view import infinite
+    from equivalence.view import first_infinite
 
     exit_at_sigterm()
     ranks = [note.value for note in notes]
@@ -136,16 +137,16 @@ def answer(args: argparse.Namespace, notes: list, folder: Path) -> "Answer":
     is_stuck = any(note.ending == "stuck" for note in notes)
     if len(ranks) < ranks[0].world_size or is_stuck or min(steps) <= args.steps:
         each = ", ".join(f"rank {rank.rank}: {len(rank.counts)}" for rank in ranks)
-        came = f"not all ranks came through {args.steps + 1} steps of an optimizer ({each})"
-        if bad := infinite(ranks, min(steps)):
-            return unknown(f"gradients: {bad}; {came}")
-        return unknown(f"{came}: let them make more, or give fewer --steps")
+        few = f"not all ranks made {args.steps + 1} steps of an optimizer ({each})"
+        if bad := first_infinite(ranks, min(steps)):
+            return unknown(f"gradients: {bad}; {few}")
+        return unknown(f"{few}: let the program train longer, or give fewer --steps")
     if len(ranks) < 2:
         return unknown("there is only one process: give --nproc 2")
     if args.only:
         return only_averaging(ranks, args.steps)
     runs = Runs(args, folder, len(ranks))
-    found = Judge(ranks, args.steps, runs, args.command).all_three()
+    found = Judge(ranks, args.steps, runs, args.command).answer()
     if found.verdict.code == 2:
         sys.stderr.write(runs.problem)
     return found
@@ -164,23 +165,21 @@ def say(args: argparse.Namespace, found: "Answer", processes: int, started: floa
         lines.append(Line("note", NO_GRADIENTS if args.epoch else LEFT_OUT))
     command.show("")
     command.say(lines, indent=14)
-    more = {
-        "processes": processes,
-        "steps": None if args.epoch else args.steps,
-        "seconds": round(seconds, 1),
-    }
-    write(args, found.as_json() | more | {"torch": torch.__version__})
+    more = {"processes": processes, "steps": None if args.epoch else args.steps}
+    more |= {"seconds": round(seconds, 1), "torch": torch.__version__}
+    write(args, found.as_json() | more)
     return found.verdict.code
 
 
 def failed(args: argparse.Namespace, text: str) -> int:
+    """Print and write why there is no answer; returns the exit code."""
     print(f"equivalence: {text}", file=sys.stderr)
     write(args, {"verdict": "error", "text": text})
     return 2
 
 
 def write(args: argparse.Namespace, found: dict) -> None:
-    """One object of JSON, complete or absent."""
+    """Write the answer as one object of JSON: the file is complete, or as it was before."""
     if args.json:
         about = {"program": args.command, "python": sys.version.split()[0]}
         part = args.json.with_name(f"{args.json.name}.part")

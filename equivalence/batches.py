@@ -1,4 +1,4 @@
-"""Batches as a program sees them: tensors in nested lists, tuples, mappings and objects."""
+"""Batches of any form (tensors in nested lists, dictionaries and objects): copied and joined."""
 
 import copy
 import dataclasses
@@ -39,7 +39,7 @@ def parts_of(value: Any) -> dict | None:
 
 
 def with_parts(value: Any, parts: dict) -> Any:
-    """The value, with other parts."""
+    """A copy of the list, tuple, mapping or object, with these parts in place of its own."""
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*parts.values())
     if isinstance(value, (list, tuple)):
@@ -57,7 +57,7 @@ def with_parts(value: Any, parts: dict) -> Any:
 
 
 def mapped(function: Callable[[list, Any], Any], values: list, key: Any = None) -> Any:
-    """Like the first value, with function(leaves, key) of the leaves in the same place of all."""
+    """An object like the first value; its leaves are function(leaves of all values, their name)."""
     parts = [parts_of(value) for value in values]
     if parts[0] is None:
         return function(values, key)
@@ -67,12 +67,12 @@ def mapped(function: Callable[[list, Any], Any], values: list, key: Any = None) 
     return with_parts(values[0], made)
 
 
-class Own:
-    """In place of what no other process can read: it takes its own."""
+class Unsent:
+    """A marker in place of an object that can't be sent: the receiver uses its own object."""
 
 
 def to_plain(value: Any, depth: int = 8) -> Any:
-    """A copy without the program's own classes: dictionaries of tensors, numbers and texts."""
+    """A copy that another process can read: dictionaries of tensors, numbers and texts."""
     parts = parts_of(value)
     if parts is not None and depth:
         return {name: to_plain(part, depth - 1) for name, part in parts.items()}
@@ -83,13 +83,13 @@ def to_plain(value: Any, depth: int = 8) -> Any:
     try:
         pickle.dumps(value)
     except Exception:  # whatever an object's own methods raise
-        return Own()
+        return Unsent()
     return value
 
 
 def from_plain(plain: Any, own: Any) -> Any:
-    """What to_plain was given, as an object like `own`."""
-    if isinstance(plain, Own):
+    """The value that to_plain made `plain` of, as an object of the same classes as `own`."""
+    if isinstance(plain, Unsent):
         return own
     if isinstance(plain, torch.Tensor):
         if isinstance(own, numpy.ndarray):
@@ -105,10 +105,10 @@ def from_plain(plain: Any, own: Any) -> Any:
 
 
 def join(batches: list, only: int | None = None, order: torch.Generator | None = None) -> Any:
-    """One batch with the examples of all of them; shorter ones are padded at their ends.
+    """One batch with the examples of all batches; shorter examples are padded at their ends.
 
-    only: that one's examples, as long as the longest of all.  order: the examples in another one.
-    A tensor that does not have a row for each example is taken once.
+    only: the examples of this one batch, padded to the longest of all batches.  order: shuffles
+    the examples.  A tensor that does not have a row for each example is taken once.
     """
     counts = [count_examples(batch) for batch in batches]
     rows = torch.arange(sum(counts)).split(counts)
@@ -134,9 +134,9 @@ def join(batches: list, only: int | None = None, order: torch.Generator | None =
 
 
 def is_made_of(value: Any, parts: list) -> bool:
-    """Whether the ranks' parts, in any order and along any dimension, are all that is in `value`.
+    """Whether the ranks' parts hold all numbers of `value`, in any order, along any dimension.
 
-    So it is if each rank takes its part of a sequence.  A tensor may be the same everywhere.
+    True if each rank has its part of a sequence.  A tensor may be the same on all ranks.
     """
     is_shared = False
     for tensors in zip(tensors_in(value), *[tensors_in(part) for part in parts], strict=False):
@@ -152,8 +152,8 @@ def is_made_of(value: Any, parts: list) -> bool:
     return is_shared
 
 
-def rows_differ(batches: list) -> str:
-    """If tensors that differ between the batches have no row for each example; else ""."""
+def unequal_rows(batches: list) -> str:
+    """The sizes of a batch's tensors, if one has not a row for each example; "" if all have."""
     counts = [count_examples(batch) for batch in batches]
     for tensors in zip(*[tensors_in(batch) for batch in batches], strict=False):
         if tensors[0].dim() == 0 or all(tensor.equal(tensors[0]) for tensor in tensors):
@@ -165,7 +165,7 @@ def rows_differ(batches: list) -> str:
 
 
 def counts_up(batch: Any) -> bool:
-    """Whether a tensor numbers groups of rows, such as the graphs that nodes belong to."""
+    """Whether a tensor in the batch numbers groups of rows (such as the graph of each node)."""
     for tensor in tensors_in(batch):
         is_number = tensor.dim() == 1 and not tensor.is_floating_point() and len(tensor) > GROUPS
         if is_number and tensor[0] == 0 and tensor[-1] > 1:
@@ -176,7 +176,7 @@ def counts_up(batch: Any) -> bool:
 
 
 def _padded(tensor: torch.Tensor, longest: list[int], value: int) -> torch.Tensor:
-    """The tensor with sizes `longest` in all dimensions but the first."""
+    """The tensor, padded at its ends to the sizes `longest` in all dimensions but the first."""
     missing = [size - here for size, here in zip(longest, tensor.shape[1:], strict=True)]
     pads = []
     for count in reversed(missing):  # F.pad begins with the last dimension
@@ -185,7 +185,7 @@ def _padded(tensor: torch.Tensor, longest: list[int], value: int) -> torch.Tenso
 
 
 def count_examples(batch: Any) -> int:
-    """The size of the first tensor that has one; 1 if there is none."""
+    """The number of rows of the first tensor that has rows; 1 if no tensor has."""
     for tensor in tensors_in(batch):
         if tensor.dim():
             return len(tensor)
@@ -193,7 +193,7 @@ def count_examples(batch: Any) -> int:
 
 
 def digests_of_examples(batch: Any, examples: list | None = None) -> list[str]:
-    """A name for each example, equal for equal ones.  examples: what the batch was made of."""
+    """A digest of each example in the batch.  examples: what collate_fn made the batch of."""
     if examples:
         return [digest(example) for example in examples]
     count = count_examples(batch)
@@ -202,7 +202,7 @@ def digests_of_examples(batch: Any, examples: list | None = None) -> list[str]:
 
 
 def plain_copy(value: Any) -> Any:
-    """A copy of what consists of torch's, numpy's and Python's own types; else None."""
+    """A copy, if the value consists of torch's, numpy's and Python's own types only; else None."""
     if type(value) in (str, bytes, int, float, bool):
         return value
     if type(value) is torch.Tensor:

@@ -1,4 +1,4 @@
-"""clip_grad_norm_: gradients as they come to it and as they leave it, and what it got wrongly."""
+"""clip_grad_norm_: gradients before and after it, and whether they were averaged before it."""
 
 import inspect
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from equivalence.vectors import Vector
 
 
 class Clipping(Observer):
-    """Notes gradients before clip_grad_norm_ changes them, and whether others change them after."""
+    """Notes gradients before they are clipped, and whether something changes them after that."""
 
     def __init__(self, steps: Any, shelf: Shelf) -> None:
         self.steps, self.shelf = steps, shelf
@@ -25,10 +25,7 @@ class Clipping(Observer):
         steps.at_new_step.append(self.clipped.clear)
 
     def patches(self) -> list[tuple[Any, str, Callable]]:
-        return [
-            (nn.utils, "clip_grad_norm_", self.clip),
-            (clip_grad, "clip_grad_norm_", self.clip),
-        ]
+        return [(place, "clip_grad_norm_", self.clip) for place in (nn.utils, clip_grad)]
 
     def clip(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
         if self.hooks.is_elsewhere():
@@ -47,13 +44,13 @@ class Clipping(Observer):
         return norm
 
     def before_clip(self, parameter: torch.Tensor) -> tuple[Any, str]:
-        """A parameter's gradient, and a digest; before the first of several clips in a row."""
+        """A parameter's gradient before the first of several clips in a row; a digest of it now."""
         now = digest(whole(parameter.grad))  # of all of a DTensor, as ranks must agree
         gradient, left = self.clipped.get(id(parameter), (None, ""))
         return (gradient if now == left else self.shelf.keep(parameter.grad)), now
 
     def note(self, step: Step, name: str, parameter: torch.Tensor) -> None:
-        """The optimizer is about to use this parameter's gradient."""
+        """Note a parameter's gradient before clipping, as the optimizer is about to use it."""
         if id(parameter) in self.clipped:
             step.unclipped[name], left = self.clipped[id(parameter)]
             step.is_changed |= digest(whole(parameter.grad)) != left
@@ -63,11 +60,12 @@ class Clipping(Observer):
 
 
 def before(step: Step) -> Vector:
-    """Gradients as the optimizers got them, but before they were clipped: these are averaged."""
+    """The gradients of a step, before they were clipped: these should be the mean."""
     return step.got | step.unclipped
 
 
 def after(step: Step) -> Vector:
+    """The gradients of a step as the optimizer got them."""
     return step.got
 
 
@@ -77,16 +75,16 @@ def is_changed_after(ranks: list[Notes]) -> bool:
 
 
 def in_words(ranks: list[Notes]) -> str:
+    """The word "clipped", if clip_grad_norm_ has changed a gradient; "" if not."""
     return ", clipped" if any(step.unclipped for step in ranks[0].steps) else ""
 
 
 def too_early(ranks: list[Notes], step: int, names: set[str]) -> str:
-    """What is wrong, if what was clipped on each rank was averaged after it; or ""."""
+    """The mistake in words, if ranks clipped their own gradients and averaged them then; or ""."""
     steps = [rank.steps[step] for rank in ranks]
     is_clipped = any(vectors.only(one.unclipped, names) for one in steps)
     gots = [vectors.only(one.got, names) for one in steps]
     if is_clipped and vectors.are_near(gots, limits.UPDATED):
-        return (
-            "clip_grad_norm_ got other gradients on each rank: average them before they are clipped"
-        )
+        text = "clip_grad_norm_ got other gradients on each rank"
+        return f"{text}: average them before they are clipped"
     return ""

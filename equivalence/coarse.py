@@ -11,7 +11,7 @@ from equivalence.notes import Notes
 
 
 class Formats(TorchDispatchMode):
-    """Whether what is called within it makes numbers in bfloat16 or float16."""
+    """A block in which `are_coarse` notes whether torch makes numbers in bfloat16 or float16."""
 
     are_coarse = False
 
@@ -23,7 +23,7 @@ class Formats(TorchDispatchMode):
 
 
 class CoarseOptimizers(Observer):
-    """Notes, in the run in one process, whether an optimizer's step makes such numbers."""
+    """Notes whether an optimizer computes in 16 bits, in the run in one process."""
 
     def __init__(self, noted: Notes) -> None:
         self.noted, self.formats = noted, Formats()
@@ -36,8 +36,3 @@ class CoarseOptimizers(Observer):
         if not self.hooks.is_in("optimizer"):
             self.formats.__exit__(None, None, None)
             self.noted.has_coarse_optimizer = self.formats.are_coarse
-
-
-def excuse(alone: Notes) -> str:
-    """Why weights that change otherwise than in one process may be right; "" if not for this."""
-    return "the optimizer computes in bfloat16 or float16" if alone.has_coarse_optimizer else ""

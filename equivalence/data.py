@@ -1,4 +1,4 @@
-"""What comes into the program: batches of its DataLoaders, a model's inputs, a loss's targets."""
+"""Data that come into the program: batches of DataLoaders, a model's inputs, a loss's targets."""
 
 import functools
 from collections.abc import Callable
@@ -20,29 +20,29 @@ LOSSES += ["binary_cross_entropy", "binary_cross_entropy_with_logits"]
 
 
 class Data(Observer):
-    """Notes each batch with its examples; what the models are called with; what a step draws."""
+    """Notes the events of each step, digests of models' inputs, and which generators are used."""
 
     def __init__(self, steps: Any) -> None:
         self.steps = steps
         self.loaders = Loaders(steps.noted)
-        self.has_taught = False  # a model was called without gradients, since this step began
-        self.known_state: RandomState | None = None  # in this step, at its last batch
+        self.has_teacher = False  # a model was called without gradients, since this step began
+        self.known_state: RandomState | None = None  # at the step's last event
         steps.at_new_step.append(self.new_step)
 
     def new_step(self) -> None:
-        self.has_taught, self.known_state = False, None
+        self.has_teacher, self.known_state = False, None
 
     def patches(self) -> list[tuple[Any, str, Callable]]:
         losses = [(F, name, functools.partial(self.loss, name)) for name in LOSSES]
         return self.loaders.patches() + losses
 
     def note_draws(self) -> None:
-        """Since data came in last, in this step."""
+        """Note which random generators were used since the last event of this step."""
         if self.known_state is not None:
             self.steps.step.draws |= random_state().other_than(self.known_state)
 
-    def came(self, key: str, value: Any, iterator: Any = None) -> Any:
-        """Data come into the program, perhaps from a loader's iterator; returns what it gets."""
+    def note_event(self, key: str, value: Any, iterator: Any = None) -> Any:
+        """Note an event; returns what the program gets.  iterator: of a DataLoader, or None."""
         self.steps.seen[key] += 1
         examples = self.loaders.examples if iterator is not None else None
         indices = self.loaders.indices_of(iterator) if iterator is not None else ()
@@ -66,10 +66,10 @@ class Data(Observer):
         key = self.loaders.name_of(iterator)
         self.note_draws()
         batch = original()
-        return self.came(key, batch, iterator)
+        return self.note_event(key, batch, iterator)
 
     def loss(self, name: str, original: Callable, *args: Any, **kwargs: Any) -> Any:
-        """Without a DataLoader the targets come in here."""
+        """Note a loss's target as an event, if the program has no DataLoader."""
         hooks = self.hooks
         is_inside = hooks.inside and hooks.inside[-1].what != "optimizer"
         is_other = is_inside or hooks.is_elsewhere() or not torch.is_grad_enabled()
@@ -77,10 +77,10 @@ class Data(Observer):
             return original(*args, **kwargs)
         target = kwargs.get("target", args[1] if len(args) > 1 else None)
         is_computed = isinstance(target, torch.Tensor) and target.is_floating_point()
-        if target is None or (self.has_taught and is_computed):  # perhaps by a teacher
+        if target is None or (self.has_teacher and is_computed):  # by a teacher, perhaps
             return original(*args, **kwargs)
         self.note_draws()
-        target = self.came(f"target of {name}", target)
+        target = self.note_event(f"target of {name}", target)
         if "target" in kwargs:
             return original(*args, **{**kwargs, "target": target})
         return original(args[0], target, *args[2:], **kwargs)
@@ -89,7 +89,7 @@ class Data(Observer):
         if self.hooks.is_in("backward"):
             return None
         if not torch.is_grad_enabled():
-            self.has_taught = True
+            self.has_teacher = True
             return None
         replaced = None
         tensors = list(tensors_in((args, kwargs)))
@@ -97,7 +97,7 @@ class Data(Observer):
         if not self.steps.has_loader and is_data:  # and not what another model has computed
             self.note_draws()
             name = f"inputs of {type(unwrap_model(module)).__name__}"
-            replaced, new_kwargs = self.came(name, (args, dict(kwargs)))
+            replaced, new_kwargs = self.note_event(name, (args, dict(kwargs)))
             kwargs.update(new_kwargs)
         self.steps.step.inputs += digest((replaced or args, dict(kwargs)))
         return replaced
@@ -108,4 +108,4 @@ class Data(Observer):
 
     def notes(self, is_own_thread: bool) -> None:
         if is_own_thread:
-            self.steps.noted.ends = self.loaders.ends()
+            self.steps.noted.dataset_digests = self.loaders.dataset_digests()

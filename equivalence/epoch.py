@@ -14,19 +14,19 @@ from instruments.program import Finished
 
 from equivalence.batches import digests_of_examples, to_plain
 from equivalence.limits import FOLLOWED, OFTEN
-from equivalence.loaders import Loaders, in_whole
+from equivalence.loaders import Loaders, without_subsets
 from equivalence.notes import Notes, digest_of_ends
 from equivalence.verdict import SAME, Answer, Link, Verdict, problem, unknown
 
 FIRST = 64  # examples that tell whether the second epoch has another order
 GOLDEN = 0x9E3779B97F4A7C15  # times a number, modulo 2**64: as good as random
 NO_LOADER = "no DataLoader was seen: batches that a program makes in its loop can't be followed"
-OTHERS = "other DataLoaders, too, gave batches to train with: only the first one was followed"
-FLAG = "give each rank its share, once (a DistributedSampler, or islice of a stream)"
+OTHER_LOADERS = "only the first DataLoader was followed: others, too, gave batches to train with"
+REMEDY = "give each rank its share, once (a DistributedSampler, or islice of a stream)"
 
 
 class Sample:
-    """Counts examples; of a large epoch those whose number, or digest, falls on one of `every`."""
+    """Counts how often each example came; in a large epoch, of one example in `every`."""
 
     def __init__(self) -> None:
         self.every, self.counts = 1, Counter()
@@ -48,19 +48,19 @@ class Sample:
 
 @dataclass
 class Epoch:
-    """What one rank has noted of its loader's first epoch, and of how the second one begins."""
+    """One rank's notes on its loader's first epoch, and on the beginning of the second one."""
 
     rank: int
     batches: int = 0
     largest: int = 0  # batch
     examples: int = 0
     sample: Sample = field(default_factory=Sample)
-    first: list = field(default_factory=list)  # examples of the first epoch, in their order
-    second: list = field(default_factory=list)  # and of the second one
+    first: list = field(default_factory=list)  # examples that the first epoch begins with
+    second: list = field(default_factory=list)  # and those that the second one begins with
     is_whole: bool = False  # the loader has come to its end
-    are_numbers: bool = True  # of examples in the data set; else digests
+    are_numbers: bool = True  # examples are known by their numbers in the data set; else by digests
     length: int = 0  # of the data set; 0: it has none
-    data: str = ""  # a digest of the data set's ends
+    data: str = ""  # a digest of the data set's first and last example
     loaders: set[str] = field(default_factory=set)  # that gave batches to train with
 
 
@@ -69,7 +69,7 @@ def observers(place: Place, log: str) -> list[Observer]:
 
 
 class Follower(Observer):
-    """Follows the loader that is asked first for a batch to train with."""
+    """Follows the first loader that gives batches to train with."""
 
     def __init__(self, place: Place, log: str) -> None:
         self.place, self.log = place, log
@@ -123,7 +123,7 @@ class Follower(Observer):
 
     def notes(self, is_own_thread: bool) -> Epoch:
         if is_own_thread and self.noted.length:
-            dataset, _ = in_whole(self.loaders.datasets[self.name], [])
+            dataset, _ = without_subsets(self.loaders.datasets[self.name], [])
             self.noted.data = digest_of_ends(dataset)
         return self.noted
 
@@ -138,34 +138,31 @@ def answer(ranks: list[Epoch]) -> Answer:
     verdict = problem(links, "one process in an epoch")
     text = "RIGHT in one whole epoch: each example came once, on one rank"
     more = any(len(rank.loaders) > 1 for rank in ranks)
-    return Answer(verdict or Verdict(SAME, text), links, [Line("note", OTHERS)] * more)
+    return Answer(verdict or Verdict(SAME, text), links, [Line("note", OTHER_LOADERS)] * more)
 
 
 def batches(ranks: list[Epoch]) -> Link:
-    """All ranks must have as many, or some wait for ever."""
+    """Whether all ranks have equally many batches; if not, some wait for ever."""
     text = " + ".join(str(rank.batches) for rank in ranks)
     cut = [rank for rank in ranks if not rank.is_whole]
     whole = [rank for rank in ranks if rank.is_whole]
     if not whole:
-        why = "no rank came to the end of its loader: the program leaves the epoch before it"
-        return Link("batches", None, f"{text}, and not to the loader's end", why=why)
-    most, least = max(ranks, key=batches_of), min(ranks, key=batches_of)
+        why = "no rank reached the end of its loader: let the program train for a whole epoch"
+        return Link("batches", None, f"{text}, before the end of the loader", why=why)
+    most = max(ranks, key=lambda rank: rank.batches)
+    least = min(ranks, key=lambda rank: rank.batches)
     if most.batches != least.batches:
         more = " or more" if cut else ""
         text += f"{more}: rank {least.rank} has {least.batches}, rank {most.rank} {most.batches}"
         return Link("batches", False, f"{text}: ranks with more wait for the others for ever")
     if cut:
-        why = f"rank {cut[0].rank} did not come to the end of its loader"
+        why = f"rank {cut[0].rank} did not reach the end of its loader"
         return Link("batches", None, text, why=why)
     return Link("batches", True, text)
 
 
-def batches_of(rank: Epoch) -> int:
-    return rank.batches
-
-
 def examples(ranks: list[Epoch]) -> Link:
-    """Each must come once, on one rank."""
+    """Whether each example of the data set came once, on one rank."""
     every = max(rank.sample.every for rank in ranks)
     for rank in ranks:
         rank.sample.thin(every)
@@ -186,7 +183,7 @@ def examples(ranks: list[Epoch]) -> Link:
     shared = sum(count > 1 for count in owners.values())
     again = sum(times[one] > owners[one] for one in times)
     if shared > slack and (ranks[0].are_numbers or shared > OFTEN * len(owners)):
-        return Link("examples", False, f"{text}; {shared} are on more than one rank: {FLAG}")
+        return Link("examples", False, f"{text}; {shared} are on more than one rank: {REMEDY}")
     if again > slack and ranks[0].are_numbers:
         return Link("examples", False, f"{text}; {again} came more than once on their rank")
     missing = length / every - len(owners)
@@ -201,14 +198,16 @@ def examples(ranks: list[Epoch]) -> Link:
 
 
 def order(ranks: list[Epoch]) -> Link:
-    """If an epoch is shuffled, the next one must be shuffled in another way."""
+    """Whether a shuffled loader has another order in the next epoch."""
     first, second = ranks[0].first, ranks[0].second
     if not second:
         return Link("order", True, "no second epoch was seen")
-    is_shuffled = ranks[0].are_numbers and first != sorted(first)
     if first[: len(second)] != second:
-        return Link("order", True, "the second epoch has another one")
-    if not is_shuffled:
-        return Link("order", True, "the second epoch has the same one, and none is shuffled")
-    text = "the second epoch has that of the first, though it is shuffled"
-    return Link("order", False, f"{text}: call sampler.set_epoch(epoch) before each epoch")
+        return Link("order", True, "the second epoch has another order")
+    text = "the second epoch has the order of the first"
+    if not ranks[0].are_numbers:
+        return Link("order", True, f"{text}; whether it is shuffled is not known")
+    if first == sorted(first):
+        return Link("order", True, f"{text}, which is not shuffled")
+    text += ", though it is shuffled: call sampler.set_epoch(epoch) before each epoch"
+    return Link("order", False, text)

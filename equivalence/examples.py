@@ -1,4 +1,4 @@
-"""Are examples on two ranks?  And are the copies of the model equal?"""
+"""Examples that are on two ranks, and copies of the model that differ."""
 
 from collections import Counter
 from typing import Any
@@ -6,17 +6,19 @@ from typing import Any
 from instruments.tensors import tensors_in
 
 from equivalence.batches import digests_of_examples
-from equivalence.facts import PARTS, UNKNOWN, Facts
+from equivalence.facts import PARTS, UNCLEAR, Facts
 from equivalence.limits import ALIKE, OFTEN
 from equivalence.notes import Event
 from equivalence.verdict import Link, some_of
 
 LABEL = "examples"
+NO_BATCHES = "no batches were seen, or not in each step"
 SAMPLER = "give each its share (a DistributedSampler)"
 
 
 def copies(facts: Facts) -> Link:
-    if facts.model == UNKNOWN or not facts.unequal:
+    """Whether all ranks have equal weights before and after each step."""
+    if facts.model == UNCLEAR or not facts.unequal:
         return Link("copies", True)
     when = "from the start" if facts.first_unequal == 0 else f"after step {facts.first_unequal}"
     text = f"the ranks' weights differ {when}: {some_of(facts.unequal)}"
@@ -24,9 +26,9 @@ def copies(facts: Facts) -> Link:
 
 
 def examples(facts: Facts, total: int = 0) -> Link:
-    """Is each example on one rank?  total: how many one process has in a step; 0: not known."""
+    """Whether each example is on one rank.  total: examples of one process in a step, or 0."""
     if not facts.keys:
-        return Link(LABEL, True, "no batch was seen that each step takes")
+        return Link(LABEL, True, NO_BATCHES)
     if facts.model == PARTS:
         return of_parts(facts)
     spread = {}
@@ -43,30 +45,30 @@ def examples(facts: Facts, total: int = 0) -> Link:
         text += f": {who} ranks have the same, and do the same work {times}: {SAMPLER}"
         return Link(LABEL, False, text)
     if len(facts.distinct) < len(facts.ranks):
-        return Link(LABEL, True, f"{text}: of the same batch each rank takes its part")
+        return Link(LABEL, True, f"{text}: each rank takes its part of the same batch")
     if 0 < total < sum(most):
-        return Link(LABEL, True, f"{text}: of the same {total} examples each rank takes its part")
+        return Link(LABEL, True, f"{text}: each rank takes its part of the same {total} examples")
     return of_shares(facts, text)
 
 
 def of_shares(facts: Facts, text: str) -> Link:
-    """In data parallelism an example is on one rank only, in the steps and in an epoch."""
+    """Whether an example is on two ranks, in these steps or in an epoch: data parallelism."""
     steps = f"{len(facts.steps)} steps"
     twice, total, is_proven = on_two_ranks(facts)
     epoch, shared = in_an_epoch(facts)
     if shared:
-        return Link(LABEL, False, f"{text}. In an epoch {shared}: {SAMPLER}")
+        return Link(LABEL, False, f"{text}. In an epoch, {shared}: {SAMPLER}")
     if not twice:
         return Link(LABEL, True, f"{text}, none on two ranks in {steps}{epoch}")
     text += f"; {twice} of {total} in {steps} are on more than one rank"
     if is_proven:
         return Link(LABEL, False, f"{text}: {SAMPLER}")
-    text += " (if the data have no equal examples)"
+    text += " (unless the data have equal examples)"
     return Link(LABEL, None, text, why="some may be on more than one rank")
 
 
 def of_parts(facts: Facts) -> Link:
-    """Ranks that have parts of one model share batches, or don't: the gradients tell if rightly."""
+    """Examples of ranks that have parts of one model: link 2 tells whether they are right."""
     text = " + ".join(str(facts.examples(rank, 0)) for rank in facts.distinct) + " in a step"
     shared = f"all {len(facts.ranks)}" if len(facts.distinct) == 1 else "some"
     if len(facts.distinct) < len(facts.ranks):
@@ -75,7 +77,7 @@ def of_parts(facts: Facts) -> Link:
 
 
 def on_two_ranks(facts: Facts) -> tuple[int, int, bool]:
-    """How many are, of how many; whether their numbers in the data set are the same, too."""
+    """Counts: examples on two ranks, all examples; and whether the numbers of examples prove it."""
     twice, total, is_proven = 0, 0, False
     for key in facts.keys:
         owners: dict[Any, set[int]] = {}  # of an example in a round of its loader
@@ -103,7 +105,7 @@ def on_two_ranks(facts: Facts) -> tuple[int, int, bool]:
 
 
 def are_in_each_step(facts: Facts, key: str) -> bool:
-    """Whether in each step many are on two ranks, and none twice on one: that is no chance."""
+    """Whether each step has many examples on two ranks, and none twice on one: no chance."""
     for step in facts.steps:
         every = []
         for rank in facts.ranks:
@@ -132,18 +134,18 @@ def named(events: list[Event]) -> list[tuple[tuple[int, str], Any]]:
 
 
 def has_rows(event: Event, count: int) -> bool:
-    """Whether its examples are the rows of its tensors; else they may be nodes of graphs, say."""
+    """Whether an event's examples are the rows of its tensors (and not nodes of graphs, say)."""
     if event.indices:
         return len(event.indices) == count
     return len({len(tensor) for tensor in tensors_in(event.value) if tensor.dim()}) <= 1
 
 
 def in_an_epoch(facts: Facts) -> tuple[str, str]:
-    """What torch's own samplers say: words for "none" or "not seen"; and how many are shared."""
+    """The words on a whole epoch: if no example is on two ranks, or unknown; if some are."""
     key = facts.keys[0]
     indices = [rank.epochs.get(key) or [] for rank in facts.ranks]
-    ends = {rank.ends.get(key) for rank in facts.ranks}
-    is_one_dataset = len(ends) == 1 and all(ends)
+    digests = {rank.dataset_digests.get(key) for rank in facts.ranks}
+    is_one_dataset = len(digests) == 1 and all(digests)
     is_known = all(indices) and all(len(set(some)) == len(some) for some in indices)
     if not (is_known and is_one_dataset):
         return " (the epoch's length is not known)", ""
@@ -154,4 +156,4 @@ def in_an_epoch(facts: Facts) -> tuple[str, str]:
     if owners.total() <= len(owners) + slack:
         return " or in an epoch", ""
     twice = sum(count > 1 for count in owners.values())
-    return "", f"{twice} of {len(owners)} come on more than one rank"
+    return "", f"{twice} of {len(owners)} are on more than one rank"

@@ -1,4 +1,4 @@
-"""The notes of run A side by side: whose batches, weights and gradients are equal."""
+"""Run A's notes side by side: which ranks have equal batches, weights and gradients."""
 
 import dataclasses
 import itertools
@@ -10,12 +10,12 @@ from instruments.tensors import digest, tensors_in
 from equivalence import limits, vectors
 from equivalence.batches import count_examples
 from equivalence.notes import Event, Notes
-from equivalence.vectors import Vector, together, unequal
+from equivalence.vectors import Vector, put_together, unequal_names
 
 # What the ranks have:
 COPIES = "copies of one model"
 PARTS = "parts of one model"
-UNKNOWN = "weights that differ from the start: copies, or parts?"
+UNCLEAR = "weights that differ from the start: copies, or parts?"
 # What can be seen of the gradients; weights can always be seen:
 OWN = "each rank's own, and what the optimizers got"
 GOT = "only what the optimizers got"
@@ -24,9 +24,9 @@ NONE_GOT = "only each rank's own, as the optimizers have parameters of their own
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """The ranks' notes, and what they have: COPIES, PARTS, or UNKNOWN.
+    """The ranks' notes, and whether the ranks have COPIES or PARTS of one model, or UNCLEAR.
 
-    What is asked of them is computed once: the runs in one process ask often.
+    Each property is computed once: the runs in one process read it often.
     """
 
     ranks: list[Notes]
@@ -38,6 +38,7 @@ class Facts:
 
     @cached_property
     def batches(self) -> list[tuple]:
+        """Digests of each rank's batches."""
         return [batches_of(rank) for rank in self.ranks]
 
     @cached_property
@@ -48,29 +49,29 @@ class Facts:
 
     @cached_property
     def distinct(self) -> list[Notes]:
-        """One rank for each share of the batches."""
+        """The ranks with different batches: the first one of those with the same."""
         pairs = enumerate(zip(self.ranks, self.batches, strict=True))
         return [rank for k, (rank, own) in pairs if own not in self.batches[:k]]
 
     @cached_property
     def keys(self) -> list[str]:
-        """Where each step's batches come from."""
-        return [key for key in self.ranks[0].events if self.rate(key)]
+        """The keys of the events that each step has: "loader 0", "inputs of Net"."""
+        return [key for key in self.ranks[0].events if self.per_step(key)]
 
-    def rate(self, key: str) -> int:
-        """Batches from there in a step; 0 if not each step takes one."""
-        return self.ranks[0].rate(key)
+    def per_step(self, key: str) -> int:
+        """The number of a key's events in a step; 0 if some steps have none."""
+        return self.ranks[0].per_step(key)
 
     def events(self, rank: Notes, key: str, step: int) -> list[Event]:
-        """A step's events; if some were loaded in advance, the events in its place."""
-        rate, first = self.rate(key), self.ranks[0]
-        last = (step + 1) * rate
-        if set(rates := first.rates(key)) != {rate} and min(rates):
-            last = first.counts[step].get(key, 0)  # skipped steps come first
-        return rank.events.get(key, [])[max(0, last - rate) : last]
+        """A rank's events of one key in a step, also if they were loaded in advance."""
+        per_step, first = self.per_step(key), self.ranks[0]
+        last = (step + 1) * per_step
+        if set(counts := first.in_each_step(key)) != {per_step} and min(counts):
+            last = first.counts[step].get(key, 0)  # a GradScaler skipped steps before this one
+        return rank.events.get(key, [])[max(0, last - per_step) : last]
 
     def examples(self, rank: Notes, step: int) -> int:
-        """How many it has, of the first loader: rows, if no better is known."""
+        """The number of a rank's examples in a step, of the first key: rows, if that is all."""
         count = 0
         for event in self.events(rank, self.keys[0], step):
             count += len(event.examples or event.indices) or count_examples(event.value)
@@ -78,14 +79,14 @@ class Facts:
 
     @cached_property
     def total(self) -> int:
-        """All ranks' examples in a step."""
+        """The global batch: the number of all ranks' examples in the largest step."""
         if not self.keys:
             return 1
         return max(sum(self.examples(rank, k) for rank in self.distinct) for k in self.steps)
 
-    def chosen(self, step: int, turn: int) -> int:
-        """A rank: that with the smallest batches first, as padding changes it most; if all are
-        equal, a different one in each step.  turn: the next smallest, until each had its turn."""
+    def share_in_turn(self, step: int, turn: int) -> int:
+        """The place in `distinct` of the rank whose share is computed alone, in order of batch size
+        (padding changes the smallest one most); if all are equal, another rank in each step."""
         sizes = []
         step = min(step, len(self.steps) - 1)
         for place, rank in enumerate(self.distinct):
@@ -98,7 +99,7 @@ class Facts:
 
     @cached_property
     def is_same_work(self) -> bool:
-        """Whether ranks' models get the same, and not parts of one batch."""
+        """Whether two ranks compute the same: equal inputs, and no parts of one batch."""
         if self.model == PARTS:
             return False
         works: list[tuple] = []  # the inputs of models, and the gradients of the first step
@@ -111,7 +112,7 @@ class Facts:
 
     @cached_property
     def trained(self) -> set[str]:
-        """Parameters that an optimizer has."""
+        """Names of the parameters that an optimizer has."""
         names: set[str] = set()
         for rank in self.ranks:
             for step in rank.steps[: len(self.steps)]:
@@ -119,14 +120,14 @@ class Facts:
         return names
 
     def comparable_names(self, step: int) -> set[str]:
-        """Parameters whose gradients need only equal weights: copies may differ after a step."""
+        """Names of parameters whose copies are equal when their gradients are computed."""
         if step + 1 < self.first_unequal:
             return self.trained
         return self.trained.difference(*(rank.steps[step].late for rank in self.ranks))
 
     @cached_property
     def first_unequal(self) -> int:
-        """Before which step parameters differ first; all steps + 1 if none do."""
+        """The first step, from 0, before which parameters differ; all steps + 1 if none do."""
         for k in range(len(self.steps) + 1):
             if self.unequal_before(k):
                 return k
@@ -134,14 +135,15 @@ class Facts:
 
     @property
     def unequal(self) -> list[str]:
-        """Which of them."""
+        """Names of the parameters that differ before that step."""
         k = self.first_unequal
         return self.unequal_before(k) if k <= len(self.steps) else []
 
     def unequal_before(self, step: int) -> list[str]:
+        """Names of the parameters that differ before this step, but for parts of one model."""
         names: list[str] = []
         for rank in self.ranks[1:]:
-            names += unequal(self.ranks[0].steps[step].weights, rank.steps[step].weights)
+            names += unequal_names(self.ranks[0].steps[step].weights, rank.steps[step].weights)
         return [name for name in self.ranks[0].parameters if name in set(names) - self.parts]
 
     @property
@@ -151,9 +153,9 @@ class Facts:
 
     @cached_property
     def owns(self) -> list[list[Vector]]:
-        """In each step the own gradients of each rank that does work of its own.
+        """The ranks' own gradients in each step (of ranks that do the same work, only one's).
 
-        [] if they were not seen.
+        [] for a step in which not all were seen.
         """
         if self.model == PARTS:
             return [[] for _ in self.steps]
@@ -167,35 +169,36 @@ class Facts:
 
     @cached_property
     def gradients(self) -> str:
-        """What can be seen of them: OWN, GOT or NONE_GOT."""
+        """What can be seen of the gradients: OWN, GOT or NONE_GOT."""
         if not all(self.owns):
             return GOT
         return OWN if any(rank.steps[0].got for rank in self.ranks) else NONE_GOT
 
     def is_forced(self, step: int) -> bool:
-        """Whether one process's optimizer can be given what the processes' got in this step."""
+        """Whether one process's optimizer can be given the gradients that the ranks' got."""
         is_repeated = any(step.is_repeated for step in self.ranks[0].steps)
         if is_repeated or not any(rank.steps[step].got for rank in self.ranks):
             return False
-        return self.have_equal_got[step]
+        return step in self.steps_with_equal_got
 
     @cached_property
-    def have_equal_got(self) -> list[bool]:
-        """Whether all ranks' optimizers got the same, in each step."""
-        are_equal = []
+    def steps_with_equal_got(self) -> set[int]:
+        """The steps in which all ranks' optimizers got the same gradients."""
+        steps = set()
         for k in self.steps:
             first, *others = [rank.steps[k].got for rank in self.ranks]
-            are_equal.append(not any(set(unequal(first, one)) - self.parts for one in others))
-        return are_equal
+            if not any(set(unequal_names(first, one)) - self.parts for one in others):
+                steps.add(k)
+        return steps
 
     @property
     def is_free(self) -> bool:
-        """Whether one process's optimizer can be given nothing in any step."""
+        """Whether one process's optimizer uses its own gradients in all steps."""
         return not any(self.is_forced(k) for k in self.steps)
 
     @property
     def kinds(self) -> set[str]:
-        """Kinds of layers that train."""
+        """The kinds of layers that train: "BatchNorm", "dropout"."""
         return set().union(*(rank.kinds for rank in self.ranks))
 
     @property
@@ -203,40 +206,40 @@ class Facts:
         return any(rank.is_coarse for rank in self.ranks)
 
     @property
-    def most(self) -> float:
-        """No larger difference is rounding."""
+    def rounding_limit(self) -> float:
+        """The largest difference that can be rounding."""
         return limits.MOST_COARSE if self.is_coarse else limits.MOST
 
     @property
-    def digit(self) -> torch.dtype:
-        """The number format whose last digit rounds."""
+    def number_format(self) -> torch.dtype:
+        """The number format in which the model computes: its last digit rounds."""
         return torch.bfloat16 if self.is_coarse else torch.float32
 
     def whole(self, what: str, name: str, step: int, shape: torch.Size) -> torch.Tensor | None:
-        """What the ranks had ("weights" or "got"); put together, if they have parts of it."""
+        """A tensor of the ranks' "weights" or "got", put together if they have parts of it."""
         for ranks in self.peers, self.ranks:
             parts = [getattr(rank.steps[step], what).get(name) for rank in ranks]
             for some in parts, without_repeated(parts):
-                if (tensor := together(some, shape)) is not None:
+                if (tensor := put_together(some, shape)) is not None:
                     return tensor
         return None
 
 
 def is_same(work: tuple, other: tuple) -> bool:
-    """Whether two ranks do the same: their gradients tell who takes a part of equal inputs."""
+    """Whether two ranks do the same work.  With equal inputs, other gradients mean other parts."""
     (inputs, own, draws), (other_inputs, other_own, _) = work, other
     if inputs != other_inputs or draws or not own or not other_own:
         return inputs == other_inputs
-    return vectors.distance(own, other_own) < limits.OWN
+    return vectors.distance(own, other_own) < limits.EQUAL
 
 
 def without_repeated(tensors: list) -> list:
-    """Ranks that share a batch and a part of the model have the same."""
+    """Different tensors: ranks that share a batch and a part of the model have equal ones."""
     return list({digest(tensor): tensor for tensor in tensors if tensor is not None}.values())
 
 
 def batches_of(rank: Notes) -> tuple:
-    """Digests of what came in, in the steps that are compared."""
+    """Digests of all events that a rank used, by key."""
     digests = []
     for key, events in rank.events.items():
         last = rank.counts[-1].get(key, 0) if rank.counts else 0

@@ -17,14 +17,14 @@ PLAIN = (int, float, bool, str, type(None), tuple)
 
 
 class OwnGradients:
-    """What backward computes here, before any message: sums over the passes of a step."""
+    """Gradients that backward computes on this rank, before any message; sums over all passes."""
 
     def __init__(self) -> None:
         self.parameters: dict[int, torch.Tensor] = {}  # by the id of the tensor that is watched
         self.sums: dict[int, torch.Tensor] = {}  # by the id of the parameter
 
     def watch(self, tensor: torch.Tensor, parameter: torch.Tensor | None = None) -> None:
-        """parameter: that of which `tensor` is the whole, while FSDP2 computes with it."""
+        """Add up a tensor's gradients.  parameter: the sharded one that FSDP2 made it of."""
         parameter = tensor if parameter is None else parameter
         if id(tensor) in self.parameters or not tensor.requires_grad or not tensor.is_leaf:
             return
@@ -38,7 +38,7 @@ class OwnGradients:
         hooks.update([others[-1], *others[:-1]])
 
     def pass_begins(self) -> None:
-        """Has the program thrown away what the passes before have left?"""
+        """Forget the sums of gradients that the program has removed, or set to 0."""
         for parameter in self.parameters.values():
             gradient = parameter.grad
             is_sharded = hasattr(gradient, "to_local")  # to look at its numbers is a collective
@@ -46,6 +46,7 @@ class OwnGradients:
                 self.sums.pop(id(parameter), None)
 
     def add(self, parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
+        """Add a pass's gradient to the parameter's sum."""
         if gradient is None:
             return
         key, value = id(parameter), whole(gradient)
@@ -53,7 +54,7 @@ class OwnGradients:
 
 
 class Gradients(Observer):
-    """Notes own gradients, what the optimizers got, and options."""
+    """Notes own gradients, the gradients that the optimizers got, and the optimizers' options."""
 
     def __init__(self, steps: Any, weights: Any, clipping: Clipping, shelf: Shelf) -> None:
         self.steps, self.weights, self.clipping, self.shelf = steps, weights, clipping, shelf
@@ -61,11 +62,11 @@ class Gradients(Observer):
         self.slots: dict[tuple[int, str], torch.Tensor] = {}  # parameters, by module and name
         self.parts: set[int] = set()  # the ids of parameters of which a layer has a part
         self.scale = 1.0  # a GradScaler's
-        self.has_stepped = False  # an optimizer has, since this step began
+        self.any_has_stepped = False  # any optimizer, since this step began
         steps.at_new_step.append(self.new_step)
 
     def new_step(self) -> None:
-        self.has_stepped = False
+        self.any_has_stepped = False
 
     def installed(self) -> None:
         handle = nn_module.register_module_forward_hook(self.watch_unsharded)
@@ -127,10 +128,10 @@ class Gradients(Observer):
             step.options[one.name] = plain_options(one.group)
         if self.steps.is_last:
             return
-        if self.has_stepped:
+        if self.any_has_stepped:
             step.late |= {one.name for one in owned}
         for one in owned:
-            if one.is_its:
+            if one.is_in_optimizer:
                 self.note_got(one.name, one.parameter)
             self.note_own(one.name, one.parameter)
             if self.steps.source:
@@ -140,7 +141,7 @@ class Gradients(Observer):
                 self.note_own(name, tensor)
 
     def optimizer_ends(self, optimizer: Any) -> None:
-        self.has_stepped |= not self.hooks.is_in("optimizer")
+        self.any_has_stepped |= not self.hooks.is_in("optimizer")
 
     def note_got(self, name: str, parameter: torch.Tensor) -> None:
         step = self.steps.step

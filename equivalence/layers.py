@@ -1,6 +1,7 @@
-"""The layers and functions that compute something else with several processes, by design."""
+"""Layers that compute something else with several processes, by design: BatchNorm, dropout."""
 
 import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -14,22 +15,22 @@ from equivalence.limits import COARSE
 from equivalence.notes import Notes
 
 BATCH_NORM = nn.modules.batchnorm._BatchNorm
-AVERAGES = ("running_mean", "running_var", "num_batches_tracked")  # its buffers
-DROPOUT = nn.modules.dropout._DropoutNd
+NORM_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
+DROPOUT_LAYER = nn.modules.dropout._DropoutNd
 DROPS_PATHS = ("DropPath", "StochasticDepth")  # classes of timm, torchvision and others
 ATTENTION = "scaled_dot_product_attention"
-DROPOUTS = [name for name in dir(F) if name.rstrip("123d").endswith("dropout") and name[0] != "_"]
-DROPOUTS.append(ATTENTION)
+DROPOUT_FUNCTIONS = [name for name in dir(F) if re.fullmatch(r"(?!_).*dropout[123d]*", name)]
+DROPOUT_FUNCTIONS.append(ATTENTION)
 
 
 class Layers(Observer):
-    """Notes kinds of layers, and number formats; switches kinds off."""
+    """Notes the kinds of layers that train, and 16-bit formats; switches layers off."""
 
     def __init__(self, noted: Notes, left_out: tuple) -> None:
         self.noted, self.left_out = noted, left_out
 
     def patches(self) -> list[tuple[Any, str, Callable]]:
-        return [(F, name, functools.partial(self.dropout, name)) for name in DROPOUTS]
+        return [(F, name, functools.partial(self.dropout, name)) for name in DROPOUT_FUNCTIONS]
 
     def forward_begins(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         if self.hooks.is_in("backward"):  # again, to save memory
@@ -51,7 +52,7 @@ class Layers(Observer):
         self.noted.is_coarse |= torch.finfo(dtype).eps > COARSE
 
     def dropout(self, name: str, original: Callable, *args: Any, **kwargs: Any) -> Any:
-        """What is called by nn.Dropout, and by programs themselves."""
+        """A call of a DROPOUT_FUNCTION, by nn.Dropout or the program: noted, or switched off."""
         if not torch.compiler.is_compiling() and drops(name, args, kwargs):
             self.noted.kinds.add("dropout")
             if "dropout" in self.left_out:
@@ -60,17 +61,17 @@ class Layers(Observer):
 
 
 def kind_of(layer: nn.Module) -> str:
-    """What it is, if it trains."""
+    """The kind of a layer that trains: "BatchNorm" or "dropout"; "" for others."""
     if not layer.training:
         return ""
     if isinstance(layer, BATCH_NORM):
         return "BatchNorm"
-    is_dropout = isinstance(layer, DROPOUT) and layer.p or type(layer).__name__ in DROPS_PATHS
+    is_dropout = isinstance(layer, DROPOUT_LAYER) and layer.p or type(layer).__name__ in DROPS_PATHS
     return "dropout" if is_dropout or isinstance(layer, nn.RNNBase) and layer.dropout else ""
 
 
 def drops(name: str, args: tuple, kwargs: dict[str, Any]) -> bool:
-    """Whether a call of one of DROPOUTS drops anything."""
+    """Whether a call of one of DROPOUT_FUNCTIONS drops anything."""
     if name == ATTENTION:
         return bool(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0))
     rate = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
@@ -78,7 +79,7 @@ def drops(name: str, args: tuple, kwargs: dict[str, Any]) -> bool:
 
 
 def without_dropout(name: str, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """The arguments of the same call that drops nothing."""
+    """The call's arguments, changed so that it drops nothing."""
     if name == ATTENTION:
         if len(args) > 4:
             return (*args[:4], 0.0, *args[5:]), kwargs

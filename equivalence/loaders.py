@@ -1,4 +1,4 @@
-"""Which of the program's DataLoaders a batch comes from, and which examples are in it."""
+"""DataLoaders of the program: which of them a batch comes from, and which examples are in it."""
 
 import weakref
 from collections.abc import Callable
@@ -12,13 +12,13 @@ from equivalence.batches import plain_copy
 from equivalence.limits import LARGEST_EPOCH
 from equivalence.notes import Notes, digest_of_ends, random_state
 
-IN_TURN = (torch_data.SequentialSampler, torch_data.DistributedSampler)  # they draw nothing
+FIXED = (torch_data.SequentialSampler, torch_data.DistributedSampler)  # order known without a draw
 KEPT = "equivalence: a batch, and its examples"  # a class of ours could not be sent
 TORCHS_COLLATE = (collate.default_collate, collate.default_convert)
 
 
 class Loaders:
-    """Each has a name: "loader 0" is the first that was asked for a batch."""
+    """Names of the program's DataLoaders ("loader 0" gave the first batch), and their examples."""
 
     def __init__(self, noted: Notes, largest: int = LARGEST_EPOCH) -> None:
         """largest: an epoch of more examples is not listed."""
@@ -40,7 +40,7 @@ class Loaders:
         ]
 
     def name_of(self, iterator: Any) -> str:
-        """A new one takes the name of one that is gone: many programs build one for each epoch."""
+        """The loader's name; a loader of a new epoch takes the name of the one that is gone."""
         if iterator in self.names:
             return self.names[iterator]
         sampler = iterator._index_sampler
@@ -63,19 +63,19 @@ class Loaders:
             self.noted.redraws.add(name)
         return name
 
-    def ends(self) -> dict[str, str]:
-        """A digest of each data set's ends: do ranks have the same one?  The program is over."""
+    def dataset_digests(self) -> dict[str, str]:
+        """A digest of each data set, by loader; called when the program is over."""
         digests = {}
         for name, dataset in self.datasets.items():
-            whole, _ = in_whole(dataset, [])
+            whole, _ = without_subsets(dataset, [])
             digests[name] = digest_of_ends(whole) if self.noted.epochs[name] else ""
         return digests
 
     def draw(self, original: Callable, iterator: Any) -> Any:
-        """The indices of a batch, perhaps in advance."""
+        """Note the indices of a batch, which may be loaded later."""
         indices = original(iterator)
         if iterator._dataset_kind == dataloader._DatasetKind.Map and isinstance(indices, list):
-            _, drawn = in_whole(iterator._dataset, indices)
+            _, drawn = without_subsets(iterator._dataset, indices)
             self.waiting.setdefault(iterator, []).append(drawn)
         return indices
 
@@ -85,9 +85,9 @@ class Loaders:
         return tuple(waiting.pop(0)) if waiting else ()
 
     def fetch(self, original: Callable, fetcher: Any, index: Any) -> Any:
-        """A batch; and the examples of which the program's own collate_fn makes it; and draws.
+        """Fetch a batch, with its examples, and whether random numbers were drawn for it.
 
-        This may be in a worker process, which was forked from the one that notes.
+        This may run in a worker process, which was forked from the one that notes.
         """
         is_worker = torch_data.get_worker_info() is not None
         state = random_state() if is_worker else None
@@ -96,6 +96,7 @@ class Loaders:
         return (KEPT, batch, kept, has_drawn) if kept is not None or has_drawn else batch
 
     def fetch_examples(self, original: Callable, fetcher: Any, index: Any) -> tuple:
+        """A batch, and copies of its examples, if the program's own collate_fn joins them."""
         own = fetcher.collate_fn
         if own in TORCHS_COLLATE or not fetcher.auto_collation:
             return original(fetcher, index), None
@@ -118,7 +119,7 @@ class Loaders:
             fetcher.collate_fn = own
 
     def unpack(self, original: Callable, iterator: Any) -> Any:
-        """What the program gets of it."""
+        """The batch as the program gets it; what `fetch` has sent with it is noted."""
         batch = original(iterator)
         self.examples = None
         if type(batch) is tuple and batch and isinstance(batch[0], str) and batch[0] == KEPT:
@@ -128,8 +129,8 @@ class Loaders:
         return batch
 
 
-def in_whole(dataset: Any, indices: list) -> tuple[Any, list]:
-    """The whole data set, if this is a Subset, and the indices' numbers in it."""
+def without_subsets(dataset: Any, indices: list) -> tuple[Any, list]:
+    """The whole data set of a Subset, and the indices in the whole one."""
     while type(dataset) is Subset:  # as random_split makes them
         indices = [dataset.indices[index] for index in indices]
         dataset = dataset.dataset
@@ -141,7 +142,7 @@ def epoch_of(iterator: Any, largest: int) -> list:
     sampler = getattr(iterator._index_sampler, "sampler", None)
     if type(sampler) is torch_data.RandomSampler and not sampler.replacement:
         sampler = torch_data.SequentialSampler(sampler.data_source)  # the same, in order
-    is_own = type(iterator._index_sampler) is torch_data.BatchSampler and type(sampler) in IN_TURN
+    is_own = type(iterator._index_sampler) is torch_data.BatchSampler and type(sampler) in FIXED
     if not is_own or len(sampler) > largest:
         return []
-    return in_whole(iterator._dataset, list(sampler))[1]
+    return without_subsets(iterator._dataset, list(sampler))[1]

@@ -1,4 +1,4 @@
-"""What one process has noted of each step; the states of its random generators; large tensors."""
+"""Notes of one process on each step; states of its random generators; large tensors in files."""
 
 import contextlib
 import functools
@@ -35,7 +35,7 @@ class RandomState(NamedTuple):
     numpy: tuple
 
     def other_than(self, other: "RandomState") -> set[str]:
-        """The generators that are in another state."""
+        """Names of the generators that are in another state."""
         names = set()
         if not self.cpu.equal(other.cpu):
             names.add("cpu")
@@ -62,7 +62,7 @@ def set_random_state(state: RandomState) -> None:
 
 
 class Content(pickle.Pickler):
-    """torch would give each tensor another name in each process, and all of its storage."""
+    """Pickles a tensor as its numbers: by itself torch adds names that differ in each process."""
 
     def persistent_id(self, value: Any) -> tuple | None:
         if isinstance(value, torch.Tensor):
@@ -71,7 +71,7 @@ class Content(pickle.Pickler):
 
 
 def digest_of_ends(dataset: Any) -> str:
-    """A digest of the first and last example: equal on ranks that have one data set."""
+    """A digest of a data set's first and last example: equal on ranks that have the same data."""
     state, content = random_state(), io.BytesIO()
     try:
         random.seed(0)
@@ -90,12 +90,12 @@ class Event(NamedTuple):
 
     value: Any  # without the program's own classes
     state: RandomState  # after it
-    examples: list | None = None  # before the program's own collate_fn made a batch of them
+    examples: list | None = None  # of which the program's own collate_fn made the batch
     round: int = 0  # how often its loader had been begun
     indices: tuple = ()  # of its examples in the data set, if the loader has one
 
 
-RECEIVED = ("got", "unclipped")  # gradients that reach an optimizer; each owner notes its own
+RECEIVED = ("got", "unclipped")  # gradients that only the rank with the optimizer notes
 
 
 @dataclass
@@ -105,8 +105,8 @@ class Step:
     weights: Vector = field(default_factory=dict)  # before it; buffers, too
     own: Vector = field(default_factory=dict)  # gradients, before any message
     got: Vector = field(default_factory=dict)  # gradients, as the optimizer got them
-    unclipped: Vector = field(default_factory=dict)  # before and after clipping: see clipping.py
-    is_changed: bool = False
+    unclipped: Vector = field(default_factory=dict)  # gradients before clip_grad_norm_
+    is_changed: bool = False  # something else changed gradients after clip_grad_norm_
     options: dict[str, dict[str, Any]] = field(default_factory=dict)  # by parameter
     inputs: str = ""  # a digest of what the models were called with
     draws: set[str] = field(default_factory=set)  # generators used after the batch
@@ -114,72 +114,71 @@ class Step:
     is_repeated: bool = False  # an optimizer has asked for gradients more than once
 
     def vectors(self) -> list[Vector]:
-        """All that it holds of the model's size."""
+        """The step's parts that are as large as the model."""
         return [self.weights, self.own, *[getattr(self, kind) for kind in RECEIVED]]
 
 
 @dataclass
 class Notes:
-    """What one process has noted."""
+    """Notes of one process."""
 
     rank: int
     world_size: int
     steps: list[Step] = field(default_factory=list)  # the current one is the last
-    # By where they come from: a loader, a model's inputs.
+    # By key, which says where events come from: "loader 0", "inputs of Net".
     events: dict[str, list[Event]] = field(default_factory=dict)
     counts: list[dict[str, int]] = field(default_factory=list)  # of events, when optimizers stepped
-    parameters: list[str] = field(default_factory=list)  # else a step's weights are buffers
+    parameters: list[str] = field(default_factory=list)  # names; a step's other weights are buffers
     parts: set[str] = field(default_factory=set)  # parameters of which a layer has a part (DTensor)
     kinds: set[str] = field(default_factory=set)  # "BatchNorm", "dropout", of layers that train
     is_coarse: bool = False  # a module computes in bfloat16 or float16
-    has_coarse_optimizer: bool = False  # and an optimizer (see coarse.py)
+    has_coarse_optimizer: bool = False  # an optimizer does (see coarse.py)
     # Of each loader, by its name:
     batch_sizes: dict[str, int] = field(default_factory=dict)  # 0: not known
     epochs: dict[str, list] = field(default_factory=dict)  # all indices, of torch's own samplers
-    ends: dict[str, str] = field(default_factory=dict)  # a digest of the data set's; "": not known
+    dataset_digests: dict[str, str] = field(default_factory=dict)  # "": not known
     worker_seeds: dict[str, int] = field(default_factory=dict)  # of workers that draw numbers
     redraws: set[str] = field(default_factory=set)  # its sampler may take an example again
 
-    def rates(self, key: str) -> list[int]:
-        """How many events came between each step of the optimizer and the next."""
+    def in_each_step(self, key: str) -> list[int]:
+        """The number of events between each step of the optimizer and the next."""
         totals = [count.get(key, 0) for count in self.counts]
         return [after - before for before, after in itertools.pairwise(totals)]
 
-    def rate(self, key: str) -> int:
-        """How many events a step takes; 0 if it is none, or not the same in each step.
+    def per_step(self, key: str) -> int:
+        """The number of events in a step; 0 if some steps have none.
 
-        A GradScaler skips steps, so the largest number counts.  A loader that reads ahead has none
-        in the last steps of an epoch: then after step k the total is k times the rate, or a little
-        more.
+        A GradScaler skips steps, so the largest number counts.  A loader that reads ahead gives
+        none in the last steps of an epoch: then the total after k steps is k times this, or more.
         """
-        rates = self.rates(key)
-        if not rates or min(rates):
-            return max(rates, default=0)
+        counts = self.in_each_step(key)
+        if not counts or min(counts):
+            return max(counts, default=0)
         totals = [count.get(key, 0) for count in self.counts]
-        rate = min(total // (k + 1) for k, total in enumerate(totals))
-        ahead = max(total - (k + 1) * rate for k, total in enumerate(totals))
-        return rate if any(rates) and ahead <= AHEAD * rate else 0
+        per_step = min(total // (k + 1) for k, total in enumerate(totals))
+        ahead = max(total - (k + 1) * per_step for k, total in enumerate(totals))
+        return per_step if any(counts) and ahead <= AHEAD * per_step else 0
 
     def reads_ahead(self, key: str) -> bool:
-        """Whether a loader has, as some step needed no more from it."""
-        return self.rate(key) > 0 and min(self.rates(key)) == 0
+        """Whether a loader has read ahead, so that some step took no event from it."""
+        return self.per_step(key) > 0 and min(self.in_each_step(key)) == 0
 
 
 class Alone(NamedTuple):
-    """What a run in one process has found."""
+    """A run in one process: its notes, and what it was given."""
 
-    notes: Notes  # weights: its own, before those of the processes were set
+    notes: Notes  # the weights are its own, before it was given the ranks'
     unmatched: list[str]  # weights that the ranks don't have, or not in this shape
-    is_joined: bool  # it had batches that were made of the ranks'; else it had these itself
-    is_mixed: bool  # it had both in one step
-    rows: dict[str, int]  # of its own batches in the first step, by where they come from
+    is_joined: bool  # it was given the ranks' batches as one; else its own were the same
+    is_mixed: bool  # both in one step
+    rows: dict[str, int]  # examples of its own batches in the first step, by key
 
 
 # ------------------------------------------------------------------------------- large tensors
 
 
 class Kept(NamedTuple):
-    """A tensor in a file.  Whoever gets it from another process gets the tensor."""
+    """A tensor in a file.  A process to which it is sent receives the tensor itself."""
 
     file: str
     dtype: torch.dtype
@@ -191,7 +190,7 @@ class Kept(NamedTuple):
 
 
 class Shelf:
-    """Keeps large tensors in files; equal ones once, whichever rank has them.
+    """A folder of files with large tensors; equal tensors of all ranks share a file.
 
     path: a folder that all processes of the run see; None: all tensors stay in memory.
     """
@@ -200,7 +199,7 @@ class Shelf:
         self.path = path
 
     def room(self) -> tuple[float, str]:
-        """How many bytes are free, and where, in words."""
+        """The number of free bytes, and where they are, in words."""
         if self.path is not None:
             return shutil.disk_usage(self.path).free, f"on the disk of {self.path} (TMPDIR)"
         free = math.inf
@@ -209,7 +208,7 @@ class Shelf:
         return free, "in memory"
 
     def keep(self, tensor: torch.Tensor) -> torch.Tensor | Kept:
-        """All of the tensor, copied."""
+        """A copy of the tensor (of all of it, if it is sharded), or the file that holds it."""
         copy = whole(tensor)
         if self.path is None or copy.nbytes < LARGE:
             return copy
@@ -223,6 +222,6 @@ class Shelf:
 
 @functools.cache
 def read(file: str, dtype: torch.dtype, shape: torch.Size, nbytes: int) -> torch.Tensor:
-    """The system reads its numbers when they are needed; what is written to it is not kept."""
+    """The tensor in a file, read when its numbers are needed; changes stay in memory."""
     content = torch.from_file(file, shared=False, size=nbytes, dtype=torch.uint8)
     return content.view(dtype).view(shape)

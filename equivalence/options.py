@@ -1,4 +1,4 @@
-"""Options of the optimizers, such as rates: equal on all ranks, and those of one process?"""
+"""Options of the optimizers (learning rates and others): equal on all ranks and in one process?"""
 
 from typing import Any, NamedTuple
 
@@ -9,7 +9,7 @@ from equivalence.verdict import Link
 
 
 class Difference(NamedTuple):
-    """Between two tables of options."""
+    """A difference between two tables of options."""
 
     name: str  # of a parameter
     key: str
@@ -18,23 +18,23 @@ class Difference(NamedTuple):
 
 
 def options(facts: Facts, alone: Notes | None, command: list[str]) -> Link:
-    """Right, with a text: rates differ a little, as an epoch has another number of steps."""
+    """The optimizers' options; right, but with a text, if only a schedule differs a little."""
     for k in facts.steps:
         first = facts.ranks[0].steps[k].options
         for rank in facts.ranks[1:]:
             for name, key, value, theirs in unlike(first, rank.steps[k].options):
-                text = f"{key} is {value} on rank 0, {theirs} on rank {rank.rank}, of {name}"
+                text = f"{key} of {name} is {value} on rank 0, {theirs} on rank {rank.rank}"
                 return Link(label(key), False, f"{text}, in step {k + 1}")
     for k in facts.steps if alone else []:
         for difference in unlike(of_all(facts, k), alone.steps[k].options):
-            return beside_one(facts, alone, command, k, difference)
+            return unlike_one_process(facts, alone, command, k, difference)
     return Link("options", True)
 
 
-def beside_one(
+def unlike_one_process(
     facts: Facts, alone: Notes, command: list[str], step: int, difference: Difference
 ) -> Link:
-    """What another value in one process says."""
+    """The link of an option that has another value in one process."""
     name, key, value, alone_value = difference
     what = "" if key == "lr" else f"{key} of {name} is "
     text = f"{what}{show(value)} with {len(facts.ranks)} processes, {show(alone_value)} with one"
@@ -45,11 +45,11 @@ def beside_one(
     size, total = sizes(facts, alone)
     if size == total or not is_scheduled(facts, alone, name, key):
         return Link(label(key), False, text)
-    text += f"; alone it takes {size} examples in a step, with all {total}"
+    text += f"; one process takes {size} examples in a step, all ranks {total}"
     if are_numbers and abs(value - alone_value) <= limits.SCHEDULE * abs(alone_value):
-        return Link(label(key), True, f"{text}: so a schedule differs that counts an epoch's steps")
+        return Link(label(key), True, f"{text}: a schedule counts the steps of an epoch")
     flag = batch_flag(command, size) or "--batch-size"
-    text += f', and its schedule may count steps: give --alone="{flag} {total}"'
+    text += f', and a schedule may count steps: give --alone="{flag} {total}"'
     return Link(label(key), None, text, why=text)
 
 
@@ -62,6 +62,7 @@ def is_scheduled(facts: Facts, alone: Notes, name: str, key: str) -> bool:
 
 
 def of_all(facts: Facts, step: int) -> dict[str, dict[str, Any]]:
+    """The options of all ranks' optimizers in a step, by parameter."""
     table: dict[str, dict[str, Any]] = {}
     for rank in facts.ranks:
         table = rank.steps[step].options | table
@@ -69,7 +70,7 @@ def of_all(facts: Facts, step: int) -> dict[str, dict[str, Any]]:
 
 
 def batch_flag(command: list[str], size: int) -> str:
-    """The program's flag that was given this number."""
+    """The program's flag that was given the batch size; "" if none was."""
     for flag, value in zip(command, command[1:], strict=False):
         if value == str(size) and flag.startswith("-"):
             return flag
@@ -92,7 +93,7 @@ def unlike(table: dict, other_table: dict) -> list[Difference]:
 
 
 def sizes(facts: Facts, alone: Notes) -> tuple[int, int]:
-    """Examples in a step: as one process takes them by itself, and all processes together."""
+    """The examples in a step of one process by itself, and of all ranks; 0, 0: not known."""
     if not facts.keys or len(alone.counts) < 2:
         return 0, 0
     key = facts.keys[0]
@@ -100,7 +101,7 @@ def sizes(facts: Facts, alone: Notes) -> tuple[int, int]:
     many = sum(rank.batch_sizes.get(key, 0) for rank in facts.distinct)
     if not size or not many:
         return 0, 0
-    return size * alone.rate(key), many * facts.rate(key)
+    return size * alone.per_step(key), many * facts.per_step(key)
 
 
 def show(value: Any) -> str:

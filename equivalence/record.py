@@ -1,6 +1,6 @@
-"""What a process notes while the program runs: the observers, in their order.  They change nothing.
+"""Observers that note what a process does, in their order.  They change nothing.
 
-In the run in one process a source, if there is one, gives a step its batch, weights and gradients.
+In a run in one process a source, if there is one, gives a step its batch, weights and gradients.
 """
 
 from collections import Counter
@@ -33,10 +33,10 @@ def observers(
     source: Any = None,
     terminal: int = 2,
 ) -> list[Observer]:
-    """What looks at `length` steps, and at how the next one begins.
+    """All observers of `length` steps, and of the weights at the start of the next one.
 
     log: a file for what the program prints.  folder: for large tensors.  left_out: kinds of layers
-    that are switched off.  terminal: the descriptor on which steps are shown.
+    that are switched off.  terminal: the file descriptor that shows each step.
     """
     torch.set_num_threads(1)  # in both runs: sums have one order
     if torch.cuda.is_available():
@@ -52,17 +52,17 @@ def observers(
 
 
 class Steps(Observer):
-    """Knows where a step begins, and holds what the others note of it.
+    """Steps: where each begins, and the notes of all observers.
 
-    It begins with the first batch after a step of the first optimizer; with a forward pass, if the
-    batch came in advance; without a DataLoader right after the optimizer's step.
+    A step begins with the first batch after a step of the first optimizer; with a forward pass, if
+    the batch came in advance; without a DataLoader, right after the optimizer's step.
     """
 
     def __init__(self, place: Place, length: int, source: Any) -> None:
         self.length, self.source = length, source
         self.noted = Notes(place.rank, place.world_size, steps=[Step()])
-        self.seen: Counter = Counter()  # batches, by where they come from
-        self.at_new_step: list[Callable[[], None]] = []  # what the others do where one begins
+        self.seen: Counter = Counter()  # events, by key
+        self.at_new_step: list[Callable[[], None]] = []  # called when a step begins
         self.has_loader = False
         self.has_stepped = False  # the first optimizer has, since this step began
         self.fetched = 0  # batches, since this step began
@@ -73,12 +73,12 @@ class Steps(Observer):
 
     @property
     def number(self) -> int:
-        """The step's number, from 0; later steps than the last noted one have its number."""
+        """The step's number, from 0; all steps after the last noted one have that one's number."""
         return min(len(self.noted.steps) - 1, self.length)
 
     @property
     def is_last(self) -> bool:
-        """Whether only this step's weights are to be noted."""
+        """Whether enough steps are noted: of this one only the weights."""
         return len(self.noted.steps) > self.length
 
     def new_step(self) -> None:
@@ -97,9 +97,9 @@ class Steps(Observer):
 
     def forward_begins(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         is_training = torch.is_grad_enabled() and not self.hooks.is_in("backward")
-        if is_training and self.has_stepped and self.fetched > 1:  # more than began this step
+        if is_training and self.has_stepped and self.fetched > 1:  # one is of the next step
             self.new_step()
-            self.fetched = 1  # in advance
+            self.fetched = 1  # that one
 
     def optimizer_begins(self, optimizer: Any) -> None:
         if optimizer is self.hooks.optimizer and self.has_stepped:
@@ -118,7 +118,7 @@ class Steps(Observer):
                 self.new_step()
 
     def notes(self, is_own_thread: bool) -> Notes | Alone:
-        return self.source.found(self.noted) if self.source else self.noted
+        return self.source.result(self.noted) if self.source else self.noted
 
 
 class Owned(NamedTuple):
@@ -126,12 +126,12 @@ class Owned(NamedTuple):
 
     name: str
     parameter: torch.Tensor
-    group: dict  # its options
-    is_its: bool  # no: the optimizer has a copy of its own, and other gradients
+    group: dict  # the optimizer's options
+    is_in_optimizer: bool  # False: a model's, of which the optimizer has a copy
 
 
 class Weights(Observer):
-    """Notes weights and buffers before a step; knows their names."""
+    """Notes weights and buffers before a step; gives them their names."""
 
     def __init__(self, steps: Steps, shelf: Shelf) -> None:
         self.steps, self.shelf = steps, shelf
@@ -139,19 +139,19 @@ class Weights(Observer):
         steps.at_new_step.append(self.begun.clear)
 
     def forward_begins(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        """A teacher's weights count, too."""
+        """Note the weights of each model that is called, a teacher's, too."""
         if id(module) in self.begun or self.hooks.is_in("backward"):
             return
         self.begun.add(id(module))
         for name, tensor in self.named_tensors(module):
-            self.begin(name, tensor)
+            self.note(name, tensor)
 
     def gradients_are_there(self, optimizer: Any, is_again: bool) -> None:
         for owned in [] if is_again else self.owned_by(optimizer):
-            self.begin(owned.name, owned.parameter)
+            self.note(owned.name, owned.parameter)
 
-    def begin(self, name: str, tensor: torch.Tensor) -> None:
-        """Note it once, though several may ask."""
+    def note(self, name: str, tensor: torch.Tensor) -> None:
+        """Note a tensor once in a step; in one process, set it to the ranks' value."""
         if name in self.steps.step.weights:
             return
         self.steps.step.weights[name] = self.shelf.keep(tensor)
@@ -175,14 +175,14 @@ class Weights(Observer):
         return [(names[id(tensor)], tensor) for _, tensor in own if not is_lazy(tensor)]
 
     def trained(self) -> list[tuple[str, torch.Tensor]]:
-        """What all models have that needs a gradient."""
+        """Names and parameters of all models that need a gradient."""
         pairs: list[tuple[str, torch.Tensor]] = []
         for model in self.hooks.models.values():
             pairs += [pair for pair in self.named_tensors(model) if pair[1].requires_grad]
         return pairs
 
     def owned_by(self, optimizer: Any) -> list[Owned]:
-        """An optimizer's parameters; or all models', if it has none of these."""
+        """An optimizer's parameters; or all models', if none of its parameters is a model's."""
         models, names = self.trained(), {}
         for name, tensor in models:
             names.setdefault(id(tensor), name)
@@ -209,7 +209,7 @@ class Weights(Observer):
 
 
 class Progress(Observer):
-    """Shows which step of which run it is, and ends the run when enough is noted."""
+    """Shows the run and its step on the terminal; ends the run when enough is noted."""
 
     def __init__(self, steps: Steps, shelf: Shelf, log: str, terminal: int) -> None:
         self.steps, self.shelf, self.log, self.terminal = steps, shelf, log, terminal
@@ -232,7 +232,7 @@ class Progress(Observer):
 
 
 def refuse_if_no_room(step: Step, length: int, processes: int, shelf: Shelf) -> None:
-    """A full disk would harm others, too; a full memory ends the run without a word."""
+    """End the run before the notes of all steps fill the disk or the memory."""
     noted = sum(tensor.nbytes for vector in step.vectors() for tensor in vector.values())
     needed = (processes + 2) * length * noted  # the runs in one process are noted, too
     free, where = shelf.room()

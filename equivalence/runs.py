@@ -1,4 +1,4 @@
-"""Runs of the program in one process, each in a process of its own."""
+"""Runs: more of them, after run A, in one process or with all ranks."""
 
 import argparse
 import dataclasses
@@ -20,38 +20,38 @@ from equivalence.view import facts_of
 
 
 class Runs:
-    """Makes the runs that an answer needs, when it needs them."""
+    """Runs that an answer needs, made when it asks for them."""
 
-    def __init__(self, args: argparse.Namespace, folder: Path, count: int) -> None:
-        self.args, self.folder, self.count = args, folder, count
-        self.rates: dict[str, int] = {}
+    def __init__(self, args: argparse.Namespace, folder: Path, processes: int) -> None:
+        self.args, self.folder, self.processes = args, folder, processes
+        self.per_step: dict[str, int] = {}  # batches in one process, if other than with all ranks
         self.problem = ""  # what the program printed, if it failed
         self.failure = "the program failed in one process"
         self.is_hopeless = False  # another run would end, or wait, at the same place
 
-    def several(self, left_out: tuple, known: Facts) -> Facts | None:
-        """Run A once more, without kinds of layers; None: not all ranks came through."""
+    def with_all_ranks(self, left_out: tuple, known: Facts) -> Facts | None:
+        """Facts of run A, made once more without kinds of layers; None if it was not completed."""
         arguments = (self.args.steps, f"{self.folder}/log", str(self.folder), left_out)
         job = Job("equivalence", self.args.command, self.args.patience, observers, arguments)
-        notes, _ = self.run(be_started_rank, job, self.count)
+        notes, _ = self.run(be_started_rank, job, self.processes)
         ranks = [note.value for note in sorted(notes)]
-        is_complete = len(ranks) == self.count
+        is_complete = len(ranks) == self.processes
         is_complete = is_complete and all(len(rank.counts) > self.args.steps for rank in ranks)
         return facts_of(ranks, self.args.steps, known) if is_complete else None
 
     def alone(self, facts: Facts, kind: str, left_out: tuple = (), turn: int = 0) -> Alone | None:
-        """None: the program failed, or did not come through the steps."""
-        given = Given(facts, kind, left_out, turn)
-        result = self.once(dataclasses.replace(given, rates=self.rates))
-        if result is not None and not self.rates:
-            self.rates = other_rates(facts.ranks[0], result.notes)
-            if self.rates:
-                result = self.once(dataclasses.replace(given, rates=self.rates))
+        """A run in one process; None if the program failed, or made too few steps."""
+        given = Given(facts, kind, left_out, turn, self.per_step)
+        result = self.run_alone(given)
+        if result is not None and not self.per_step:
+            self.per_step = other_per_step(facts.ranks[0], result.notes)
+            if self.per_step:
+                result = self.run_alone(dataclasses.replace(given, per_step=self.per_step))
         if result is None or len(result.notes.counts) <= self.args.steps:
             return None
         return result
 
-    def once(self, given: Given) -> Alone | None:
+    def run_alone(self, given: Given) -> Alone | None:
         if self.is_hopeless:
             return None
         command = [*self.args.command, *self.args.alone]
@@ -63,12 +63,12 @@ class Runs:
             refusal = refusal_in(error)
             self.failure = refusal or self.failure
             self.is_hopeless = bool(refusal) or bool(notes) and notes[0].ending == "stuck"
-            printed = "".join(map(read, sorted(Path(out).glob("out*"))))
+            printed = "".join(map(end_of, sorted(Path(out).glob("out*"))))
             self.problem = f"{printed}{error}\n"
         return notes[0].value if notes else None
 
     def run(self, be_process: object, job: Job, count: int) -> tuple[list, str]:
-        """The notes that came, and the error."""
+        """The notes that the processes left, and the launcher's error."""
         _, run = import_launcher()
         error = ""
         with tempfile.TemporaryDirectory(prefix="notes-", dir=self.folder) as place:
@@ -81,26 +81,26 @@ class Runs:
             return collect(Folder(place), count), error
 
 
-def other_rates(many: Notes, alone: Notes) -> dict[str, int]:
-    """How many batches one process takes in a step, if the processes take others; else {}."""
-    rates = {key: alone.rate(key) for key in many.events}
-    return rates if any(rates[key] not in (0, many.rate(key)) for key in rates) else {}
+def other_per_step(many: Notes, alone: Notes) -> dict[str, int]:
+    """The batches in a step of one process, if all ranks take another number; else {}."""
+    per_step = {key: alone.per_step(key) for key in many.events}
+    return per_step if any(per_step[key] not in (0, many.per_step(key)) for key in per_step) else {}
 
 
-def read(path: Path) -> str:
+def end_of(path: Path) -> str:
     return path.read_text(encoding="utf-8", errors="replace")[-3000:]
 
 
 def observers_alone(
     place: Place, given: Given, log: str, folder: str, terminal: int
 ) -> list[Observer]:
-    """What looks at the run in one process."""
+    """All observers of a run in one process."""
     length = len(given.facts.steps)
     return observers(place, length, log, folder, given.left_out, Source(given), terminal)
 
 
 def be_alone(job: Job, folder: str) -> None:
-    """In that process.  It has the first GPU only; what it prints is a file."""
+    """The process of a run in one process: it sees the first GPU only, and prints into a file."""
     os.environ["NPROC"] = "1"  # for `launch` of a helper of its own
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")
     os.environ["CUDA_VISIBLE_DEVICES"] = visible[0]

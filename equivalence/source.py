@@ -1,4 +1,4 @@
-"""The run in one process: a source gives step k the batch, weights and gradients of the ranks'."""
+"""A source for the run in one process: it gives step k the ranks' batch, weights and gradients."""
 
 import dataclasses
 import inspect
@@ -22,19 +22,19 @@ from equivalence.batches import (
 )
 from equivalence.facts import Facts
 from equivalence.notes import Alone, Event, Notes, RandomState
-from equivalence.vectors import moved, together
+from equivalence.vectors import perturbed, put_together
 
-FORCED = ("whole", "own data")  # here the optimizer gets what the processes' got
+FORCED = ("all examples", "own data")  # kinds of runs whose optimizer gets the ranks' gradients
 
 
 class Batch(NamedTuple):
-    """In place of the one that the program has loaded."""
+    """A batch made of the ranks' batches, in place of the one that the program has loaded."""
 
     value: Any
-    examples: list | None  # or these, for the program's own collate_fn
+    examples: list | None  # in place of a value, for the program's own collate_fn
     state: RandomState
     is_equal: bool  # on all ranks, such as numbers of rows: these are no examples
-    parts: list  # what the ranks had
+    parts: list  # the ranks' batches
 
     def is_in(self, value: Any, examples: list | None) -> bool:
         """Whether the program's batch has the same examples: then it is as good."""
@@ -50,43 +50,43 @@ class Given:
 
     facts: Facts
     kind: str
-    # whole     all examples in one batch; then the gradients that the processes' optimizers got
-    # own data  the program's own batches, as one batch can't be made; then those gradients
-    # moved     all examples in another order, and each weight changed in its last digit
-    # share     one rank's examples, as long as the longest of all; another rank in each step,
-    #           and in each turn
+    # all examples  in one batch; and the gradients that the ranks' optimizers got
+    # own data      the program's own batches, as one can't be made; and these gradients
+    # perturbed     all examples in another order, and each weight changed in its last digit
+    # one share     one rank's examples, padded to the longest of all (Facts.share_in_turn)
     left_out: tuple = ()  # kinds of layers
     turn: int = 0
-    rates: dict[str, int] = dataclasses.field(default_factory=dict)  # if it takes other batches
+    per_step: dict[str, int] = dataclasses.field(default_factory=dict)  # of runs.py
 
     def batch(self, key: str, number: int) -> Batch | None:
-        """In place of the run's batch of this number; None: its own."""
+        """The batch that replaces the run's batch of this number; None: it keeps its own."""
         if self.kind == "own data":
             return None
         shares = [rank.events.get(key, []) for rank in self.facts.distinct]
-        before = self.facts.rate(key)
-        if self.rates and not before:  # which of the ranks' it would be is not known
+        ranks_take = self.facts.per_step(key)  # so many batches in a step
+        if self.per_step and not ranks_take:  # which of the ranks' batches to give is not known
             return None
-        now = self.rates.get(key, before)
+        takes = self.per_step.get(key, ranks_take)
         events = [share[number] for share in shares if number < len(share)]
-        if now != before:  # it takes fewer or more batches in a step: each is of so many events
-            step, part = divmod(number, max(1, now))
+        if takes != ranks_take:  # its batches are joined of fewer or more of the step's events
+            step, part = divmod(number, max(1, takes))
             every: list[Event] = []
-            for place in range(step * before, (step + 1) * before):
+            for place in range(step * ranks_take, (step + 1) * ranks_take):
                 every += [share[place] for share in shares if place < len(share)]
-            size = len(every) // max(1, now)
+            size = len(every) // max(1, takes)
             events = every[part * size : (part + 1) * size]
         if not events:
             return None
         only = None
-        if self.kind == "share":
-            only = self.facts.chosen(number // max(1, before), self.turn)
+        if self.kind == "one share":
+            only = self.facts.share_in_turn(number // max(1, ranks_take), self.turn)
             if only >= len(events):
                 return None
         return self.union(events, only, number)
 
     def union(self, events: list[Event], only: int | None, number: int) -> Batch:
-        order = torch.Generator().manual_seed(number) if self.kind == "moved" else None
+        """One batch of the ranks' events, or of the examples of one: see batches.join."""
+        order = torch.Generator().manual_seed(number) if self.kind == "perturbed" else None
         state = events[only or 0].state
         values = [event.value for event in events]
         is_equal = len(values) > 1 and len({digest(value) for value in values}) == 1
@@ -101,15 +101,15 @@ class Given:
         return Batch(None, examples, state, is_equal, values)
 
     def value(self, what: str, name: str, step: int, shape: torch.Size) -> torch.Tensor | None:
-        """What the ranks had ("weights" or "got"); put together, if they have parts of it."""
-        if self.kind != "share":
+        """A tensor of the ranks' "weights" or "got"; of one rank, if its examples are computed."""
+        if self.kind != "one share":
             return self.facts.whole(what, name, step, shape)
-        rank = self.facts.distinct[self.facts.chosen(step, self.turn)]
-        return together([getattr(rank.steps[step], what).get(name)], shape)
+        rank = self.facts.distinct[self.facts.share_in_turn(step, self.turn)]
+        return put_together([getattr(rank.steps[step], what).get(name)], shape)
 
 
 class Source(Observer):
-    """What the observers ask for a step's batch, weights and gradients."""
+    """A source that the observers ask for a step's batch, weights and gradients."""
 
     def __init__(self, given: Given) -> None:
         self.given = given
@@ -119,31 +119,31 @@ class Source(Observer):
         self.joined_in = -1  # and in which one was replaced
         self.is_mixed = False
         self.rows: Counter = Counter()
-        self.is_global = False  # alone the program takes as many examples as all ranks together
+        self.is_global = False  # the program itself takes as many examples as all ranks together
 
     def patches(self) -> list[tuple[Any, str, Callable]]:
         return [(torch_dist, "init_process_group", self.group_begins)]
 
     def group_begins(self, original: Callable, *args: Any, **kwargs: Any) -> None:
-        """A program that has been told its number of processes would wait for the others."""
+        """Refuse a program that waits for more processes, as it has their number by itself."""
         given = inspect.signature(original).bind(*args, **kwargs).arguments
         size = given.get("world_size", 1)
         if size > 1:
             raise Refused(
-                f"in one process the program waits for {size}: give the flags with which it "
-                'does not, such as --alone="--devices 1"'
+                f"in one process the program waits for {size} processes: give the flags with "
+                'which it does not, such as --alone="--devices 1"'
             )
         original(*args, **kwargs)
 
     def batch(
         self, key: str, number: int, step: int, value: Any, iterator: Any, examples: list | None
     ) -> tuple[Any, RandomState] | None:
-        """In place of the run's batch of this number, and the random state; None: its own."""
+        """The batch in place of the run's own, and the random state after it; None: its own."""
         batch = self.given.batch(key, number)
         if batch is None:
             return None
         if self.keeps_own(batch, step, value, iterator, examples):
-            if number < self.given.facts.rate(key):  # of the first step
+            if number < self.given.facts.per_step(key):  # of the first step
                 self.rows[key] += len(examples or []) or count_examples(value)
             return None
         if batch.examples:
@@ -153,8 +153,8 @@ class Source(Observer):
     def keeps_own(
         self, batch: Batch, step: int, value: Any, iterator: Any, examples: list | None
     ) -> bool:
-        """Whether the program's own batch is as good: it invents nothing."""
-        if self.given.kind == "share":
+        """Whether the program's own batch has the same examples: it is better than a joined one."""
+        if self.given.kind == "one share":
             return False
         if iterator is None and batch.is_equal and self.is_global:
             return True
@@ -168,30 +168,32 @@ class Source(Observer):
         return False
 
     def set_weight(self, name: str, step: int, tensor: torch.Tensor) -> None:
-        """Give a tensor the value that it had in the processes."""
+        """Set a weight or buffer to the ranks' value."""
         value = self.given.value("weights", name, step, tensor.shape)
         self.matched[name] = self.matched.get(name, False) or value is not None
         if value is None:
             return
-        if self.given.kind == "moved":
-            value = moved(value, self.given.facts.digit)
+        if self.given.kind == "perturbed":
+            value = perturbed(value, self.given.facts.number_format)
         with torch.no_grad():
             local(tensor).copy_(value)
 
     def set_gradient(self, name: str, step: int, parameter: torch.Tensor) -> None:
-        """Give the optimizer what the processes' got."""
+        """Set a parameter's gradient to the one that the ranks' optimizers got."""
         if self.given.kind in FORCED and self.given.facts.is_forced(step):
             value = self.given.value("got", name, step, parameter.shape)
             if value is not None:
                 put_gradient(parameter, value)
 
-    def found(self, noted: Notes) -> Alone:
+    def result(self, noted: Notes) -> Alone:
+        """The run's notes, and what it was given."""
         noted.events = {}
         unmatched = sorted(name for name, is_matched in self.matched.items() if not is_matched)
         return Alone(noted, unmatched, self.joined_in >= 0, self.is_mixed, dict(self.rows))
 
 
 def put_gradient(parameter: torch.Tensor, value: torch.Tensor) -> None:
+    """Set a parameter's gradient in the form that it has: sparse, sharded, complex."""
     gradient = parameter.grad
     if gradient is not None and gradient.is_sparse:
         parameter.grad = value.to(gradient.dtype).to_sparse(gradient.sparse_dim())

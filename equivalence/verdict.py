@@ -1,4 +1,4 @@
-"""The answers to the links; the verdict from all of them; names and numbers as lines say them."""
+"""Links with their answers, the verdict from all of them, and words for names and numbers."""
 
 import math
 from typing import Any, NamedTuple
@@ -26,13 +26,13 @@ class Figures(NamedTuple):
 
 
 class Link(NamedTuple):
-    """The answer to one question."""
+    """A question with its answer."""
 
-    label: str  # what a verdict calls it
+    label: str  # the question's name
     is_right: bool | None  # None: not found out
-    text: str = ""  # its line; "" if it has none
+    text: str = ""  # the line that is printed; "" for none
     limit: float = 0.0  # a difference above it would have been seen
-    but: str = ""  # "BatchNorm": the only thing that differs
+    but: str = ""  # the only cause of a difference: "BatchNorm"
     why: str = ""  # why it was not found out, or why it is wrong
     figures: Figures | None = None
 
@@ -42,14 +42,14 @@ class Link(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What all links come to."""
+    """The verdict from all links."""
 
-    code: int  # of the program's exit
+    code: int  # the exit code: SAME, DIFFERENT or UNKNOWN
     text: str
 
 
 class Answer(NamedTuple):
-    """What is said, as lines or as one object of JSON."""
+    """The whole answer, as lines or as one object of JSON."""
 
     verdict: Verdict
     links: list[Link]
@@ -62,7 +62,7 @@ class Answer(NamedTuple):
         return lines + self.notes
 
     def as_json(self) -> dict[str, Any]:
-        """Under names that stay: docs/equivalence.md explains them."""
+        """The object that --json writes; docs/equivalence.md explains its names, which stay."""
         links, states = [], {True: "right", False: "wrong", None: "not found out"}
         for link in self.links:
             answer = {"name": link.label, "state": states[link.is_right], "text": link.text}
@@ -76,7 +76,7 @@ class Answer(NamedTuple):
 
 
 def problem(links: list[Link], other: str) -> Verdict | None:
-    """What is wrong, or else what is not known.  other: from what it is different."""
+    """The verdict if a link is wrong, or else if one is not known; None if all are right."""
     wrong = list(dict.fromkeys(link.label for link in links if link.is_right is False))
     if wrong:
         causes = [link.why for link in links if link.is_right is False and link.why]
@@ -96,7 +96,7 @@ def unknown(text: str) -> Answer:
 
 
 def conclude(links: list[Link], steps: int, but: str = "") -> Verdict:
-    """steps: that were compared."""
+    """The verdict from the links of so many steps.  but: other exceptions, in words."""
     if bad := problem(links, "one process"):
         return bad
     limit = max(link.limit for link in links)
@@ -116,22 +116,19 @@ def conclude(links: list[Link], steps: int, but: str = "") -> Verdict:
 
 
 def refusal_in(error: str) -> str:
-    """Why a run of ours was refused, without its rank and our name; "" if it was not."""
+    """The reason in the error of a run that this tool refused; "" if it did not refuse it."""
     text = error.partition("failed first: ")[2] or error
     return text.partition("equivalence: ")[2] if text.startswith("equivalence: ") else ""
 
 
-def made_of(weights: list[float]) -> str:
-    texts = []
-    for number, weight in enumerate(weights):
-        weight = 0 if abs(weight) < 1e-6 else weight
-        texts.append(f"{weight:.3g} x rank {number}'s")
-    return " + ".join(texts)
+def made_of(factors: list[float]) -> str:
+    rounded = [0 if abs(factor) < 1e-6 else factor for factor in factors]
+    return " + ".join(f"{factor:.3g} x rank {rank}'s" for rank, factor in enumerate(rounded))
 
 
-def percent(weights: list[float]) -> str:
-    total = sum(weights) or 1
-    return " and ".join(f"{100 * weight / total:.1f} %" for weight in weights)
+def percent(factors: list[float]) -> str:
+    total = sum(factors) or 1
+    return " and ".join(f"{100 * factor / total:.1f} %" for factor in factors)
 
 
 def some_of(names: list[str]) -> str:

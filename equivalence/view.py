@@ -1,27 +1,27 @@
-"""What the ranks have, copies or parts, decided before any question is asked."""
+"""Copies or parts: which of them the ranks have is decided before any question is asked."""
 
 import dataclasses
 
-from equivalence.facts import COPIES, PARTS, UNKNOWN, Facts
+from equivalence.facts import COPIES, PARTS, UNCLEAR, Facts
 from equivalence.notes import RECEIVED, Alone, Notes, Step
 
 
 def facts_of(ranks: list[Notes], length: int, known: Facts | None = None) -> Facts:
-    """known: facts of another run of these processes, which have the same model."""
+    """The facts of these ranks.  known: facts of an earlier run with the same model."""
     completed = [complete(step) for step in zip(*[rank.steps for rank in ranks], strict=False)]
     pairs = zip(ranks, zip(*completed, strict=True), strict=True)
     ranks = [dataclasses.replace(rank, steps=list(steps)) for rank, steps in pairs]
     if known:
         return dataclasses.replace(known, ranks=ranks)
     facts = Facts(ranks, range(length), COPIES)
-    parts = frozenset().union(*(rank.parts for rank in ranks), have_other_shapes(facts))
+    parts = frozenset().union(*(rank.parts for rank in ranks), names_with_other_shapes(facts))
     if parts:
         return dataclasses.replace(facts, model=PARTS, parts=parts)
-    return dataclasses.replace(facts, model=UNKNOWN) if facts.first_unequal == 0 else facts
+    return dataclasses.replace(facts, model=UNCLEAR) if facts.first_unequal == 0 else facts
 
 
-def have_other_shapes(facts: Facts) -> set[str]:
-    """Parameters whose shapes differ, or that other ranks lack."""
+def names_with_other_shapes(facts: Facts) -> set[str]:
+    """Names of the parameters whose shapes differ, or that some ranks lack."""
     names: set[str] = set()
     first, *others = facts.ranks
     for rank in others:
@@ -32,8 +32,8 @@ def have_other_shapes(facts: Facts) -> set[str]:
     return names & set().union(*(rank.parameters for rank in facts.ranks))
 
 
-def beside_one(facts: Facts, alone: Alone | None) -> Facts:
-    """The facts, if one process shows whether weights that differ are copies or parts."""
+def copies_or_parts(facts: Facts, alone: Alone | None) -> Facts:
+    """Facts that say, from a run in one process, whether weights that differ are parts."""
     first, parts = facts.ranks[0].steps[0].weights, set()
     for name, tensor in alone.notes.steps[0].weights.items() if alone else []:
         is_other = name not in first or first[name].shape != tensor.shape
@@ -41,12 +41,12 @@ def beside_one(facts: Facts, alone: Alone | None) -> Facts:
             parts.add(name)
     if not parts:
         return dataclasses.replace(facts, model=COPIES)
-    model = UNKNOWN if alone.unmatched else PARTS
+    model = UNCLEAR if alone.unmatched else PARTS
     return dataclasses.replace(facts, model=model, parts=frozenset(parts))
 
 
 def are_joined_rightly(facts: Facts, alone: Alone) -> bool:
-    """Whether the parts make what one process has before its first step.  Joins are a guess."""
+    """Whether the parts, put together, are the weights with which one process begins."""
     theirs = alone.notes.steps[0].weights
     for name in facts.parts & theirs.keys():
         whole = facts.whole("weights", name, 0, theirs[name].shape)
@@ -56,7 +56,7 @@ def are_joined_rightly(facts: Facts, alone: Alone) -> bool:
 
 
 def complete(ranks: tuple[Step, ...]) -> list[Step]:
-    """Where optimizers share out the parameters, the others get what the owner's has made."""
+    """A step of all ranks; a gradient that only one rank's optimizer got (ZeRO) is on all ranks."""
     completed = []
     for rank in ranks:
         others = {name for name in rank.weights if name not in rank.options}
@@ -71,8 +71,8 @@ def complete(ranks: tuple[Step, ...]) -> list[Step]:
     return completed
 
 
-def infinite(ranks: list[Notes], length: int) -> str:
-    """The first gradient that is not finite, a rank's own before those that were averaged."""
+def first_infinite(ranks: list[Notes], length: int) -> str:
+    """The first gradient that is not finite, in words: own gradients before averaged ones."""
     for k in range(min(length, *(len(rank.steps) for rank in ranks))):
         for what in "own", "got":
             for rank in ranks:

@@ -1,4 +1,4 @@
-"""Link 3: with the gradients that the optimizers got, do weights change as in one process?"""
+"""Link 3: do weights change as in one process whose optimizer gets the same gradients?"""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from instruments.command import Line
 
-from equivalence import coarse, limits, vectors
+from equivalence import limits, vectors
 from equivalence.facts import Facts
 from equivalence.notes import Alone
 from equivalence.verdict import Figures, Link, some_of
@@ -15,11 +15,11 @@ LABEL = "weights"
 
 
 class Change(NamedTuple):
-    """How far two changes of a weight are apart."""
+    """The distance of two changes of a weight: with several processes, and in one."""
 
-    far: float = 0.0  # relative to the larger change; a number that is off by its last digit is not
+    far: float = 0.0  # relative to the larger change; a difference in the last digit counts as 0
     size: float = 0.0  # the larger change
-    hidden: float = 0.0  # what could not be seen, as rounding the weight hides it
+    hidden: float = 0.0  # a smaller distance is not seen, as weights are rounded
     name: str = ""
     step: int = 0
 
@@ -32,61 +32,63 @@ class Changes(NamedTuple):
     worst: Change = Change()
     limit: float = 0.0
     hidden: float = 0.0
-    excuse: str = ""  # why they may be right though they differ
+    excuse: str = ""  # a reason why a difference may be right
 
     @property
     def is_right(self) -> bool | None:
         return None if self.why else self.worst.far <= self.limit
 
 
-def measured(facts: Facts, alone: Alone, moved_run: Alone | None) -> Changes:
-    """alone: one process that got the processes' gradients, where these were equal."""
-    is_free = not all(facts.is_forced(k) for k in facts.steps)
+def all_changes(facts: Facts, alone: Alone, perturbed_run: Alone | None) -> Changes:
+    """Changes of the ranks' weights beside one process's.  perturbed_run: measures rounding."""
+    is_forced = all(facts.is_forced(k) for k in facts.steps)
     limit = limits.UPDATED
-    if is_free:  # it got gradients of its own, which are rounded otherwise
-        if moved_run is None:
-            return Changes("in one process the optimizer gets its own gradients")
-        yardstick = between(facts, moved_run, alone)
-        limit = max(limit, min(facts.most, limits.YARDSTICKS * yardstick))
-    changes = changes_of(facts, alone)
+    if not is_forced:  # one process had gradients of its own, with other rounding errors
+        if perturbed_run is None:
+            return Changes("the run in one process that measures rounding failed")
+        yardstick = between(facts, perturbed_run, alone)
+        limit = max(limit, min(facts.rounding_limit, limits.YARDSTICKS * yardstick))
+    changes = each_change(facts, alone)
     changed = {change.step for change in changes if change.size}
     if not changed:
         return Changes("no step changes the weights")
     worst = max(changes, key=lambda change: change.far)
-    what = "as in one process" if is_free else "as in one process that gets these gradients"
+    what = "as in one process" + " that gets the same gradients" * is_forced
     text = f"{what} {Figures(worst.far, limit)}"
     skipped = [str(k + 1) for k in facts.steps if k not in changed]
     if skipped:
         text += f"; not in step {', '.join(skipped)}, where nothing changes"
     hidden = max(change.hidden for change in changes)
-    return Changes("", text, worst, limit, hidden, coarse.excuse(alone.notes))
+    excuse = "the optimizer computes in bfloat16 or float16" * alone.notes.has_coarse_optimizer
+    return Changes("", text, worst, limit, hidden, excuse)
 
 
 def weights(changes: Changes, gradients: Link, settings: Link) -> Link:
-    """gradients: whether the optimizers got the right ones; settings: whether rates are equal."""
+    """Link 3.  gradients: of the optimizers, right or wrong?  settings: equal learning rates?"""
     if changes.why:
         return Link(LABEL, None, why=changes.why)
     far, name = changes.worst.far, changes.worst.name
     figures = Figures(far, changes.limit)
     if changes.is_right:
         limit = max(changes.limit, changes.hidden)
-        return Link(LABEL, True, f"right: they change {changes.text}", limit, figures=figures)
+        text = f"right: the weights change {changes.text}"
+        return Link(LABEL, True, text, limit, figures=figures)
     if changes.excuse:
-        text = f"not found out: they don't change {changes.text}: {name}"
+        text = f"not found out: the weights don't change {changes.text}; worst: {name}"
         return Link(LABEL, None, text, why=changes.excuse)
     if gradients.is_right is False:
         return Link(LABEL, None, why="not looked at, as the gradients are wrong")
     if settings.is_right is None:
-        return Link(LABEL, None, why="not looked at, as the rates differ")
+        return Link(LABEL, None, why="not looked at, as a schedule may differ")
     if settings.is_right and settings.text and far <= 2 * limits.SCHEDULE:
-        text = "they change as in one process, but for the schedule's other rates"
+        text = "the weights change as in one process, but for the schedule's other learning rates"
         return Link(LABEL, True, f"{text} {figures}", far, figures=figures)
-    text = f"WRONG: they don't change {changes.text}: {name}"
+    text = f"WRONG: the weights don't change {changes.text}; worst: {name}"
     return Link(LABEL, False, text, far, figures=figures)
 
 
-def changes_of(facts: Facts, alone: Alone) -> list[Change]:
-    """Changes of all weights in all steps."""
+def each_change(facts: Facts, alone: Alone) -> list[Change]:
+    """The change of each weight in each step."""
     changes = []
     for k in facts.steps:
         for name, old, news, value_alone in values(facts, alone, k):
@@ -99,7 +101,7 @@ def changes_of(facts: Facts, alone: Alone) -> list[Change]:
 def values(
     facts: Facts, alone: Alone, step: int
 ) -> Iterator[tuple[str, torch.Tensor, list[torch.Tensor], torch.Tensor]]:
-    """Each weight or buffer: before a step, and after it on each rank and in one process."""
+    """Name and values of each weight or buffer: before a step; after it on each rank and alone."""
     for name, value_alone in alone.notes.steps[step + 1].weights.items():
         shape = value_alone.shape
         old = facts.whole("weights", name, step, shape)
@@ -116,6 +118,7 @@ def values(
 def change_apart(
     old: torch.Tensor, new: torch.Tensor, old_alone: torch.Tensor, new_alone: torch.Tensor
 ) -> Change:
+    """The distance of the changes of one weight with several processes, and in one."""
     if not old.is_floating_point() and not old.is_complex():
         return Change()
     digit = limits.DIGITS * torch.finfo(new.dtype).eps * vectors.numbers(new).abs()
@@ -129,22 +132,21 @@ def change_apart(
     return Change(beyond / size, size, digit.norm().item() / size)
 
 
-def between(facts: Facts, moved_run: Alone, alone: Alone) -> float:
-    """How far the changes of two runs in one process are apart; the first one was moved."""
+def between(facts: Facts, perturbed_run: Alone, alone: Alone) -> float:
+    """The largest distance of changes in two runs in one process: the first one was perturbed."""
     most_apart = 0.0
     for k in facts.steps:
-        theirs = moved_run.notes.steps[k + 1].weights
+        theirs = perturbed_run.notes.steps[k + 1].weights
         for name, old, _, value_alone in values(facts, alone, k):
             if name in theirs and name in facts.trained:
-                change = change_apart(
-                    vectors.moved(old, facts.digit), theirs[name], old, value_alone
-                )
+                begin = vectors.perturbed(old, facts.number_format)
+                change = change_apart(begin, theirs[name], old, value_alone)
                 most_apart = max(most_apart, change.far)
     return most_apart
 
 
 def buffers(facts: Facts, alone: Alone, limit: float, left_out: tuple) -> list[Line]:
-    """Buffers that a layer updates differently, perhaps from its own process's examples only."""
+    """A note on buffers that change otherwise than in one process."""
     limit, worst, names = max(limits.MOST, limit), 0.0, []
     for k in facts.comparable:
         for name, old, news, value_alone in values(facts, alone, k):
@@ -157,4 +159,4 @@ def buffers(facts: Facts, alone: Alone, limit: float, left_out: tuple) -> list[L
     if not names:
         return []
     text = f"{some_of(names)} don't change as in one process {Figures(worst, limit)}"
-    return [Line("buffers", f"{text}: does a process look at its own examples only?")]
+    return [Line("buffers", f"{text}: does each process update them from its own examples?")]

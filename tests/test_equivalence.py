@@ -26,7 +26,7 @@ OWN = "each rank's optimizer gets the gradients of its own share"
 
 
 def answer(*command, nproc=2, cwd=None, options=(), code=None, text="", **more):
-    """Its exit code, and its lines by label; a longer line is one.  text: of a program, which has these flags."""
+    """The exit code, and what is printed by label.  text: a program, which gets `command` as its flags."""
     if text:
         (cwd / "train.py").write_text(text)
         command = ("train.py", *command)
@@ -266,7 +266,7 @@ CASES = {
     # ---- link 1: averaging
     "repeated": case(  # one process's optimizer can't be given several gradients in a step
         COMPARED + "up to rounding; .*",
-        {"averaging": "right: .*", "weights": "right: they change as in one process .largest .*"},
+        {"averaging": "right: .*", "weights": "right: the weights change as in one process .largest .*"},
         model="net",
         optimizer="torch.optim.LBFGS(net.parameters(), 0.1, max_iter=2)",
         loss="0",
@@ -276,7 +276,7 @@ CASES = {
     ),
     "zero": case(  # an optimizer inside an optimizer
         SAME,
-        {"weights": "right: they change as in one process that gets these gradients .*"},
+        {"weights": "right: the weights change as in one process that gets the same gradients .*"},
         begin="from torch.distributed.optim import ZeroRedundancyOptimizer",
         optimizer="ZeroRedundancyOptimizer(net.parameters(), torch.optim.Adam, lr=0.1)",
     ),
@@ -309,7 +309,7 @@ CASES = {
     ),
     "bfloat16": case(
         COMPARED + "up to rounding; the test notices differences larger than 8e-03",
-        {"averaging": "right: .* rounded on the way to bfloat16 .largest difference .*; below 8e-03 it is rounding."},
+        {"averaging": "right: .* sent as bfloat16 .largest difference .*; below 8e-03 it is rounding."},
         model="net",
         got=f"for p in net.parameters(): p.grad = p.grad.bfloat16().float()\n{AVERAGE}",
     ),
@@ -377,20 +377,20 @@ for p in net.parameters(): p.register_hook(total)""",
     ),
     "coarse_optimizer": case(  # what it computes with other processes differs by more than rounding in float32
         "NOT FOUND OUT: weights: the optimizer computes in bfloat16 or float16",
-        {"averaging": "right: .*", "weights": "not found out: they don't change as in one process .*"},
+        {"averaging": "right: .*", "weights": "not found out: the weights don't change as in one process .*"},
         begin=COARSE,
         optimizer="Coarse(net.parameters(), 0.1)",
     ),
     "other_layers": case(  # in one process rank 0's examples go through its layers, and in step 2 rank 1's, too
         BATCH + "a rank's examples, computed in one process, don't give that rank's gradient",
-        {"averaging": "right: .*", "one batch": "different from all 24 in one batch .*"},
+        {"averaging": "right: .*", "one batch": "different from the gradient of all 24 examples in one batch .*"},
         nproc=(2, 3),
         begin=EITHER,
         model="nn.parallel.DistributedDataParallel(net, find_unused_parameters=True)",
     ),
     "contrastive_of_each": case(
         TOGETHER,
-        {"averaging": "right: .*", "one batch": "different from all 24 in one batch .*"},
+        {"averaging": "right: .*", "one batch": "different from the gradient of all 24 examples in one batch .*"},
         **contrast(),
     ),
     "pace": case(  # that a rank's number sets
@@ -406,7 +406,7 @@ for p in net.parameters(): p.register_hook(total)""",
         loss="F.cross_entropy(model(x + torch.randn_like(x)), y)",
     ),
     "time_first": case(  # (time, batch): the ranks' rows can't be joined
-        "NOT FOUND OUT: one batch: rounding, or another order of the same examples, moves a gradient by .*",
+        "NOT FOUND OUT: one batch: rounding, or another order of the same examples, changes a gradient by .*",
         {"averaging": "right: .*", "weights": "right: .*"},
         begin="net = nn.GRU(8, 4); torch.manual_seed(rank)",
         loader="[(torch.randn(5, SIZE, 8), 0) for _ in range(20)]",
@@ -448,7 +448,7 @@ for p in net.parameters(): p.register_hook(total)""",
     "slices": case(  # of a global batch that each rank has; each has an optimizer for every n-th parameter
         SAME,
         {
-            "examples": "24 [+] 24 [+] 24 in a step: of the same batch each rank takes its part",
+            "examples": "24 [+] 24 [+] 24 in a step: each rank takes its part of the same batch",
             "averaging": "right: .*",
             "weights": "right: .*",
         },
@@ -491,7 +491,7 @@ for p in net.parameters(): p.register_hook(total)""",
     ),
     "averaged_weights": case(  # after a step that is linear in the gradients
         SAME.replace("1e-05", r"\de-05"),  # measured, and not only below the hard limit
-        {"averaging": OWN + ": .*; the weights are averaged after the step, which is the same"},
+        {"averaging": OWN + ": .*; but the weights are averaged after the step, with the same result"},
         model="net",
         stepped="for p in net.parameters(): dist.all_reduce(p.data); p.data /= n",
     ),
@@ -517,12 +517,12 @@ net.register_buffer('usual', torch.zeros(8))""",
     ),
     "rates_of_ranks": case(
         DIFFERENT + "copies, learning rate, weights",
-        {"learning rate": "lr is 0.1 on rank 0, 0.2 on rank 1, of 0.weight, in step 1"},
+        {"learning rate": "lr of 0.weight is 0.1 on rank 0, 0.2 on rank 1, in step 1"},
         optimizer="torch.optim.SGD(net.parameters(), 0.1 + 0.1 * (rank == 1))",
     ),
     "schedule": case(  # with a batch per rank: it counts an epoch's steps
-        "NOT FOUND OUT: learning rate: .*; alone it takes 8 examples in a step, with all 24, .*",
-        {"learning rate": '.* its schedule may count steps: give --alone="--size 24"'},
+        "NOT FOUND OUT: learning rate: .*; one process takes 8 examples in a step, all ranks 24, .*",
+        {"learning rate": '.* a schedule may count steps: give --alone="--size 24"'},
         begin="SIZE = int(sys.argv[-1])",
         stepped="optimizer.param_groups[0]['lr'] = 0.1 / (1 + epoch * len(loader) + step) * 480 / len(loader)",
     ),
@@ -553,7 +553,7 @@ net.register_buffer('usual', torch.zeros(8))""",
     ),
     "tensor_parallel_times": case(
         DIFFERENT + "gradients",
-        {"gradients": "WRONG: what the optimizers get is [23] times one process's"},
+        {"gradients": "WRONG: what the optimizers get is [23] times one process's gradient"},
         nproc=(2, 3),
         begin=TENSOR_PARALLEL,
         loader="DataLoader(data, 24)",
@@ -579,7 +579,7 @@ net.register_buffer('usual', torch.zeros(8))""",
     ),
     "experts_summed": case(
         DIFFERENT + "gradients",
-        {"gradients": "WRONG: what the optimizers get is [23] times one process's of experts .the others are right."},
+        {"gradients": ".* get is [23] times one process's gradient of experts .the others are right."},
         nproc=(2, 3),
         begin=EXPERTS,
         model="net",
@@ -587,7 +587,7 @@ net.register_buffer('usual', torch.zeros(8))""",
     ),
     "sequence": case(  # of which each rank has a part
         SAME,
-        {"examples": r".* in a step: of the same 4 examples each rank takes its part", "averaging": "right: .*"},
+        {"examples": r".* in a step: each rank takes its part of the same 4 examples", "averaging": "right: .*"},
         nproc=(2, 3),
         begin="forgets = inside = False" + SEQUENCE,
         loader="batches",
@@ -598,7 +598,7 @@ net.register_buffer('usual', torch.zeros(8))""",
     ),
     "sequence_inside": case(  # all of it comes into the model
         SAME,
-        {"examples": ".* in a step: of the same batch each rank takes its part"},
+        {"examples": ".* in a step: each rank takes its part of the same batch"},
         nproc=(2, 3),
         begin="forgets, inside = False, True" + SEQUENCE,
         loader="DataLoader(batches, None)",
@@ -607,7 +607,7 @@ net.register_buffer('usual', torch.zeros(8))""",
         got=AVERAGE,
     ),
     "sequence_forgets": case(  # the gradients of other ranks' losses
-        BATCH + "what the ranks make of their parts of a batch is not its gradient",
+        BATCH + "the ranks compute parts of one batch, and their gradients don't add up to the batch's",
         {"averaging": "right: .*"},
         nproc=(2, 3),
         begin="forgets, inside = True, False" + SEQUENCE,
@@ -631,12 +631,12 @@ net.register_buffer('usual', torch.zeros(8))""",
     ),
     "split": case(
         DIFFERENT + "examples",
-        {"examples": r".* In an epoch \d+ of \d+ come on more than one rank: give each its share .*"},
+        {"examples": r".* In an epoch, \d+ of \d+ are on more than one rank: give each its share .*"},
         begin="torch.manual_seed(rank); data = torch.utils.data.random_split(data, [400, 80])[0]",
     ),
     "stream": case(
         "NOT FOUND OUT: examples: some may be on more than one rank",
-        {"examples": ".* are on more than one rank .if the data have no equal examples."},
+        {"examples": ".* are on more than one rank .unless the data have equal examples."},
         begin=STREAM,
         loader="DataLoader(Stream(), SIZE)",
     ),
@@ -645,7 +645,7 @@ net.register_buffer('usual', torch.zeros(8))""",
         "NOT FOUND OUT: gradients: infinite or NaN in step 1 on rank 0", backward="(loss * float('nan')).backward()"
     ),
     "NaN_later": case(  # rank 1 has it, and then no rank makes a step
-        "NOT FOUND OUT: gradients: infinite or NaN in step 2 on rank 1; not all ranks came through 4 steps .*",
+        "NOT FOUND OUT: gradients: infinite or NaN in step 2 on rank 1; not all ranks made 4 steps .*",
         nproc=(2, 3),
         before="if step == 1 and rank == 1: x = x * float('nan')",
         step="epoch or step > 1 or optimizer.step()",
@@ -668,12 +668,12 @@ net.register_buffer('usual', torch.zeros(8))""",
     ),
     # ---- what can't be seen
     "waits_alone": case(
-        "NOT FOUND OUT: one batch, weights: in one process the program waits for 3: give .* --alone=.*",
+        "NOT FOUND OUT: one batch, weights: in one process the program waits for 3 processes: give .* --alone=.*",
         {"averaging": "right: .*"},
         group='"gloo", world_size=3, rank=int(os.environ["RANK"])',
     ),
     "fsdp1": case(
-        "NOT FOUND OUT: averaging, one batch, weights: the ranks have parts of .* .FSDP1. Use fully_shard.",
+        "NOT FOUND OUT: averaging, one batch, weights: it is not known how .* .FSDP1. Use fully_shard.",
         begin="""from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 net[0] = nn.Linear(8, 32, bias=False)  # so that its parts are padded""",
         model="FSDP(net, device_id=torch.device('cpu'))",
@@ -793,11 +793,11 @@ class Shard:
     def __iter__(self): return (row for k, row in enumerate(self.inner) if k % n == rank)
     def __len__(self): return len(self.inner) // n"""
 EPOCHS = {  # the exit code, and what is said by label; of programs with these parts
-    "right": (0, {"examples": "480 came of 480, each once, on one rank", "order": ".* has another one"}, {}),
+    "right": (0, {"examples": "480 came of 480, each once, on one rank", "order": ".* has another order"}, {}),
     "padded": (0, {"examples": r"47[5-7] came of 475, each once, on one rank"}, {"begin": SHORT}),
     "in_turn": (
         0,
-        {"order": "the second epoch has the same one, and none is shuffled"},
+        {"order": "the second epoch has the order of the first, which is not shuffled"},
         {"loader": "DataLoader(data, SIZE, sampler=DistributedSampler(data, shuffle=False))", "before": ""},
     ),
     "workers": (
@@ -853,12 +853,12 @@ EPOCHS = {  # the exit code, and what is said by label; of programs with these p
     ),
     "two_loaders": (
         0,
-        {"note": "other DataLoaders, too, gave batches to train with: only the first one was followed"},
+        {"note": "only the first DataLoader was followed: others, too, gave batches to train with"},
         {"begin": "more = iter(DataLoader(data, 1))", "stepped": "next(more)"},
     ),
     "leaves": (
         2,
-        {"verdict": "NOT FOUND OUT: batches: no rank came to the end of its loader.*"},
+        {"verdict": "NOT FOUND OUT: batches: no rank reached the end of its loader: .*"},
         {"stepped": "if step == 9: break"},
     ),
     "in_the_loop": (
@@ -992,7 +992,7 @@ def test_a_terminal_shows_which_step_of_which_run_and_not_what_the_program_print
     answer(text=text, nproc=3, cwd=tmp_path, before=before, code=0)
     seen = os.read(screen, 10000).decode()
     assert "said" not in seen
-    shown = re.findall(r"\requivalence: (\w+) process(?:es)?, (?:whole, )?step (\d) of 4", seen)
+    shown = re.findall(r"\requivalence: (\w+) process(?:es)?, (?:all examples, )?step (\d) of 4", seen)
     assert shown == [(who, str(step)) for who in ("3", "one") for step in range(1, 5)]
     os.close(screen)
     os.close(terminal)
@@ -1048,7 +1048,7 @@ def test_bad_flags_are_one_line(tmp_path):
 def test_a_mistake_of_its_own_is_not_different(tmp_path):
     before = f"import tempfile; tempfile.tempdir = {str(tmp_path / 'nothing')!r}"
     _, _, err = answer(text=program(), cwd=tmp_path, before=before, code=2)
-    assert err.endswith("equivalence: this is a mistake of equivalence's own\n"), err
+    assert err.endswith("equivalence: this is a bug in equivalence itself: please report it\n"), err
 
 
 @pytest.mark.parametrize("place", ["disk", "memory"])
@@ -1103,9 +1103,9 @@ def test_under_torchrun_from_any_folder(tmp_path):
     ("script", "code", "words"),
     [
         ("mnist_transformer", "", "THE SAME as one process"),
-        ("mnist_context_parallel", "", "of the same batch each rank takes its part"),
-        ("mnist_experts", "", "gradients right: one process's"),
-        ("mnist_experts", "p.grad /= dist.get_world_size()", "is 2 times one process's of blocks.0.mlp.experts.0.0"),
+        ("mnist_context_parallel", "", "each rank takes its part of the same batch"),
+        ("mnist_experts", "", "gradients right: the optimizers get one process's gradients"),
+        ("mnist_experts", "p.grad /= dist.get_world_size()", "2 times one process's gradient of blocks.0.mlp.experts"),
     ],
 )
 def test_a_sequence_or_experts_that_the_ranks_share(script, code, words, tmp_path):
