@@ -13,35 +13,33 @@ def facts_of(ranks: list[Notes], length: int, known: Facts | None = None) -> Fac
     ranks = [dataclasses.replace(rank, steps=list(steps)) for rank, steps in pairs]
     if known:
         return dataclasses.replace(known, ranks=ranks)
-    facts = Facts(ranks, range(length), COPIES)
-    parts = frozenset().union(*(rank.parts for rank in ranks), names_with_other_shapes(facts))
-    if parts:
-        return dataclasses.replace(facts, model=PARTS, parts=parts)
+    parts = frozenset().union(*(rank.parts for rank in ranks), names_with_other_shapes(ranks))
+    facts = Facts(ranks, range(length), PARTS if parts else COPIES, parts)
     return dataclasses.replace(facts, model=UNCLEAR) if facts.first_unequal == 0 else facts
 
 
-def names_with_other_shapes(facts: Facts) -> set[str]:
+def names_with_other_shapes(ranks: list[Notes]) -> set[str]:
     """Names of the parameters whose shapes differ, or that some ranks lack."""
     names: set[str] = set()
-    first, *others = facts.ranks
+    first, *others = ranks
     for rank in others:
         theirs, own = first.steps[0].weights, rank.steps[0].weights
         both = theirs.keys() & own.keys()
         names |= {name for name in both if theirs[name].shape != own[name].shape}
         names |= theirs.keys() ^ own.keys()
-    return names & set().union(*(rank.parameters for rank in facts.ranks))
+    return names & set().union(*(rank.parameters for rank in ranks))
 
 
 def copies_or_parts(facts: Facts, alone: Alone | None) -> Facts:
     """Facts that say, from a run in one process, whether weights that differ are parts."""
-    first, parts = facts.ranks[0].steps[0].weights, set()
+    first, parts = facts.ranks[0].steps[0].weights, set(facts.parts)
     for name, tensor in alone.notes.steps[0].weights.items() if alone else []:
         is_other = name not in first or first[name].shape != tensor.shape
         if is_other and name in alone.notes.parameters:
             parts.add(name)
     if not parts:
         return dataclasses.replace(facts, model=COPIES)
-    model = UNCLEAR if alone.unmatched else PARTS
+    model = UNCLEAR if alone is None or alone.unmatched else PARTS
     return dataclasses.replace(facts, model=model, parts=frozenset(parts))
 
 

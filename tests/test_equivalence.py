@@ -182,6 +182,18 @@ class Part(nn.Module):
         self.a, self.b = (nn.Parameter(part.clone()) for part in parts)
     def forward(self, x): return all_reduce((x @ self.a.T).tanh() @ self.b.T)
 net = Part(); SIZE = 24"""
+BIAS = """
+class Biased(Part):
+    def __init__(self):
+        super().__init__()
+        self.bias = nn.Parameter(torch.ones(4)) if rank == 0 else None
+    def forward(self, x): return super().forward(x) + Summed.apply(self.bias if rank == 0 else torch.zeros(4))
+class Summed(torch.autograd.Function):  # each rank adds its bias once
+    @staticmethod
+    def forward(ctx, x): x = x.clone(); dist.all_reduce(x); return x
+    @staticmethod
+    def backward(ctx, gradient): return gradient * n  # the loss of each rank is divided by n
+net = Biased(); SIZE = 24"""
 TENSOR_PARALLEL = """
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -539,6 +551,24 @@ net.register_buffer('usual', torch.zeros(8))""",
         SAME,
         {"examples": "24 in a step, the same on all 3 ranks, which share one model", "gradients": "right: .*"},
         begin=PART,
+        loader=ONE_SAMPLER,
+        model="net",
+        backward="(loss / n).backward()",
+    ),
+    "bias_on_one_rank": case(  # that a rank lacks it shows parts; the others have equal shapes with two ranks
+        SAME,
+        {"gradients": "right: .*"},
+        nproc=(2, 3),
+        begin=PART + BIAS,
+        loader=ONE_SAMPLER,
+        model="net",
+        backward="(loss / n).backward()",
+    ),
+    "bias_on_one_rank_and_unequal_copies": case(
+        DIFFERENT + "copies",
+        {"copies": "the ranks' weights differ from the start: 0.weight, 0.bias"},
+        nproc=(2, 3),
+        begin=PART + BIAS + "\ntorch.manual_seed(rank); net = nn.Sequential(nn.Linear(8, 8), net)",
         loader=ONE_SAMPLER,
         model="net",
         backward="(loss / n).backward()",
