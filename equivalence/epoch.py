@@ -184,8 +184,10 @@ def examples(ranks: list[Epoch]) -> Link:
     again = sum(times[one] > owners[one] for one in times)
     if shared > slack and (ranks[0].are_numbers or shared > OFTEN * len(owners)):
         return Link("examples", False, f"{text}; {shared} are on more than one rank: {REMEDY}")
-    if again > slack and ranks[0].are_numbers:
-        return Link("examples", False, f"{text}; {again} came more than once on their rank")
+    if again > slack:
+        text += f"; {again} came more than once on their rank"
+        why = "" if ranks[0].are_numbers else "some came more than once on their rank, or are equal"
+        return Link("examples", None if why else False, text, why=why)
     missing = length / every - len(owners)
     if missing > slack and all(rank.is_whole for rank in ranks):
         text += f", only {len(owners)} different ones: {missing:.0f} never come"

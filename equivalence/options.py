@@ -86,7 +86,7 @@ def unlike(table: dict, other_table: dict) -> list[Difference]:
     for name in table:
         for key, value in table[name].items():
             theirs = other_table.get(name, {}).get(key, value)
-            is_start = key != "lr" and "lr" in key.split("_")  # initial_lr, max_lr: not in use
+            is_start = key.endswith("_lr")  # initial_lr, max_lr: not in use
             if theirs != value and not is_start:
                 differences.append(Difference(name, key, value, theirs))
     return differences

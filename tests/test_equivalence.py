@@ -527,6 +527,11 @@ net.register_buffer('usual', torch.zeros(8))""",
         optimizer="torch.optim.SGD(net.parameters(), 0.0, weight_decay=0.1 * n)",
         stepped=FASTER,
     ),
+    "decay_of_rates": case(
+        DIFFERENT + "options, weights",
+        {"options": "lr_decay of 0.weight is 0.3 with 3 processes, 0.1 with one, in step 1"},
+        optimizer="torch.optim.Adagrad(net.parameters(), 0.1, lr_decay=0.1 * n)",
+    ),
     "rates_of_ranks": case(
         DIFFERENT + "copies, learning rate, weights",
         {"learning rate": "lr of 0.weight is 0.1 on rank 0, 0.2 on rank 1, in step 1"},
@@ -876,6 +881,18 @@ EPOCHS = {  # the exit code, and what is said by label; of programs with these p
             "begin": "import itertools"
             + STREAM.replace("(data[", "itertools.islice((data[").replace(
                 "(k + 4 * rank) % 480] for k in range(480))", "k] for k in range(480)), rank, None, n)"
+            ),
+            "loader": "DataLoader(Stream(), SIZE)",
+            "before": "",
+        },
+    ),
+    "stream_twice": (
+        2,
+        {"verdict": "NOT FOUND OUT: examples: some came more than once on their rank, or are equal.*"},
+        {
+            "begin": STREAM.replace(
+                "(data[(k + 4 * rank) % 480] for k in range(480))",
+                "(data[k] for k in range(rank, 480, n) for _ in range(2))",
             ),
             "loader": "DataLoader(Stream(), SIZE)",
             "before": "",
