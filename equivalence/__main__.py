@@ -48,10 +48,7 @@ def parse_args() -> argparse.Namespace:
         parser.error("give a program, such as mnist_ddp.py --dataset synthetic")
     if args.steps < 2 or not args.patience > 0 or (args.nproc is not None and args.nproc < 2):
         parser.error("--nproc and --steps must be at least 2, and --patience greater than 0")
-    if args.json:
-        args.json = Path(args.json).absolute()  # a program may change the folder
-        if args.json.is_dir() or not args.json.parent.is_dir():
-            parser.error(f"--json: {args.json} can't be written")
+    args.json = args.json and command.output_path(parser, args.json)
     return args
 
 
@@ -182,9 +179,7 @@ def write(args: argparse.Namespace, found: dict) -> None:
     """Write the answer as one object of JSON: the file is complete, or as it was before."""
     if args.json:
         about = {"program": args.command, "python": sys.version.split()[0]}
-        part = args.json.with_name(f"{args.json.name}.part")
-        part.write_text(json.dumps(found | about, indent=2) + "\n", encoding="utf-8")
-        part.replace(args.json)
+        command.write_file(args.json, json.dumps(found | about, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Iterable
+from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 
@@ -41,6 +42,33 @@ def read(parser: argparse.ArgumentParser) -> argparse.Namespace:
     if "--nproc" in args.command and "RANK" not in os.environ:
         parser.error("put --nproc before the program")
     return args
+
+
+def output_path(parser: argparse.ArgumentParser, file: str) -> str:
+    """The file's absolute path, as a program may change its folder; or one line, exit code 2."""
+    path = os.path.abspath(file)
+    place = path if os.path.exists(path) else os.path.dirname(path)
+    if os.path.isdir(path) or not os.access(place, os.W_OK):
+        parser.error(f"{path} can't be written: name a file, in a folder that is there")
+    return path
+
+
+def write_file(file: str, text: str) -> None:
+    """Write the whole file, or raise OSError: then there is no file, or still the old one.
+
+    What is no file, such as /dev/stdout, can only be written as it is.
+    """
+    path = Path(file)
+    if file.startswith("/dev/") or (path.exists() and not path.is_file()):
+        path.write_text(text, encoding="utf-8")
+        return
+    path = path.resolve()  # a link stays
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")  # a rename can't cross file systems
+    try:
+        part.write_text(text, encoding="utf-8")
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def refuse(tool: str, problem: object) -> NoReturn:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ import pytest
 import torch
 from world import ROOT, forker, free_port, wait_for
 
+from instruments.command import write_file
 from instruments.meeting import CHUNK, Folder, Place, Store
 from instruments.tensors import tensors_in
 
@@ -134,3 +136,33 @@ def test_tensors_are_found_in_an_object_that_holds_itself():
     item = SimpleNamespace(values=[torch.ones(1)], name="item")
     item.itself = item
     assert {id(tensor) for tensor in tensors_in({"batch": item})} == {id(item.values[0])}
+
+
+@pytest.fixture
+def small_disk():
+    """Files of at most 1,000 bytes: what comes after is an OSError, as on a disk that is full."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@pytest.mark.parametrize("name", ["old", "link", "new"])
+def test_a_file_is_written_as_a_whole_or_not_at_all(name, tmp_path, small_disk):
+    old, link = tmp_path / "old", tmp_path / "link"
+    write_file(str(old), "old")
+    link.symlink_to(old)
+    with pytest.raises(OSError):
+        write_file(str(tmp_path / name), 2000 * "x")
+    assert old.read_text() == "old" and {*tmp_path.iterdir()} == {old, link}
+    write_file(str(tmp_path / name), "new")
+    assert old.read_text() == ("old" if name == "new" else "new") and link.is_symlink()
+
+
+def test_what_is_no_file_is_written_as_it_is(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with ThreadPoolExecutor(1) as pool:
+        read = pool.submit((tmp_path / "pipe").read_text)
+        write_file(str(tmp_path / "pipe"), "text")
+        assert read.result(10) == "text"
+    assert (tmp_path / "pipe").is_fifo() and len([*tmp_path.iterdir()]) == 1

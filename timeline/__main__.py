@@ -29,19 +29,14 @@ def parse_args() -> argparse.Namespace:
     add("--tolerance", type=float, default=5, help=f"percent that a step may be slower {default}")
     add("--draw", nargs="+", metavar="FILE", help="draw these recordings, run nothing")
     args = command.read(parser)
-    args.out = os.path.abspath(args.out)  # a program may change its folder
-    args.json = args.json and os.path.abspath(args.json)
+    args.out = command.output_path(parser, f"{args.out}.svg").removesuffix(".svg")
+    args.json = args.json and command.output_path(parser, args.json)
     if bool(args.draw) == bool(args.command):
         parser.error("give a program, such as mnist_ddp.py --dataset synthetic, or --draw FILES")
     if not 1 <= args.steps_shown <= args.steps:
         parser.error("--steps must be at least 1, and --steps-shown between 1 and --steps")
     if not args.patience > 0 or not args.tolerance >= 0:
         parser.error("--patience must be greater than 0, and --tolerance not negative")
-    for file in filter(None, (args.out, args.json)):
-        if not os.access(os.path.dirname(file), os.W_OK):
-            parser.error(f"there is no folder for {file}, or it can't be written")
-    if args.json and os.path.isdir(args.json):
-        parser.error(f"--json: {args.json} is a folder: name a file")
     return args
 
 

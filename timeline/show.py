@@ -5,9 +5,8 @@ import functools
 import json
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
-from instruments.command import Line, refuse, say
+from instruments.command import Line, refuse, say, write_file
 from instruments.rank import Job, Notes
 from instruments.ranks import NO_STEP, look_at
 from timeline.data import Recording, counted, recorded_steps
@@ -55,7 +54,7 @@ def write(files: dict[str, str]) -> bool:
     written = []
     for file, text in files.items():
         try:
-            Path(file).write_text(text, encoding="utf-8")
+            write_file(file, text)
             written.append(file)
         except OSError as problem:
             error = f"timeline: {file} can't be written: {problem.strerror}"
