@@ -30,7 +30,7 @@ from instruments.meeting import Place
 from instruments.program import Finished
 from mnist_ddp import ConvNet
 from timeline import draw, lanes, record, waits
-from timeline.data import KINDS, Block, Call, Message, Span
+from timeline.data import KINDS, Block, Message, Span
 from timeline.picture import picture_of
 from timeline.steps import table_of, waits_for
 from timeline.trace import trace_of
@@ -315,14 +315,18 @@ def test_the_kinds_of_memory_add_up_to_torchs_total():
 
 def test_no_message_ends_after_the_wait_for_it():
     """Gloo's thread may note an end late; no program does so each time."""
-    late = Call("allreduce", 12), Span("gloo", 12, 35)
+
+    def ends(*messages):
+        return [message.end for message in waits.ended(messages, waited, [0])]
+
+    late = Message("allreduce", issued=12, begin=12, end=35)
     waited = [Span("waiting", 20, 30), Span("waiting", 40, 45)]
-    later = Call("allreduce", 28), Span("gloo", 33, 50)
-    assert waits.ends_of([late, later], waited, [0]) == [30, 45], "each alone was issued before its wait"
-    later = Call("allreduce", 13), Span("gloo", 13, 50)
-    assert waits.ends_of([late, later], waited, [0]) == [35, 45], "none ends after the step's last wait"
+    later = Message("allreduce", issued=28, begin=33, end=50)
+    assert ends(late, later) == [30, 45], "each alone was issued before its wait"
+    later = Message("allreduce", issued=13, begin=13, end=50)
+    assert ends(late, later) == [35, 45], "none ends after the step's last wait"
     waited = [Span("waiting", 2, 9)]
-    assert waits.ends_of([late], waited, [0]) == [35], "it is waited for in another step, or not at all"
+    assert ends(late) == [35], "it is waited for in another step, or not at all"
 
 
 def test_the_steps_in_which_workers_start_are_noted():

@@ -55,36 +55,25 @@ class Block:
         return dataclasses.replace(self, born=born, freed=freed)
 
 
-class Call(NamedTuple):
-    """One rank's call of a collective, of a send or of a receive."""
+class Message(NamedTuple):
+    """One rank's part in a collective, in a send or in a receive."""
 
     kind: str  # "allreduce", "send", ...
-    issued: int  # when
     group: str = ""  # the process group's name
     number: int | None = None  # in its group, on all ranks the same; None: torch doesn't tell it
     peer: int | None = None  # the other rank of a send or a receive
     bytes: int | None = None  # what this rank puts in; None: not seen
+    step: int = 0  # in which it was issued
+    last: int = 0  # the rank that came last
+    issued: int = 0  # the call: it enters the queue,
+    begin: int = 0  # leaves it, and waits for other ranks,
+    until: int = 0  # the last rank has come, and bytes begin to move,
+    end: int = 0  # the bytes have arrived; no later than `begin`: not seen when it ran
     runs: int = 1  # how often gloo's algorithm runs
 
-
-class Message(NamedTuple):
-    """One rank's part in a collective, in a send or in a receive."""
-
-    kind: str  # these five: see Call
-    group: str
-    number: int | None
-    peer: int | None
-    bytes: int | None
-    step: int  # in which it was issued
-    last: int  # the rank that came last
-    issued: int  # it enters the queue,
-    begin: int  # leaves it, and waits for other ranks,
-    until: int  # the last rank has come, and bytes begin to move,
-    end: int  # the bytes have arrived; no later than `begin`: not seen when it ran
-
     @property
-    def times(self) -> tuple[int, int, int, int]:
-        return self[-4:]
+    def times(self) -> tuple[int, ...]:
+        return self[7:11]
 
     @property
     def was_seen(self) -> bool:
@@ -92,7 +81,7 @@ class Message(NamedTuple):
         return self.begin < self.end
 
     def earlier(self, by: int) -> "Message":
-        return Message(*self[:-4], *(time - by for time in self.times))
+        return Message(*self[:7], *(time - by for time in self.times), self.runs)
 
 
 @dataclasses.dataclass
@@ -110,7 +99,7 @@ class Noted:
     cuts: list[int] = dataclasses.field(default_factory=list)  # where steps begin
     marks: list[Any] = dataclasses.field(default_factory=list)  # there: events of CUDA, or None
     core_waits: list[int] = dataclasses.field(default_factory=list)  # there: see core_wait
-    calls: list[Call] = dataclasses.field(default_factory=list)
+    calls: list[Message] = dataclasses.field(default_factory=list)  # not known yet: when they ran
     tensors: list[tuple[int, dict]] = dataclasses.field(default_factory=list)  # see note_memory
     worker_starts: list[int] = dataclasses.field(default_factory=list)  # steps
 

@@ -3,33 +3,30 @@
 import json
 import socket
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from timeline.data import WARM_UP, Call, Message, Noted, Recording, Span, counted
+from timeline.data import WARM_UP, Message, Noted, Recording, Span, counted
 from timeline.gpu import GPU_WORK, gpu_cuts, gpu_lane, gpu_work, is_nccl
 from timeline.lanes import flat
 from timeline.memory import NUMBERS, memory_of, reserved_of
-from timeline.messages import gloo_runs, messages_of, nccl_runs
-from timeline.waits import ddp_waits, ends_of, losses
+from timeline.messages import gloo_messages, nccl_messages
+from timeline.waits import ddp_waits, ended, losses
 
 
 def recording_of(noted: Noted, profiler: Any) -> Recording:
     """All that is known of this rank; profiler: None if it did not start, or can't be stopped."""
     events = read_trace(profiler) if profiler else []
     work = gpu_work(events)
-    if any(map(is_nccl, work)):
-        ran = nccl_runs(events, work)
-        spans = host_spans(noted, events)
-        ends = [run.end for _, run in ran]  # NCCL lets the process go on: the GPU waits
+    if any(map(is_nccl, work)):  # it lets the process go on: the GPU waits
+        messages = nccl_messages(noted, events, work)
+        spans = host_spans(noted, events, [])
     else:
-        ran = gloo_runs(sorted(noted.calls, key=lambda call: call.issued), events)
-        spans = host_spans(noted, events, ran)
-        ends = ends_of(ran, spans, noted.cuts)
-    messages = messages_of(noted, ran, ends)
+        called = gloo_messages(noted, events)
+        spans = host_spans(noted, events, called)
+        messages = ended(called, spans, noted.cuts)
     host = host_lane(noted, events, spans, messages)
     lane, idle = gpu_lane(work, host) if work else (host, [])
     cuts = gpu_cuts(work, noted.cuts) if work else noted.cuts
@@ -73,10 +70,8 @@ def read_trace(profiler: Any) -> list[dict]:
     return sorted(trace["traceEvents"], key=lambda event: event["begin"])
 
 
-def host_spans(
-    noted: Noted, events: list[dict], ran: Sequence[tuple[Call, Span]] = ()
-) -> list[Span]:
-    """What the process does, and its waits, also where C++ waits; ran: messages of gloo's."""
+def host_spans(noted: Noted, events: list[dict], messages: list[Message]) -> list[Span]:
+    """What the process does, and its waits, also where C++ waits for messages of gloo's."""
     main = []
     for event in events:
         is_ours = event["ph"] == "X" and event["tid"] == noted.thread
@@ -86,7 +81,7 @@ def host_spans(
     for event in main:
         if event["name"].endswith("::wait_tensor"):
             spans.append(Span("waiting", event["begin"], event["end"]))
-    return spans + ddp_waits(main, spans, ran)
+    return spans + ddp_waits(main, spans, messages)
 
 
 def host_lane(

@@ -18,7 +18,7 @@ from instruments.meeting import Place
 from instruments.observer import Observer
 from instruments.program import Finished, Refused
 from instruments.tensors import local, parameters_of, size_in_bytes
-from timeline.data import Call, Noted, Recording, Span, recorded_steps
+from timeline.data import Message, Noted, Recording, Span, recorded_steps
 from timeline.events import recording_of
 from timeline.messages import kind_of
 
@@ -195,10 +195,10 @@ class Recorder(Observer):
     def note_message(self, group: Any, args: Any) -> None:
         name, tensors = args.name.name, args.input_tensors or args.output_tensors
         ranks = torch_dist.get_process_group_ranks(group)
-        call = Call(
+        call = Message(
             kind_of(name) or "message",
-            time.time_ns(),
             group.group_name,
+            issued=time.time_ns(),
             peer=ranks[args.root] if name in ("SEND", "RECV") else None,
             bytes=sum(map(size_in_bytes, tensors)),
             runs=len(tensors) if name == "REDUCE_SCATTER" else 1,  # gloo: an all-reduce of each

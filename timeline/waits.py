@@ -2,14 +2,13 @@
 
 import itertools
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
 
-from timeline.data import Call, Message, Span
+from timeline.data import Message, Span
 
 NODE = "autograd::engine::evaluate_function"
 
 
-def ddp_waits(main: list[dict], spans: list[Span], ran: Sequence[tuple[Call, Span]]) -> list[Span]:
+def ddp_waits(main: list[dict], spans: list[Span], messages: list[Message]) -> list[Span]:
     """DDP waits for its messages in C++, after the last node of a backward.
 
     There each pause of this thread is one.
@@ -19,10 +18,10 @@ def ddp_waits(main: list[dict], spans: list[Span], ran: Sequence[tuple[Call, Spa
     begins = [event["begin"] for event in main]
     waits = []
     for span in spans:
-        sent = [run for call, run in ran if span.begin <= call.issued < span.end]
+        sent = [message for message in messages if span.begin <= message.issued < span.end]
         if span.what != "backward" or not sent:
             continue
-        arrived = max(run.end for run in sent)
+        arrived = max(message.end for message in sent)
         inside = main[bisect_left(begins, span.begin) : bisect_left(begins, span.end)]
         nodes = [event for event in inside if event["name"].startswith(NODE)]
         now = max((event["end"] for event in nodes), default=span.end)
@@ -34,8 +33,8 @@ def ddp_waits(main: list[dict], spans: list[Span], ran: Sequence[tuple[Call, Spa
     return waits
 
 
-def ends_of(ran: list[tuple[Call, Span]], spans: list[Span], cuts: list[int]) -> list[int]:
-    """When each message has ended.  Gloo's thread notes it late if the waiting thread goes on.
+def ended(messages: list[Message], spans: list[Span], cuts: list[int]) -> list[Message]:
+    """The messages with their true ends: gloo's thread notes one late if the waiting thread goes on.
 
     No message ends later than its step's last wait.  If one message was issued since the wait
     before, a wait is for that one.
@@ -43,18 +42,21 @@ def ends_of(ran: list[tuple[Call, Span]], spans: list[Span], cuts: list[int]) ->
     waits = sorted((span for span in spans if span.what == "waiting"), key=lambda span: span.begin)
     last: dict[int, int] = {}
     for wait in waits:
-        step = bisect_right(cuts, wait.begin)
+        step = bisect_right(cuts, wait.begin) - 1
         last[step] = max(wait.end, last.get(step, 0))
-    issued = [call.issued for call, _ in ran]
-    latest = [last.get(bisect_right(cuts, when), 0) for when in issued]
+    issued = [message.issued for message in messages]
+    latest = [last.get(message.step, 0) for message in messages]
     before = 0
     for wait in waits:
         count = bisect_right(issued, wait.begin)
         if count - before == 1:
             latest[before] = wait.end
         before = max(before, count)
-    pairs = zip((run for _, run in ran), latest, strict=True)
-    return [min(run.end, end) if run.begin < end else run.end for run, end in pairs]
+    true = []
+    for message, end in zip(messages, latest, strict=True):
+        is_late = message.begin < end < message.end
+        true.append(message._replace(end=end) if is_late else message)
+    return true
 
 
 def losses(lane: list[Span], messages: list[Message]) -> list[Span]:
