@@ -139,9 +139,8 @@ class Hooks:
 
     def _before_module(self, module: nn.Module, args: tuple) -> tuple | None:
         """A forward pass is a call of a module with parameters, by no other, not to load data."""
-        if self.is_elsewhere():
-            return None
-        if self.inside and self.inside[-1].what in ("forward", "load"):
+        is_inside = self.inside and self.inside[-1].what in ("forward", "load")  # as most are
+        if is_inside or self.is_elsewhere():
             return None
         if id(module) not in self.models:
             if next(module.parameters(), None) is None:
@@ -157,7 +156,7 @@ class Hooks:
         return replaced
 
     def _after_module(self, module: nn.Module, args: tuple, output: Any) -> None:
-        if self.is_elsewhere() or not self.inside or self.inside[-1] != ("forward", module):
+        if not self.inside or self.inside[-1] != ("forward", module) or self.is_elsewhere():
             return
         self.inside.pop()
         self._tell("forward_ends", module, args, output)

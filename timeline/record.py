@@ -5,9 +5,10 @@ torch's profiler notes the rest; events.py reads both.
 
 import contextlib
 import functools
+import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import nn
 from instruments.meeting import Place
 from instruments.observer import Observer
 from instruments.program import Finished, Refused
-from instruments.tensors import local, parameters_of, size_in_bytes
+from instruments.tensors import parameters_of, size_in_bytes
 from timeline.data import Message, Noted, Recording, Span, recorded_steps
 from timeline.events import recording_of
 from timeline.messages import kind_of
@@ -42,6 +43,7 @@ class Recorder(Observer):
         self.is_first_batch = False  # the step's first
         self.backward_thread = 0  # autograd's own for a GPU
         self.profiler: Any = None
+        self.held: dict[tuple[int, int], tuple[set, set]] = {}  # see tensors_of
 
     @property
     def step(self) -> int:
@@ -145,22 +147,27 @@ class Recorder(Observer):
 
     def gradients_are_there(self, optimizer: Any, is_again: bool) -> None:
         if self.step >= self.noted.first - 1:
-            known = parameters_of(optimizer)
-            for model in self.hooks.models.values():
-                known += model.parameters()
-            self.note_memory("gradients", [parameter.grad for parameter in known])
+            parameters, _ = self.tensors_of(optimizer)
+            self.note_memory("gradients", [parameter.grad for parameter in parameters])
 
     def optimizer_ends(self, optimizer: Any) -> None:
         self.end()
         if self.step >= self.noted.first:
-            weights = parameters_of(optimizer)
+            parameters, buffers = self.tensors_of(optimizer)
+            self.note_memory("weights", [*parameters, *buffers])
+            states = [state.values() for state in optimizer.state.values()]
+            self.note_memory("optimizer state", itertools.chain(*states))
+
+    def tensors_of(self, optimizer: Any) -> tuple[set, set]:
+        """The parameters that this optimizer or a model holds, and the buffers: found out once."""
+        key = id(optimizer), len(self.hooks.models)
+        if key not in self.held:
+            parameters, buffers = {*parameters_of(optimizer)}, set()
             for model in self.hooks.models.values():
-                weights += [*model.parameters(), *model.buffers()]
-            self.note_memory("weights", weights)
-            states = []
-            for values in optimizer.state.values():
-                states += values.values()
-            self.note_memory("optimizer state", states)
+                parameters.update(model.parameters())
+                buffers.update(model.buffers())
+            self.held[key] = parameters, buffers
+        return self.held[key]
 
     def maybe_start_profiler(self) -> None:
         """Start it at the first forward or backward of a step, not in an optimizer's step.
@@ -206,13 +213,17 @@ class Recorder(Observer):
         self.noted.calls.append(call)
         self.note_memory("message buffers", [*args.input_tensors, *args.output_tensors])
 
-    def note_memory(self, kind: str, values: list) -> None:
-        """Note where in memory the tensors are: {address: (kind, bytes)}."""
+    def note_memory(self, kind: str, values: Iterable) -> None:
+        """Note where in memory the tensors are: {address: (kind, bytes)}.
+
+        No call of torch that its profiler would note.
+        """
         addresses = {}
         for value in values:
+            value = getattr(value, "_local_tensor", value)  # this rank's share of a DTensor
             is_here = isinstance(value, torch.Tensor) and value.device.type == self.noted.device
             if is_here and value.layout == torch.strided:
-                storage = local(value).untyped_storage()
+                storage = value.untyped_storage()
                 addresses[storage.data_ptr()] = (kind, storage.nbytes())
         self.noted.tensors.append((time.time_ns(), addresses))
 
