@@ -55,18 +55,6 @@ class Hooks:
     def is_in(self, what: str) -> bool:
         return any(call.what == what for call in self.inside)
 
-    def patches(self) -> list[tuple[Any, str, Callable]]:
-        patches: list[tuple[Any, str, Callable]] = [
-            (torch.autograd, "backward", self._backward),
-            (torch.autograd, "grad", self._backward),
-            (dataloader._BaseDataLoaderIter, "__next__", self._load),
-            (torch.multiprocessing, "spawn", self._processes),
-            (torch.multiprocessing, "start_processes", self._processes),
-        ]
-        for observer in self.observers:
-            patches += observer.patches()
-        return patches
-
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
         """A block in which the observers are told."""
@@ -76,10 +64,19 @@ class Hooks:
             torch_optimizer.register_optimizer_step_pre_hook(self._before_optimizer),
             torch_optimizer.register_optimizer_step_post_hook(self._after_optimizer),
         ]
+        patches: list[tuple[Any, str, Callable]] = [
+            (torch.autograd, "backward", self._backward),
+            (torch.autograd, "grad", self._backward),
+            (dataloader._BaseDataLoaderIter, "__next__", self._load),
+            (torch.multiprocessing, "spawn", self._processes),
+            (torch.multiprocessing, "start_processes", self._processes),
+        ]
+        for observer in self.observers:
+            patches += observer.patches()
         with self.undo:
             for handle in handles:
                 self.undo.callback(handle.remove)
-            for place, name, function in self.patches():
+            for place, name, function in patches:
                 original = getattr(place, name)
                 setattr(place, name, replacement(function, original))
                 self.undo.callback(setattr, place, name, original)

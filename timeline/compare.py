@@ -70,11 +70,8 @@ def align_clocks(recordings: list[Recording]) -> tuple[list[Recording], str]:
 
 
 def ends_of(recording: Recording) -> dict[tuple, int]:
-    ends = {}
-    for key, message in numbered(recording).items():
-        if key[0] in END_TOGETHER and message.was_seen:
-            ends[key] = message.end
-    return ends
+    seen = {key: message for key, message in numbered(recording).items() if message.was_seen}
+    return {key: message.end for key, message in seen.items() if key[0] in END_TOGETHER}
 
 
 def match_messages(recordings: list[Recording]) -> tuple[list[Recording], list[dict]]:

@@ -20,14 +20,15 @@ def recording_of(noted: Noted, profiler: Any) -> Recording:
     """All that is known of this rank; profiler: None if it did not start, or can't be stopped."""
     events = read_trace(profiler) if profiler else []
     work = gpu_work(events)
+    main = [event for event in events if event["ph"] == "X" and event["tid"] == noted.thread]
     if any(map(is_nccl, work)):  # it lets the process go on: the GPU waits
         messages = nccl_messages(noted, events, work)
-        spans = host_spans(noted, events, [])
+        spans = host_spans(noted, main, [])
     else:
         called = gloo_messages(noted, events)
-        spans = host_spans(noted, events, called)
+        spans = host_spans(noted, main, called)
         messages = ended(called, spans, noted.cuts)
-    host = host_lane(noted, events, spans, messages)
+    host = host_lane(main, spans, messages)
     lane, idle = gpu_lane(work, host) if work else (host, [])
     cuts = gpu_cuts(work, noted.cuts) if work else noted.cuts
     is_seen = noted.device in NUMBERS
@@ -70,31 +71,30 @@ def read_trace(profiler: Any) -> list[dict]:
     return sorted(trace["traceEvents"], key=lambda event: event["begin"])
 
 
-def host_spans(noted: Noted, events: list[dict], messages: list[Message]) -> list[Span]:
-    """What the process does, and its waits, also where C++ waits for messages of gloo's."""
-    main = []
-    for event in events:
-        is_ours = event["ph"] == "X" and event["tid"] == noted.thread
-        if is_ours and not event["name"].startswith("gloo:") and event.get("cat") not in GPU_WORK:
-            main.append(event)
-    spans = list(noted.spans)
+def host_spans(noted: Noted, main: list[dict], messages: list[Message]) -> list[Span]:
+    """What the process does, and its waits, also where C++ waits for messages of gloo's.
+
+    main: the events of the program's own thread.
+    """
+    own = []
     for event in main:
-        if event["name"].endswith("::wait_tensor"):
-            spans.append(Span("waiting", event["begin"], event["end"]))
-    return spans + ddp_waits(main, spans, messages)
+        if not event["name"].startswith("gloo:") and event.get("cat") not in GPU_WORK:
+            own.append(event)
+    spans = noted.spans + waits_in(own, "::wait_tensor")
+    return spans + ddp_waits(own, spans, messages)
 
 
-def host_lane(
-    noted: Noted, events: list[dict], spans: list[Span], messages: list[Message]
-) -> list[Span]:
+def host_lane(main: list[dict], spans: list[Span], messages: list[Message]) -> list[Span]:
     """What the process does: also computing its loss, and waiting until its GPU has ended."""
     lane = flat(spans)
-    waits = []
-    for event in events:
-        is_call = event.get("cat") in ("cuda_runtime", "cuda_driver")
-        if is_call and event["tid"] == noted.thread and "Synchronize" in event["name"]:
-            waits.append(Span("waiting", event["begin"], event["end"]))
-    return flat([*lane, *losses(lane, messages), *waits])
+    calls = [event for event in main if event.get("cat") in ("cuda_runtime", "cuda_driver")]
+    return flat([*lane, *losses(lane, messages), *waits_in(calls, "Synchronize")])
+
+
+def waits_in(events: list[dict], name: str) -> list[Span]:
+    """The events whose names have this in them, as waits."""
+    named = [event for event in events if name in event["name"]]
+    return [Span("waiting", event["begin"], event["end"]) for event in named]
 
 
 def bare_lengths(noted: Noted) -> list[int]:

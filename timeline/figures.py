@@ -117,9 +117,9 @@ def slower_parts(before: dict, after: dict, more: float) -> str:
     for part in (*OWN_PARTS, "messages"):
         mores = {}
         for old, new in zip(before["ranks"], after["ranks"], strict=True):
-            mores[new["rank"]], noise = change(old[part], new[part])
-            if mores[new["rank"]] < max(noise, more / 4):
-                del mores[new["rank"]]
+            own, noise = change(old[part], new[part])
+            if own >= max(noise, more / 4):
+                mores[new["rank"]] = own
         whole = f"{max(mores.values(), default=0):.1f} ms more in {part}"
         if len(mores) == len(after["ranks"]):
             texts.append(f"each rank spends {whole}")

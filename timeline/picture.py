@@ -4,6 +4,7 @@ import argparse
 import re
 import shlex
 from collections import Counter
+from itertools import chain
 
 from timeline.compare import earlier
 from timeline.data import Picture, Recording, counted
@@ -68,19 +69,16 @@ def rank_of(recording: Recording, numbers: range) -> dict:
     """What is drawn of one rank's steps."""
     steps = [step_of(recording, number) for number in numbers]
     begin, end = steps[0].begin, steps[-1].end
-    drawn: dict = {"rank": recording["rank"], "cuts": [begin], "parts": [], "idle": []}
-    drawn |= {"messages": [], "memory": memory_curve(recording["memory"], begin, end)}
-    drawn["reserved"] = recording["reserved"]
-    waits: Counter = Counter()
-    for step in steps:
-        drawn["cuts"].append(step.end)
-        drawn["parts"] += step.parts
-        drawn["idle"] += step.idle
-        drawn["messages"] += step.messages
-        waits += step.waits_for
-    drawn["waits_for"] = sorted(waits.items(), key=lambda item: (item[0] is None, item[0]))
-    drawn["trace"] = []
-    for event in recording["trace"]:
-        if event["ph"] == "M" or begin <= event["begin"] < end:
-            drawn["trace"].append(event)
-    return drawn
+    waits = sum((step.waits_for for step in steps), Counter())
+    trace = recording["trace"]
+    return {
+        "rank": recording["rank"],
+        "cuts": [begin, *(step.end for step in steps)],
+        "parts": [*chain(*(step.parts for step in steps))],
+        "idle": [*chain(*(step.idle for step in steps))],
+        "messages": [*chain(*(step.messages for step in steps))],
+        "memory": memory_curve(recording["memory"], begin, end),
+        "reserved": recording["reserved"],
+        "waits_for": sorted(waits.items(), key=lambda item: (item[0] is None, item[0])),
+        "trace": [one for one in trace if one["ph"] == "M" or begin <= one["begin"] < end],
+    }

@@ -34,7 +34,7 @@ def ddp_waits(main: list[dict], spans: list[Span], messages: list[Message]) -> l
 
 
 def ended(messages: list[Message], spans: list[Span], cuts: list[int]) -> list[Message]:
-    """The messages with their true ends: gloo's thread notes one late if the waiting thread goes on.
+    """The messages with their ends: gloo's thread notes one late if the waiting thread goes on.
 
     No message ends later than its step's last wait.  If one message was issued since the wait
     before, a wait is for that one.
