@@ -56,7 +56,7 @@ def output_path(parser: argparse.ArgumentParser, file: str) -> str:
 def write_file(file: str, text: str) -> None:
     """Write the whole file, or raise OSError: then there is no file, or still the old one.
 
-    What is no file, such as /dev/stdout, can only be written as it is.
+    A device or a pipe, such as /dev/stdout, is written directly.
     """
     path = Path(file)
     if file.startswith("/dev/") or (path.exists() and not path.is_file()):

@@ -111,7 +111,7 @@ def wait_until(
 def serve_store(
     address: str = "127.0.0.1", port: int = 0, limit: timedelta = timedelta(minutes=5)
 ) -> torch_dist.TCPStore:
-    """Serve one, as torchrun does for its processes.  torch itself listens on all networks."""
+    """Serve a store, as torchrun does.  torch itself would listen on all networks."""
     options: dict = {"timeout": limit, "is_master": True, "wait_for_workers": False}
     if address in ("localhost", "::1") or address.startswith("127."):
         family = socket.AF_INET6 if ":" in address else socket.AF_INET

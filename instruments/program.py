@@ -28,7 +28,8 @@ def run_program(command: list[str], begin: Callable[[], None]) -> bool:
     """Run the program as __main__, in this process.  Returns whether an instrument has finished.
 
     command: ["train.py", "--my-flag"], or ["-m", "package.train", "--my-flag"].
-    begin: called first, when our modules are hidden: who shows them in between does so for good.
+    begin: called when our modules are hidden, before the program's first line.  If another thread
+    shows them after that, they are not hidden again.
     """
     is_module = command[0] == "-m"
     arguments = command[1:] if is_module else command

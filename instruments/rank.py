@@ -25,7 +25,7 @@ from instruments.observer import Observer
 from instruments.program import Refused, run_program, show_modules, where, without_our_frames
 
 MOMENT = 5  # seconds that a rank which has failed waits for the others' notes
-DRAWING = 20  # seconds that it waits at most, under torchrun, until rank 0 has shown them
+DRAWING = 20  # seconds that it waits at most, under torchrun, until rank 0 has drawn
 
 
 class Job(NamedTuple):
@@ -85,7 +85,7 @@ class Rank:
 
     def leave(self, ending: str, is_own_thread: bool = True) -> None:
         if self.is_stuck and ending == "failed":
-            return  # as another one that was stuck has ended first, with its connections
+            return  # the failure came after: another rank that was stuck has ended its connections
         notes = Notes(self.place.rank, ending, self.hooks.notes(is_own_thread))
         self.meeting.put(f"rank {self.place.rank}", notes)
 

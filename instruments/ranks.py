@@ -73,12 +73,12 @@ def look_at(job: Job, nproc: int | None, show: Callable[[list[Notes]], int]) -> 
 
 
 def exit_at_sigterm() -> None:
-    """So that what a process has to say, or to remove, before its end is done."""
+    """End by an exception at SIGTERM, so that `finally` blocks still say and remove things."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
 
 
 def translate_variables() -> None:
-    """srun's and mpirun's, if distributed_launcher.py is here."""
+    """Set torchrun's variables from srun's and mpirun's, if distributed_launcher.py is here."""
     with contextlib.suppress(ModuleNotFoundError):
         import distributed_launcher as launcher
 

@@ -297,6 +297,13 @@ def test_memory_in_closed_form():
     assert 1 < activations / (4 * BATCH // N * SIDE**2 * floats) < (1.02 if record.HAS_MESSAGE_HOOKS else 1.3)
 
 
+def test_what_is_noted_of_memory_is_not_in_torchs_trace():
+    recorder, layer = record.Recorder(Place(0, 1), STEPS), nn.Linear(4, 2)
+    with torch.profiler.profile() as profiler:
+        recorder.note_memory("weights", layer.parameters())
+    assert not profiler.events() and len(recorder.noted.tensors[0][1]) == 2
+
+
 def test_the_kinds_of_memory_add_up_to_torchs_total():
     found, trace = recorded(small)
     allocations = [part for part in found[0]["memory"] if part.born > 0]

@@ -1,7 +1,6 @@
 """Brings the recordings together: one clock, which messages belong together, who came last."""
 
 from collections import Counter, defaultdict
-from dataclasses import replace
 
 from timeline.data import Message, Recording, ms
 
@@ -10,17 +9,12 @@ END_TOGETHER = ("allreduce", "allgather", "barrier")  # on all ranks at the same
 
 def earlier(recording: Recording, by: int) -> Recording:
     """The same, with all times `by` nanoseconds earlier."""
-    blocks = []
-    for block in recording["memory"]:
-        blocks.append(replace(block, born=block.born - by, freed=block.freed - by))
-    return recording | {
-        "cuts": [cut - by for cut in recording["cuts"]],
-        "lane": [span.earlier(by) for span in recording["lane"]],
-        "idle": [span.earlier(by) for span in recording["idle"]],
-        "memory": blocks,
-        "messages": [message.earlier(by) for message in recording["messages"]],
-        "trace": [event | {"begin": event["begin"] - by} for event in recording["trace"]],
-    }
+    cuts = [cut - by for cut in recording["cuts"]]
+    trace = [event | {"begin": event["begin"] - by} for event in recording["trace"]]
+    moved = {"cuts": cuts, "trace": trace}
+    for name in ("lane", "idle", "memory", "messages"):
+        moved[name] = [one.earlier(by) for one in recording[name]]
+    return recording | moved
 
 
 def numbered(recording: Recording) -> dict[tuple, Message]:

@@ -7,8 +7,6 @@ import dataclasses
 import math
 from typing import Any, NamedTuple, TypedDict
 
-import numpy
-
 WARM_UP = 3  # steps
 KEPT = ("weights", "optimizer state", "gradients", "message buffers")  # kinds of memory
 BORN = ("activations", "temporary")
@@ -46,13 +44,8 @@ class Block:
     freed: float = math.inf  # it is still there
     is_end_known: bool = False
 
-    def moved(self, before: list[int], after: list[int]) -> "Block":
-        """The same on another clock: `before` and `after` are the same moments."""
-        born, freed = (
-            float(numpy.interp(time, before, after)) if math.isfinite(time) else time
-            for time in (self.born, self.freed)
-        )
-        return dataclasses.replace(self, born=born, freed=freed)
+    def earlier(self, by: float) -> "Block":
+        return dataclasses.replace(self, born=self.born - by, freed=self.freed - by)
 
 
 class Message(NamedTuple):

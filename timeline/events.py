@@ -6,6 +6,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 
 from timeline.data import WARM_UP, Message, Noted, Recording, Span, counted
@@ -33,8 +34,10 @@ def recording_of(noted: Noted, profiler: Any) -> Recording:
     cuts = gpu_cuts(work, noted.cuts) if work else noted.cuts
     is_seen = noted.device in NUMBERS
     memory = memory_of(events, noted, spans, messages) if is_seen else []
-    if work:
-        memory = [block.moved(noted.cuts, cuts) for block in memory]
+    if work:  # from the process's steps to those of its GPU
+        for block in memory:
+            times = numpy.interp((block.born, block.freed), noted.cuts, cuts)
+            block.born, block.freed = times.tolist()
     boot = Path("/proc/sys/kernel/random/boot_id")
     threads = counted(torch.get_num_threads(), "thread")
     return {

@@ -22,7 +22,7 @@ def figures_of(
     reasons: list[Reason],
     findings: list[Line],
 ) -> dict[str, Any]:
-    """All under names that stay: docs/timeline.md explains them.  Times are milliseconds."""
+    """The figures under names that do not change: see docs/timeline.md.  Times are milliseconds."""
     ranks = []
     for number, steps in table.ranks.items():
         times = {"step": [in_ms(step.length) for step in steps]}

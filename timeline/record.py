@@ -27,7 +27,7 @@ HAS_MESSAGE_HOOKS = hasattr(torch_dist.ProcessGroup, "register_pre_hook")  # sin
 
 
 def observers(place: Place, steps: int) -> list[Observer]:
-    """What each rank is looked at by."""
+    """What looks at a rank: one recorder."""
     return [Recorder(place, steps)]
 
 

@@ -112,7 +112,7 @@ def table_of(recordings: list[Recording]) -> Table:
 
 
 def longest(lengths: list[list[float]]) -> list[float]:
-    """Those of the rank whose median is longest: a rank has had them, each pause counts once."""
+    """The lengths of the rank whose median is longest: so each pause counts once."""
     return max(lengths, key=lambda of_rank: statistics.median(of_rank or [0]))
 
 

@@ -20,7 +20,7 @@ def trace_of(picture: Picture) -> dict:
 
 
 def events_of(rank: dict) -> list[dict]:
-    """Torch's events, and a thread of ours; numbers of processes and arrows are of this rank."""
+    """Torch's events, and a thread of ours; no other rank has the same numbers and arrows."""
     own = 1000 * (rank["rank"] + 1)
     called = f"rank {rank['rank']}"
     place = {"pid": own, "tid": OWN_THREAD}

@@ -11,7 +11,7 @@ NODE = "autograd::engine::evaluate_function"
 def ddp_waits(main: list[dict], spans: list[Span], messages: list[Message]) -> list[Span]:
     """DDP waits for its messages in C++, after the last node of a backward.
 
-    There each pause of this thread is one.
+    From there on, each pause of this thread is such a wait.
     """
     if not any(event["name"] == "DistributedDataParallel.forward" for event in main):
         return []

@@ -23,7 +23,7 @@ class Reason(NamedTuple):
 
 
 def why(table: Table) -> list[Reason]:
-    """None if nothing was seen, or only chance."""
+    """The reasons; an empty list if nothing was seen, or only what may be chance."""
     late = late_batches(table)
     in_some = what_all_spend_in_some(table)
     if len(table.ranks) > 1 and not (late and table.has_workers):
