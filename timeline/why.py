@@ -142,14 +142,11 @@ def late_by_turns(table: Table) -> list[Reason]:
 
 def what_all_spend_in_some(table: Table) -> list[Reason]:
     """What all ranks have in the same steps.  Once is chance, and so is time without a core."""
-    each = {}
-    for rank, part in itertools.product(table.ranks, OWN_PARTS):
-        steps = table.ranks[rank]
-        each[rank, part] = [max(0, step.spent[part] - step.without_core) for step in steps]
-    least = {}  # a pause is as long as the shortest of the ranks'
-    for part in OWN_PARTS:
-        of_ranks = zip(*(each[rank, part] for rank in table.ranks), strict=True)
-        least[part] = [min(values) for values in of_ranks]
+    least = defaultdict(list)  # a pause is as long as the shortest of the ranks'
+    for steps in zip(*table.ranks.values(), strict=True):
+        for part in OWN_PARTS:
+            own = [max(0, step.spent[part] - step.without_core) for step in steps]
+            least[part].append(min(own))
     return in_some_steps(table, who(table), least, once)
 
 
