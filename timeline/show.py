@@ -45,7 +45,7 @@ def show(args: argparse.Namespace, notes: list[Notes]) -> int:
     trace = json.dumps(trace_of(picture), separators=(",", ":"))
     files = {f"{args.out}.svg": draw([picture]), f"{args.out}.json": trace}
     if args.json:
-        files[args.json] = json.dumps(figures)
+        files[args.json] = json.dumps(figures) + "\n"
     return code if write(files) and not broken else 1
 
 
