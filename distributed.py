@@ -132,7 +132,7 @@ def init_process_group(
     if isinstance(backend, int):
         backend, rank = None, backend
     if not torch_dist.is_initialized():
-        _remove_variables()  # torch's own destroy_process_group has ended the last group
+        _forget_group()  # torch's own destroy_process_group has ended the last group
     limit = get_timeout(timeout)
     backend = choose_backend(backend)
     if rank is not None or world_size is not None:
@@ -147,7 +147,7 @@ def init_process_group(
         _join(backend, limit)
     except BaseException:
         if not torch_dist.is_initialized():
-            _remove_variables()
+            _forget_group()
         raise
 
 
@@ -269,11 +269,13 @@ def _leave_group() -> None:
         # (pytorch#179291; seen with torch 2.4.1).
         time.sleep(0.02)
         torch_dist.destroy_process_group()
-    _remove_variables()
+    _forget_group()
 
 
-def _remove_variables() -> None:
-    """Unset the environment variables that init_process_group has set."""
+def _forget_group() -> None:
+    """Unset the environment variables that init_process_group has set; count forward passes from 0 again."""
+    global _passes
+    _passes = 0
     while _set_by_hand:
         os.environ.pop(_set_by_hand.pop(), None)
 
