@@ -319,6 +319,18 @@ def test_noise_is_how_much_steps_differ_and_the_time_without_a_core():
     assert code == 0 and "noise: 5.0 ms" in text, text
 
 
+def test_on_a_busy_machine_the_work_is_compared_without_the_time_without_a_core():
+    busy = {"core": 9, "also": lambda rank, step, part: 9 * (part == "other"), "ranks": 2}
+    before, after = figures(extra=[0] * 20, **busy), figures(extra=[4] * 20, part="forward", **busy)
+    assert before["step"] > figures()["step"] + 8
+    text, code = compare(before, after, 5)
+    assert code == 1 and text.startswith("slower by 4.0 ms (9 %) in a step, without its waits (noise: 0.0 ms"), text
+    assert text.endswith(": rank 1 spends 4.0 ms more in forward")
+    assert compare(after, before, 5)[0].startswith("faster by 4.0 ms")
+    quiet = figures()
+    assert compare(before, quiet, 5)[1] == compare(quiet, quiet | {"ranks": before["ranks"]}, 5)[1] == 0
+
+
 def test_another_program_or_device_is_not_compared():
     for other in {"program": ["-m", "train"]}, {"processes": 3}, {"device": "a GPU"}:
         text, code = compare(figures(), figures() | other, 5)
