@@ -206,9 +206,14 @@ def needs_gpus(backend: str) -> bool:
 
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-# Other launchers' number of processes: Open MPI, MPICH and Cray, MVAPICH, IBM, Flux, srun (a batch script is one).
-SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "JSM_NAMESPACE_SIZE", "FLUX_JOB_SIZE")
-SIZES = (*SIZES, "SLURM_STEP_NUM_TASKS")
+SIZES = (  # other launchers put their number of processes into these
+    "OMPI_COMM_WORLD_SIZE",  # Open MPI
+    "PMI_SIZE",  # MPICH, Cray
+    "MV2_COMM_WORLD_SIZE",  # MVAPICH
+    "JSM_NAMESPACE_SIZE",  # IBM
+    "FLUX_JOB_SIZE",
+    "SLURM_STEP_NUM_TASKS",  # srun; a batch script is one process
+)
 
 
 def check_variables() -> None:
@@ -624,7 +629,7 @@ def _count_pass(model: nn.Module, inputs: tuple) -> None:
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         _passes += 1
         if launcher:
-            launcher.note_passes(_passes)
+            launcher.note_progress(_passes_in_words())
 
 
 def _passes_in_words() -> str:

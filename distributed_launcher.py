@@ -389,9 +389,8 @@ class _Ranks:
                 otherwise = "has finished, but its process runs on: a thread, or atexit?"
             else:
                 otherwise = f"no answer (starting, or stopped: then kill -CONT {process.pid})"
-            passes = self.read(f"passes{rank}").decode()
-            passes = f", after {passes} forward passes" if passes else ""
-            lines.append(f"  rank {rank}: {_where(frames) or otherwise}{passes}")
+            progress = self.read(f"progress{rank}").decode().rstrip()
+            lines.append(f"  rank {rank}: {_where(frames) or otherwise}{progress}")
             open(f"{self.folder}/stack{rank}", "w").close()  # empty, for the next answer
         return "\n".join(lines)
 
@@ -486,7 +485,7 @@ def _guard(parent: int, folder: str) -> None:
 
 def _be_rank(guard: int, environment: dict, folder: str, threads: int | None, job: Any) -> None:
     """Call the function in this process, a rank, and write the report."""
-    global _passes_file
+    global _progress_file
     try:
         os.setpgid(0, guard)  # so Ctrl-C in a terminal reaches the launching process alone
     except OSError:  # the launching process was killed, and so the guard has ended
@@ -502,7 +501,7 @@ def _be_rank(guard: int, environment: dict, folder: str, threads: int | None, jo
     stack_file = open(f"{folder}/stack{rank}", "a")  # noqa: SIM115  faulthandler keeps it open
     faulthandler.enable(file=stack_file)  # for a crash, also in another thread, such as NCCL's watchdog
     faulthandler.register(STACK_SIGNAL, file=stack_file, all_threads=False)
-    _passes_file = os.open(f"{folder}/passes{rank}", os.O_CREAT | os.O_WRONLY)
+    _progress_file = os.open(f"{folder}/progress{rank}", os.O_CREAT | os.O_WRONLY)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (*STOP_SIGNALS, signal.SIGUSR1, STACK_SIGNAL))
     if threads:
         torch.set_num_threads(threads)
@@ -559,9 +558,9 @@ def _random_numbers() -> tuple:
 
 def _set_random_numbers(states: tuple, is_forked: bool) -> None:
     """Continue the launching process's random numbers.  A forked process does; only Python's generator is reseeded."""
-    random.setstate(states[0])
+    of_python, of_numpy, seed, of_torch, of_cuda = states
+    random.setstate(of_python)
     if not is_forked:
-        _, of_numpy, seed, of_torch, of_cuda = states
         numpy.random.set_state(of_numpy)
         torch.manual_seed(seed)  # GPUs, too
         torch.set_rng_state(of_torch)
@@ -569,13 +568,13 @@ def _set_random_numbers(states: tuple, is_forked: bool) -> None:
             torch.cuda.set_rng_state_all(of_cuda)
 
 
-_passes_file = 0  # in a rank of `launch`: where it notes its forward passes
+_progress_file = 0  # of a rank of `launch`: a file, because a rank that hangs can't answer
 
 
-def note_passes(count: int) -> None:
-    """Note, for the table of where each rank stands, how many forward passes this rank has begun."""
-    if _passes_file:
-        os.pwrite(_passes_file, str(count).encode(), 0)  # a file: a rank that hangs could not answer
+def note_progress(text: str) -> None:
+    """Note how far this rank has come, for the table of where each rank stands."""
+    if _progress_file:
+        os.pwrite(_progress_file, text.encode().ljust(80), 0)  # 80: the text before may have been longer
 
 
 _inherited: list[weakref.ref] = []  # the files that the launching process had open

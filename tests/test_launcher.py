@@ -335,7 +335,7 @@ def test_sigusr1_asks_where_each_rank_stands_and_the_run_goes_on(program):
 
 UNEQUAL = """
 def train(rank, n):
-    for batches in 3, 7 if rank < 2 else 5:
+    for batches in 12, 7 if rank < 2 else 5:  # fewer digits than before
         dist.cleanup()  # the passes of a group that has ended are not counted
         dist.init_process_group()
         model = dist.prepare_ddp_model(torch.nn.Linear(4, 2))
