@@ -88,10 +88,11 @@ class Hooks:
 
         In torch.func.grad and vmap there are no tensors whose values can be noted.
         """
-        is_transformed = torch._C._functorch.peek_interpreter_stack() is not None
+        if torch.compiler.is_compiling():  # comes first, as torch.compile reads this function, too
+            return True
         if threading.get_ident() != self.thread:
             return not any(observer.is_ours() for observer in self.observers)
-        return is_transformed or torch.compiler.is_compiling()
+        return torch._C._functorch.peek_interpreter_stack() is not None
 
     def _tell(self, what: str, *args: Any) -> None:
         for observer in self.observers:

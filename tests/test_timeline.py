@@ -12,6 +12,7 @@ import io
 import json
 import pickle
 import re
+import statistics
 import sys
 import time
 import xml.etree.ElementTree as ElementTree
@@ -21,6 +22,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.distributed import _functional_collectives as functional_collectives
 from world import FEW_DIGITS, ROOT, chromium, forker, run, skip_if_refused, wait_for
 
 import data
@@ -159,6 +161,71 @@ def test_a_delay_is_the_others_waiting_and_its_rank_is_named(tmp_path):
         after = {next_to.what for part, next_to in zip(parts, parts[1:], strict=False) if part.what == "waiting"}
         assert "backward" in after, "its last copies come after the wait"
         assert sum(part.length for part in parts if part.what == "waiting") >= STEPS * 0.5 * DELAY
+
+
+class SleepsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, values):
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        time.sleep(DELAY / 1e9)
+        return gradient
+
+
+def after_ddp():
+    """A layer outside DDP, whose backward begins when DDP has sent its last message."""
+    layer, model = nn.Linear(4, 4), nn.parallel.DistributedDataParallel(nn.Linear(4, 2))
+    optimizer = torch.optim.SGD([*layer.parameters(), *model.parameters()], 0.1)
+    for _ in range(12):
+        model(SleepsInBackward.apply(layer(torch.ones(5, 4)))).sum().backward()
+        optimizer.step()
+
+
+@pytest.mark.skipif(not record.HAS_MESSAGE_HOOKS, reason="torch 2.14 tells when a backward has computed all")
+def test_ddp_waits_only_when_all_is_computed():
+    for steps in table_of(recordings(after_ddp)).ranks.values():
+        assert all(step.spent["backward"] > 0.9 * DELAY for step in steps)
+
+
+def functional(is_compiled):
+    """Rank 1 comes late to a functional collective, which waits in C++."""
+
+    def mean(values):
+        return functional_collectives.all_reduce(values, "sum", torch.distributed.group.WORLD) / N
+
+    if is_compiled:
+        mean = torch.compile(mean, backend="aot_eager", fullgraph=True)
+    layer = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(layer.parameters(), 0.1)
+    for _ in range(12):
+        layer(torch.ones(5, 4)).sum().backward()
+        if dist.get_rank() == 1:
+            time.sleep(DELAY / 1e9)
+        layer.weight.grad = mean(layer.weight.grad)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_waits_for_functional_collectives(is_compiled):
+    table = table_of(recordings(functional, is_compiled))
+    for rank in (0, 2):
+        assert statistics.median(step.spent["waiting"] for step in table.ranks[rank]) > 0.5 * DELAY
+
+
+def test_operations_are_noted_if_asked():
+    if not record.HAS_MESSAGE_HOOKS:
+        pytest.skip("before torch 2.14 they tell of messages")
+    for ops in (False, True):
+        recorder, layer = record.Recorder(Place(0, 1), STEPS, ops), nn.Linear(4, 2)
+        optimizer = torch.optim.SGD(layer.parameters(), 0.1)
+        with Hooks([recorder]).installed(), contextlib.suppress(Finished):
+            while True:
+                layer(torch.ones(5, 4)).sum().backward()
+                optimizer.step()
+        names = {event["name"] for event in recorder.notes(is_own_thread=True)["trace"]}
+        assert "Optimizer.step#SGD.step" in names and ("aten::linear" in names) == ops
 
 
 # --------------------------------------------------------------------------------------------------- messages, memory

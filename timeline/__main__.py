@@ -20,6 +20,7 @@ def parse_args() -> argparse.Namespace:
     default = "(default: %(default)s)"
     add = parser.add_argument
     add("--steps", type=int, default=20, help=f"to record {default}")
+    add("--ops", action="store_true", help="note torch's operations, too, for OUT.json")
     add("--steps-shown", type=int, default=1, help=f"in the picture {default}")
     add("--out", default="timeline", help=f"writes OUT.svg and OUT.json {default}")
     add("--nproc", type=int, help="processes (default: one per GPU; without a GPU, 2)")

@@ -93,6 +93,7 @@ class Noted:
     marks: list[Any] = dataclasses.field(default_factory=list)  # there: events of CUDA, or None
     core_waits: list[int] = dataclasses.field(default_factory=list)  # there: see core_wait
     calls: list[Message] = dataclasses.field(default_factory=list)  # not known yet: when they ran
+    graph_ends: list[int] = dataclasses.field(default_factory=list)  # of backwards with messages
     tensors: list[tuple[int, dict]] = dataclasses.field(default_factory=list)  # see note_memory
     worker_starts: list[int] = dataclasses.field(default_factory=list)  # steps
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy
 import torch
 
-from timeline.data import WARM_UP, Message, Noted, Recording, Span, counted
-from timeline.gpu import GPU_WORK, gpu_cuts, gpu_lane, gpu_work, is_nccl
+from timeline.data import WARM_UP, Noted, Recording, Span, counted
+from timeline.gpu import gpu_cuts, gpu_lane, gpu_work, is_nccl
 from timeline.lanes import flat
 from timeline.memory import NUMBERS, memory_of, reserved_of
 from timeline.messages import gloo_messages, nccl_messages
@@ -21,15 +21,16 @@ def recording_of(noted: Noted, profiler: Any) -> Recording:
     """All that is known of this rank; profiler: None if it did not start, or can't be stopped."""
     events = read_trace(profiler) if profiler else []
     work = gpu_work(events)
-    main = [event for event in events if event["ph"] == "X" and event["tid"] == noted.thread]
     if any(map(is_nccl, work)):  # it lets the process go on: the GPU waits
         messages = nccl_messages(noted, events, work)
-        spans = host_spans(noted, main, [])
+        spans = noted.spans
     else:
         called = gloo_messages(noted, events)
-        spans = host_spans(noted, main, called)
+        is_ddp = any(event["name"] == "DistributedDataParallel.forward" for event in events)
+        spans = noted.spans + (ddp_waits(noted, called) if is_ddp else [])
         messages = ended(called, spans, noted.cuts)
-    host = host_lane(main, spans, messages)
+    lane = flat(spans)
+    host = flat([*lane, *losses(lane, messages), *gpu_waits(events, noted.thread)])
     lane, idle = gpu_lane(work, host) if work else (host, [])
     cuts = gpu_cuts(work, noted.cuts) if work else noted.cuts
     is_seen = noted.device in NUMBERS
@@ -74,30 +75,14 @@ def read_trace(profiler: Any) -> list[dict]:
     return sorted(trace["traceEvents"], key=lambda event: event["begin"])
 
 
-def host_spans(noted: Noted, main: list[dict], messages: list[Message]) -> list[Span]:
-    """What the process does, and its waits, also where C++ waits for messages of gloo's.
-
-    main: the events of the program's own thread.
-    """
-    own = []
-    for event in main:
-        if not event["name"].startswith("gloo:") and event.get("cat") not in GPU_WORK:
-            own.append(event)
-    spans = noted.spans + waits_in(own, "::wait_tensor")
-    return spans + ddp_waits(own, spans, messages)
-
-
-def host_lane(main: list[dict], spans: list[Span], messages: list[Message]) -> list[Span]:
-    """What the process does: also computing its loss, and waiting until its GPU has ended."""
-    lane = flat(spans)
-    calls = [event for event in main if event.get("cat") in ("cuda_runtime", "cuda_driver")]
-    return flat([*lane, *losses(lane, messages), *waits_in(calls, "Synchronize")])
-
-
-def waits_in(events: list[dict], name: str) -> list[Span]:
-    """The events whose names have this in them, as waits."""
-    named = [event for event in events if name in event["name"]]
-    return [Span("waiting", event["begin"], event["end"]) for event in named]
+def gpu_waits(events: list[dict], thread: int) -> list[Span]:
+    """Where this thread waits until its GPU has ended."""
+    waits = []
+    for event in events:
+        is_call = event["tid"] == thread and event.get("cat") in ("cuda_runtime", "cuda_driver")
+        if is_call and "Synchronize" in event["name"]:
+            waits.append(Span("waiting", event["begin"], event["end"]))
+    return waits
 
 
 def bare_lengths(noted: Noted) -> list[int]:

@@ -10,15 +10,13 @@ from timeline.data import Block, Message, Noted, Span
 NUMBERS = {"cpu": 0, "cuda": 1}  # of kinds of devices, in torch
 
 
-def blocks_of(events: list[dict], device: str) -> dict[int, list[Block]]:
+def blocks_of(events: list[dict], device: str, thread: int) -> dict[int, list[Block]]:
     """The blocks of each address of this kind of device, in the order of time.
 
-    Message buffers are what a collective's call allocates, or a thread of gloo.
+    Message buffers are what a thread of gloo allocates.
     """
-    callers = [event for event in events if event["name"].startswith("c10d::")]
-    calls = sorted((event["begin"], event["end"]) for event in callers)
     threads = {event["tid"] for event in events if event["name"].startswith("gloo:")}
-    threads -= {event["tid"] for event in callers}  # sends and receives are noted there
+    threads -= {thread}  # sends and receives are noted there
     blocks: dict[int, list[Block]] = defaultdict(list)
     for event in events:
         if event["name"] != "[memory]" or event["args"]["Device Type"] != NUMBERS[device]:
@@ -28,9 +26,7 @@ def blocks_of(events: list[dict], device: str) -> dict[int, list[Block]]:
         if size > 0:
             if here and not here[-1].is_end_known:
                 here[-1].freed = now  # a thread of gloo's has freed it: that is not recorded
-            call = bisect_right(calls, (now, now))
-            is_in_call = call > 0 and now < calls[call - 1][1]
-            is_message = event["tid"] in threads or is_in_call
+            is_message = event["tid"] in threads
             here.append(Block("message buffers" if is_message else "", size, now))
         elif here:
             here[-1].freed = now
@@ -45,7 +41,7 @@ def memory_of(
 
     Times are the process's, also of a GPU's memory: it allocates before the kernels run.
     """
-    blocks = blocks_of(events, noted.device)
+    blocks = blocks_of(events, noted.device, noted.thread)
     for now, kinds in noted.tensors:
         for address, (kind, size) in kinds.items():
             name_block(blocks[address], now, kind, size if address else 0)

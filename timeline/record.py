@@ -6,6 +6,7 @@ torch's profiler notes the rest; events.py reads both.
 import contextlib
 import functools
 import itertools
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import distributed as torch_dist
 from torch import nn
+from torch._C._profiler import RecordScope
 
 from instruments.meeting import Place
 from instruments.observer import Observer
@@ -26,17 +28,19 @@ from timeline.messages import kind_of
 HAS_MESSAGE_HOOKS = hasattr(torch_dist.ProcessGroup, "register_pre_hook")  # since torch 2.14
 
 
-def observers(place: Place, steps: int) -> list[Observer]:
+def observers(place: Place, steps: int, ops: bool = False) -> list[Observer]:
     """What looks at a rank: one recorder."""
-    return [Recorder(place, steps)]
+    return [Recorder(place, steps, ops)]
 
 
 class Recorder(Observer):
     """Notes what this process's program does, from the first step to the last."""
 
-    def __init__(self, place: Place, steps: int) -> None:
+    def __init__(self, place: Place, steps: int, ops: bool = False) -> None:
+        self.ops = ops  # whether torch's operations are noted, too
         thread = threading.get_native_id()
         self.noted = Noted(place.rank, place.world_size, thread, *recorded_steps(steps))
+        self.schedule = open_schedule()
         self.open: list[tuple[str, int]] = []  # spans that have not ended, the innermost last
         self.next_cut = 0
         self.next_mark: Any = None  # an event of CUDA at the same place
@@ -51,10 +55,14 @@ class Recorder(Observer):
         return len(self.noted.cuts) - 1
 
     def patches(self) -> list[tuple[Any, str, Callable]]:
-        """Waits, and other profilers."""
+        """Waits, and profilers."""
+        wait_tensor = torch.ops._c10d_functional.wait_tensor
         return [
             (torch.autograd.profiler.profile, "_prepare_trace", self.other_profiler),
+            (torch.autograd.profiler, "_enable_profiler", self.enable_profiler),
             (torch_dist.Work, "wait", self.wait),
+            (wait_tensor, "_op", self.wait),  # FSDP's, tensor parallelism's
+            (wait_tensor.default, "_op", self.wait),  # the same, called by what torch.compile makes
             (torch_dist, "_broadcast_coalesced", self.wait),  # DDP's, of buffers: it waits in C++
         ]
 
@@ -139,7 +147,7 @@ class Recorder(Observer):
         if optimizer is self.hooks.optimizer:
             self.noted.cuts.append(self.next_cut or time.time_ns())
             self.noted.marks.append(self.next_mark)
-            self.noted.core_waits.append(core_wait())
+            self.noted.core_waits.append(core_wait(self.schedule))
             self.noted.device = parameters_of(optimizer)[0].device.type
             if self.step > self.noted.last:
                 raise Finished
@@ -178,7 +186,9 @@ class Recorder(Observer):
             return
         if HAS_MESSAGE_HOOKS and torch_dist.is_initialized():
             for group in torch_dist.distributed_c10d._world.pg_map:
-                group.register_pre_hook(id(self), functools.partial(self.note_message, group))
+                ranks = torch_dist.get_process_group_ranks(group)
+                note = functools.partial(self.note_message, group.group_name, ranks)
+                group.register_pre_hook(id(self), note)
                 self.hooks.undo.callback(group.unregister_pre_hook, id(self))
         is_gpu = self.noted.device == "cuda"
         self.noted.device_name = torch.cuda.get_device_name() if is_gpu else self.noted.device
@@ -197,21 +207,38 @@ class Recorder(Observer):
             )
         return original(profiler)
 
+    def enable_profiler(self, original: Callable, *args: Any) -> None:
+        """Note memory, messages of gloo and what the program names (record_function).
+
+        To note operations, too, costs 10 % of a step.  Calls of NCCL are among these, and before
+        torch 2.14 all calls.
+        """
+        if self.ops or self.noted.device == "cuda" or not HAS_MESSAGE_HOOKS:
+            return original(*args)
+        return original(*args, {RecordScope.USER_SCOPE})
+
     # ------------------------------------------------------------------------ messages and tensors
 
-    def note_message(self, group: Any, args: Any) -> None:
-        name, tensors = args.name.name, args.input_tensors or args.output_tensors
-        ranks = torch_dist.get_process_group_ranks(group)
+    def note_message(self, group: str, ranks: list[int], args: Any) -> None:
+        issued, name = time.time_ns(), args.name.name
+        inputs, outputs = args.input_tensors, args.output_tensors
+        tensors = inputs or outputs
         call = Message(
             kind_of(name) or "message",
-            group.group_name,
-            issued=time.time_ns(),
+            group,
+            issued=issued,
             peer=ranks[args.root] if name in ("SEND", "RECV") else None,
             bytes=sum(map(size_in_bytes, tensors)),
             runs=len(tensors) if name == "REDUCE_SCATTER" else 1,  # gloo: an all-reduce of each
         )
         self.noted.calls.append(call)
-        self.note_memory("message buffers", [*args.input_tensors, *args.output_tensors])
+        self.note_memory("message buffers", [*inputs, *outputs])
+        if torch._C._current_graph_task_id() != -1:  # called by a hook, such as DDP's
+            torch.autograd.Variable._execution_engine.queue_callback(self.note_graph_end)
+
+    def note_graph_end(self) -> None:
+        """A backward has computed all.  DDP queues its own function, which waits, after this."""
+        self.noted.graph_ends.append(time.time_ns())
 
     def note_memory(self, kind: str, values: Iterable) -> None:
         """Note where in memory the tensors are: {address: (kind, bytes)}.
@@ -228,10 +255,14 @@ class Recorder(Observer):
         self.noted.tensors.append((time.time_ns(), addresses))
 
 
-def core_wait() -> int:
-    """How long this thread was ready to run, but had no core; 0 where Linux doesn't tell."""
+def open_schedule() -> int | None:
+    """The file in which Linux tells how long this thread was ready to run, but had no core."""
     try:
-        with open("/proc/thread-self/schedstat") as file:
-            return int(file.read().split()[1])
+        return os.open("/proc/thread-self/schedstat", os.O_RDONLY)
     except OSError:
-        return 0
+        return None
+
+
+def core_wait(schedule: int | None) -> int:
+    """What the file tells now; 0 where there is none."""
+    return int(os.pread(schedule, 100, 0).split()[1]) if schedule else 0

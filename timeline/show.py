@@ -19,7 +19,7 @@ from timeline.trace import read_picture, trace_of
 
 def record_and_show(args: argparse.Namespace) -> int:
     """Record the program on all ranks, then show it; returns the exit code."""
-    job = Job("timeline", args.command, args.patience, observers, (args.steps,))
+    job = Job("timeline", args.command, args.patience, observers, (args.steps, args.ops))
     return look_at(job, args.nproc, functools.partial(show, args))
 
 

@@ -3,33 +3,23 @@
 import itertools
 from bisect import bisect_left, bisect_right
 
-from timeline.data import Message, Span
-
-NODE = "autograd::engine::evaluate_function"
+from timeline.data import Message, Noted, Span
 
 
-def ddp_waits(main: list[dict], spans: list[Span], messages: list[Message]) -> list[Span]:
-    """DDP waits for its messages in C++, after the last node of a backward.
+def ddp_waits(noted: Noted, messages: list[Message]) -> list[Span]:
+    """DDP waits for its messages in C++, when the backward has computed all.
 
-    From there on, each pause of this thread is such a wait.
+    It has sent the last one then.  Before torch 2.14 this call is all that is known of the end.
     """
-    if not any(event["name"] == "DistributedDataParallel.forward" for event in main):
-        return []
-    begins = [event["begin"] for event in main]
     waits = []
-    for span in spans:
+    for span in noted.spans:
         sent = [message for message in messages if span.begin <= message.issued < span.end]
-        if span.what != "backward" or not sent:
-            continue
-        arrived = max(message.end for message in sent)
-        inside = main[bisect_left(begins, span.begin) : bisect_left(begins, span.end)]
-        nodes = [event for event in inside if event["name"].startswith(NODE)]
-        now = max((event["end"] for event in nodes), default=span.end)
-        after = [event for event in inside if event["begin"] >= now]
-        for event in [*after, {"begin": span.end, "end": span.end}]:
-            if now < event["begin"] and now < arrived:
-                waits.append(Span("waiting", now, event["begin"]))
-            now = max(now, event["end"])
+        if span.what == "backward" and sent:
+            ends = [time for time in noted.graph_ends if span.begin <= time < span.end]
+            begin = max([sent[-1].issued, *ends])
+            end = min(max(message.end for message in sent), span.end)
+            if begin < end:
+                waits.append(Span("waiting", begin, end))
     return waits
 
 
