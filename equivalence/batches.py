@@ -10,10 +10,10 @@ from typing import Any
 import numpy
 import torch
 import torch.nn.functional as F
-from instruments.tensors import digest, tensors_in
 from torch import nn
 
 from equivalence.limits import GROUPS
+from equivalence.tensors import digest, tensors_in
 
 IGNORED = -100  # torch's losses leave these targets out; everything else is padded with 0
 

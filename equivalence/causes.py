@@ -1,12 +1,11 @@
 """Causes of a difference in link 2: layers, rounding, a factor, or batches joined wrongly."""
 
-from instruments.tensors import tensors_in
-
 from equivalence import limits, vectors
 from equivalence.batches import counts_up, unequal_rows
 from equivalence.facts import GOT, PARTS, Facts
 from equivalence.notes import Alone
 from equivalence.one_batch import Look, Looks, gradient, sides
+from equivalence.tensors import tensors_in
 from equivalence.verdict import Figures, Link, some_of
 from equivalence.view import are_joined_rightly
 

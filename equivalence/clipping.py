@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 from instruments.observer import Observer
-from instruments.tensors import digest, whole
 from torch import nn
 from torch.nn.utils import clip_grad
 
 from equivalence import limits, vectors
 from equivalence.notes import Notes, Shelf, Step
+from equivalence.tensors import digest, whole
 from equivalence.vectors import Vector
 
 

@@ -8,12 +8,12 @@ import torch
 import torch.nn.functional as F
 from distributed import unwrap_model
 from instruments.observer import Observer
-from instruments.tensors import digest, tensors_in
 from torch import nn
 
 from equivalence.batches import to_plain
 from equivalence.loaders import Loaders
 from equivalence.notes import Event, RandomState, random_state, set_random_state
+from equivalence.tensors import digest, tensors_in
 
 LOSSES = [name for name in dir(F) if name.endswith("_loss") or name in ("cross_entropy", "kl_div")]
 LOSSES += ["binary_cross_entropy", "binary_cross_entropy_with_logits"]

@@ -16,6 +16,7 @@ from equivalence.batches import digests_of_examples, to_plain
 from equivalence.limits import FOLLOWED, OFTEN
 from equivalence.loaders import Loaders, without_subsets
 from equivalence.notes import Notes, digest_of_ends
+from equivalence.record import print_into
 from equivalence.verdict import SAME, Answer, Link, Verdict, problem, unknown
 
 FIRST = 64  # examples that tell whether the second epoch has another order
@@ -78,7 +79,7 @@ class Follower(Observer):
         self.name = ""  # of the loader
 
     def installed(self) -> None:
-        self.print_into(self.log)
+        print_into(self.hooks.undo, self.log)
 
     def patches(self) -> list[tuple[Any, str, Callable]]:
         return self.loaders.patches()

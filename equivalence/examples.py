@@ -3,12 +3,11 @@
 from collections import Counter
 from typing import Any
 
-from instruments.tensors import tensors_in
-
 from equivalence.batches import digests_of_examples
 from equivalence.facts import PARTS, UNCLEAR, Facts
 from equivalence.limits import ALIKE, OFTEN
 from equivalence.notes import Event
+from equivalence.tensors import tensors_in
 from equivalence.verdict import Link, some_of
 
 LABEL = "examples"

@@ -5,11 +5,11 @@ import itertools
 from functools import cached_property
 
 import torch
-from instruments.tensors import digest, tensors_in
 
 from equivalence import limits, vectors
 from equivalence.batches import count_examples
 from equivalence.notes import Event, Notes
+from equivalence.tensors import digest, tensors_in
 from equivalence.vectors import Vector, put_together, unequal_names
 
 # What the ranks have:

@@ -4,14 +4,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from instruments.observer import Observer
-from instruments.tensors import parameters_of, whole
+from instruments.observer import Observer, parameters_of
 from torch import nn
 from torch.nn.modules import module as nn_module
 from torch.nn.parameter import is_lazy
 
 from equivalence.clipping import Clipping
 from equivalence.notes import Shelf
+from equivalence.tensors import whole
 
 PLAIN = (int, float, bool, str, type(None), tuple)
 

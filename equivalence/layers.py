@@ -8,11 +8,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from instruments.observer import Observer
-from instruments.tensors import tensors_in
 from torch import nn
 
 from equivalence.limits import COARSE
 from equivalence.notes import Notes
+from equivalence.tensors import tensors_in
 
 BATCH_NORM = nn.modules.batchnorm._BatchNorm
 NORM_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 import numpy
 import torch
-from instruments.tensors import bytes_of, digest, whole
 
 from equivalence.limits import AHEAD
+from equivalence.tensors import bytes_of, digest, whole
 from equivalence.vectors import Vector
 
 LARGE = 1_000_000  # bytes: a smaller tensor stays in memory

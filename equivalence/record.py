@@ -3,13 +3,14 @@
 In a run in one process a source, if there is one, gives a step its batch, weights and gradients.
 """
 
+import contextlib
+import re
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from instruments.command import show
-from instruments.hooks import plain_name
 from instruments.meeting import Place
 from instruments.observer import Observer
 from instruments.program import Finished, Refused
@@ -49,6 +50,18 @@ def observers(
     parts.append(Gradients(steps, weights, clipping, shelf))
     parts += [source, CoarseOptimizers(steps.noted)] if source else []
     return [steps, *parts, Progress(steps, shelf, f"{log}{place.rank}", terminal)]
+
+
+def print_into(undo: contextlib.ExitStack, log: str) -> None:
+    """What the program prints goes into this file, until it ends."""
+    file = open(log, "w", encoding="utf-8")  # noqa: SIM115  `undo` closes it
+    undo.enter_context(file)
+    undo.enter_context(contextlib.redirect_stdout(file))
+    undo.enter_context(contextlib.redirect_stderr(file))
+
+
+def plain_name(name: str) -> str:
+    return re.sub(r"\b(module|_orig_mod)\.", "", name)
 
 
 class Steps(Observer):
@@ -215,7 +228,7 @@ class Progress(Observer):
         self.steps, self.shelf, self.log, self.terminal = steps, shelf, log, terminal
 
     def installed(self) -> None:
-        self.print_into(self.log)
+        print_into(self.hooks.undo, self.log)
 
     def gradients_are_there(self, optimizer: Any, is_again: bool) -> None:
         noted, length = self.steps.noted, self.steps.length

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from instruments.observer import Observer
 from instruments.program import Refused
-from instruments.tensors import digest, local
 from torch import distributed as torch_dist
 
 from equivalence.batches import (
@@ -22,6 +21,7 @@ from equivalence.batches import (
 )
 from equivalence.facts import Facts
 from equivalence.notes import Alone, Event, Notes, RandomState
+from equivalence.tensors import digest, local
 from equivalence.vectors import perturbed, put_together
 
 FORCED = ("all examples", "own data")  # kinds of runs whose optimizer gets the ranks' gradients

@@ -5,7 +5,6 @@ What happens in other threads, and while torch.compile looks at the program, is 
 
 import contextlib
 import functools
-import re
 import sys
 import threading
 import time
@@ -208,7 +207,3 @@ def replacement(function: Callable, original: Callable) -> Callable:
         return function(original, *args, **kwargs)
 
     return call
-
-
-def plain_name(name: str) -> str:
-    return re.sub(r"\b(module|_orig_mod)\.", "", name)

@@ -8,10 +8,10 @@ with Hooks([Counter()]).installed():
     run_program(["train.py"], begin=lambda: None)
 """
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 
@@ -27,13 +27,6 @@ class Observer:
 
     def installed(self) -> None:
         """The program is about to run.  What `self.hooks.undo` holds is undone at its end."""
-
-    def print_into(self, log: str) -> None:
-        """What the program prints goes into this file, until it ends."""
-        file = open(log, "w", encoding="utf-8")  # noqa: SIM115  `undo` closes it
-        self.hooks.undo.enter_context(file)
-        self.hooks.undo.enter_context(contextlib.redirect_stdout(file))
-        self.hooks.undo.enter_context(contextlib.redirect_stderr(file))
 
     def patches(self) -> list[tuple[Any, str, Callable]]:
         """(place, name, function): function(original, *args, **kwargs) replaces place.name."""
@@ -74,3 +67,8 @@ class Observer:
 
     def notes(self, is_own_thread: bool) -> Any:
         """What was noted, for `ranks`.  Another thread asks if the program hangs."""
+
+
+def parameters_of(optimizer: Any) -> list[torch.Tensor]:
+    """The parameters of an optimizer, in the order of its groups."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

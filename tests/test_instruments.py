@@ -11,9 +11,9 @@ import pytest
 import torch
 from world import ROOT, forker, free_port, wait_for
 
+from equivalence.tensors import tensors_in
 from instruments.command import write_file
 from instruments.meeting import CHUNK, Folder, Place, Store
-from instruments.tensors import tensors_in
 
 PROGRAM = """
 import os, sys, threading, time, torch
@@ -73,8 +73,10 @@ def imported_own(done, ranks):
 
 
 def drawn_ranks(folder):
-    found = json.loads((folder / "timeline.json").read_text())["timeline"]
-    return [one["rank"] for one in found["ranks"]]
+    events = json.loads((folder / "timeline.json").read_text())["traceEvents"]
+    own = {event["pid"] for event in events if event.get("cat") == "timeline"}
+    names = {event["args"]["name"] for event in events if event["name"] == "process_name" and event["pid"] in own}
+    return [int(name.removeprefix("rank ")) for name in sorted(names)]
 
 
 @pytest.mark.parametrize("mode", SAYS)

@@ -564,11 +564,10 @@ def test_a_program_that_knows_nothing_of_it(tmp_path):
     assert done.code == 0 and " ".join(done.out.split()).count("does each rank train for itself") == 1
     assert "made" not in done.out  # it was left
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.json", "mine.svg", "train.py"]
-    found = json.loads((tmp_path / "mine.json").read_text())["timeline"]
-    assert found["command"] == "python -m timeline train.py 100 --out" and len(found["ranks"]) == 2
+    spans = json.loads((tmp_path / "mine.json").read_text())["traceEvents"]
+    assert len({event["pid"] for event in spans if event.get("cat") == "timeline"}) == 2
+    assert "python -m timeline train.py 100 --out" in (tmp_path / "mine.svg").read_text()
     assert max(len(line) for line in done.out.splitlines() if str(tmp_path) not in line) < 80
-    again = forker().run(ROOT / "timeline", "--draw", "mine.json", "mine.json", "--out", "both", cwd=tmp_path)
-    assert again.code == 0 and (tmp_path / "both.svg").read_text().count(">rank 1<") == 2
 
 
 def test_a_program_that_has_left_its_group(tmp_path):
@@ -619,7 +618,7 @@ def test_a_reader_that_leaves_early_ends_nothing(tmp_path):
 
 def test_bad_flags_are_one_line(tmp_path):
     (tmp_path / "train.py").touch()
-    wrong = "", "--draw a b.py", "nothing.py", "--out no/x train.py", "--steps 0 train.py", "--nproc 0 train.py"
+    wrong = "", "nothing.py", "--out no/x train.py", "--steps 0 train.py", "--nproc 0 train.py"
     for given in *wrong, "train.py --nproc 3":
         done = forker().run(ROOT / "timeline", *given.split(), cwd=tmp_path)
         assert done.code == 2 and len(done.err.splitlines()) == 1, done

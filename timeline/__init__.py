@@ -4,22 +4,21 @@
     python -m timeline --steps-shown 8 -m variants.mnist_local_sgd   # a module; eight steps
     torchrun --nproc_per_node=2 PATH/timeline train.py --my-flags    # any program, from any folder
     python PATH/timeline train.py                                    # the same without torchrun
-    python -m timeline --draw a.json b.json --out both               # recordings, on one scale
 
 PATH is where this project lies.  Under torchrun no other file is needed.
 
 The program is not changed; it needs an optimizer of torch.optim.  timeline.svg has a lane for each
 rank: forward, backward, optimizer, waiting; below them messages and memory.  timeline.json has
-torch's own trace of all ranks, for https://ui.perfetto.dev.  docs/timeline.md says how to read it.
+torch's own trace of all ranks, for https://ui.perfetto.dev; with --ops each operation, too.
+docs/timeline.md says how to read it.
 
 A step lies between two steps of the optimizer that came first.  It begins where the DataLoader is
 asked for the next batch, if it is.  The first steps are left out, the next ones run without the
 recorder, then some are recorded, then the program is left.  Before torch 2.14 sizes of messages
-are not seen.
+are not seen; there and on a GPU each operation is recorded.
 On a GPU a lane shows what its kernels do.  Where it has nothing to compute, the lane shows what the
 process does then; a hatch of its own says that a phase launches no kernel.  Where only NCCL's
-kernels run, the GPU waits.  Memory is not drawn.  All this was tried on synthetic traces and on
-simulated GPUs.
+kernels run, the GPU waits.  All this was tried on synthetic traces and on simulated GPUs.
 """
 
 # The files, as the data flow; each imports only those above it:
@@ -37,6 +36,6 @@ simulated GPUs.
 #   figures.py    the same as JSON, and what became slower
 #   picture.py    a Picture of a step that is worth a look
 #   draw.py, svg.py    the Picture as SVG
-#   trace.py      the Picture as JSON, for Perfetto and for --draw
+#   trace.py      the Picture as JSON, for Perfetto
 #   show.py       all of it, for the processes of a run
 #   __main__.py   the command line

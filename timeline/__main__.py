@@ -28,12 +28,11 @@ def parse_args() -> argparse.Namespace:
     add("--json", metavar="FILE", help="write the figures as one object of JSON, too")
     add("--against", metavar="FILE", help="such an object: exit with 1 if the step is slower now")
     add("--tolerance", type=float, default=5, help=f"percent that a step may be slower {default}")
-    add("--draw", nargs="+", metavar="FILE", help="draw these recordings, run nothing")
     args = command.read(parser)
     args.out = command.output_path(parser, f"{args.out}.svg").removesuffix(".svg")
     args.json = args.json and command.output_path(parser, args.json)
-    if bool(args.draw) == bool(args.command):
-        parser.error("give a program, such as mnist_ddp.py --dataset synthetic, or --draw FILES")
+    if not args.command:
+        parser.error("give a program, such as mnist_ddp.py --dataset synthetic")
     if not 1 <= args.steps_shown <= args.steps:
         parser.error("--steps must be at least 1, and --steps-shown between 1 and --steps")
     if not args.patience > 0 or not args.tolerance >= 0:
@@ -45,11 +44,8 @@ def main() -> int:
     args = parse_args()
     from instruments.rank import leave  # imports torch: seconds
     from timeline import show
-    from timeline.figures import read_figures
 
-    if args.draw:
-        return show.draw_files(args.draw, args.out)
-    args.before = args.against and show.read(read_figures, args.against)
+    args.before = args.against and show.read_before(args.against)
     code = show.record_and_show(args)
     leave(code)
     return code

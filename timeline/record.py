@@ -18,9 +18,8 @@ from torch import nn
 from torch._C._profiler import RecordScope
 
 from instruments.meeting import Place
-from instruments.observer import Observer
+from instruments.observer import Observer, parameters_of
 from instruments.program import Finished, Refused
-from instruments.tensors import parameters_of, size_in_bytes
 from timeline.data import Message, Noted, Recording, Span, recorded_steps
 from timeline.events import recording_of
 from timeline.messages import kind_of
@@ -253,6 +252,13 @@ class Recorder(Observer):
                 storage = value.untyped_storage()
                 addresses[storage.data_ptr()] = (kind, storage.nbytes())
         self.noted.tensors.append((time.time_ns(), addresses))
+
+
+def size_in_bytes(tensor: torch.Tensor) -> int:
+    """The bytes of a tensor, or of a sparse tensor's indices and values."""
+    if tensor.layout == torch.sparse_coo:
+        return tensor._indices().nbytes + tensor._values().nbytes
+    return tensor.nbytes
 
 
 def open_schedule() -> int | None:

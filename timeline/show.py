@@ -4,17 +4,16 @@ import argparse
 import functools
 import json
 import sys
-from collections.abc import Callable
 
 from instruments.command import Line, refuse, say, write_file
 from instruments.rank import Job, Notes
 from instruments.ranks import NO_STEP, look_at
 from timeline.data import Recording, counted, recorded_steps
 from timeline.draw import draw
-from timeline.figures import compare
+from timeline.figures import compare, read_figures
 from timeline.picture import picture_of
 from timeline.record import observers
-from timeline.trace import read_picture, trace_of
+from timeline.trace import trace_of
 
 
 def record_and_show(args: argparse.Namespace) -> int:
@@ -75,16 +74,10 @@ def too_few_steps(recordings: list[Recording], steps: int) -> str:
     )
 
 
-def read(reader: Callable[[str], dict], file: str) -> dict:
-    """What the reader finds in the file; or one line, and exit code 2."""
+def read_before(file: str) -> dict:
+    """The figures in the file of --against; or one line, and exit code 2."""
     try:
-        return reader(file)
+        return read_figures(file)
     except (OSError, ValueError, KeyError, TypeError) as problem:
         why = f"{type(problem).__name__}: {problem}"
-        refuse("timeline", f"{file} can't be read as what timeline writes ({why})")
-
-
-def draw_files(files: list[str], out: str) -> int:
-    """Draw what `show` has saved, below each other; returns the exit code."""
-    pictures = [read(read_picture, file) for file in files]
-    return 0 if write({f"{out}.svg": draw(pictures)}) else 1
+        refuse("timeline", f"{file} can't be read as what --json writes ({why})")

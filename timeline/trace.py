@@ -1,22 +1,16 @@
-"""The Picture as JSON, for Perfetto and for --draw."""
+"""The Picture as JSON, for Perfetto."""
 
-import json
-from pathlib import Path
+from itertools import chain
 
-from timeline.data import KINDS, Message, Picture, Span
+from timeline.data import Picture
 
 OWN_THREAD = 0  # torch's have the system's numbers
 
 
 def trace_of(picture: Picture) -> dict:
-    """What torch has exported on each rank, joined, with what each rank does; and the picture."""
-    events: list[dict] = []
-    kept = []
-    for rank in picture["ranks"]:
-        events += events_of(rank)
-        kept.append({key: value for key, value in rank.items() if key != "trace"})
-    picture = picture | {"ranks": kept}
-    return {"traceEvents": events, "displayTimeUnit": "ms", "timeline": picture}
+    """What torch has exported on each rank, joined, with what each rank does."""
+    events = chain.from_iterable(map(events_of, picture["ranks"]))
+    return {"traceEvents": [*events], "displayTimeUnit": "ms"}
 
 
 def events_of(rank: dict) -> list[dict]:
@@ -44,15 +38,3 @@ def events_of(rank: dict) -> list[dict]:
             event["args"] = {"name": f"{called}: {event['args']['name']}"}
         events.append(event)
     return events
-
-
-def read_picture(file: str) -> Picture:
-    """What `trace_of` has saved; ValueError, KeyError, TypeError or OSError if it is none."""
-    picture = json.loads(Path(file).read_text(encoding="utf-8"))["timeline"]
-    for rank in picture["ranks"]:
-        rank["parts"] = [Span(*part) for part in rank["parts"]]
-        rank["messages"] = [Message(*message) for message in rank["messages"]]
-        rank["idle"] = [Span(*pause) for pause in rank["idle"]]
-        for kind in KINDS:
-            rank["memory"][kind]  # a recording of another version has no such key
-    return picture

@@ -50,17 +50,3 @@ def digest(batch: Any) -> str:
         hashed.update(f"{tensor.dtype} {list(tensor.shape)}".encode())
         hashed.update(bytes_of(tensor))
     return hashed.hexdigest()
-
-
-def parameters_of(optimizer: Any) -> list[torch.Tensor]:
-    parameters = []
-    for group in optimizer.param_groups:
-        parameters += group["params"]
-    return parameters
-
-
-def size_in_bytes(tensor: torch.Tensor) -> int:
-    """The bytes of a tensor, or of a sparse tensor's indices and values."""
-    if tensor.layout == torch.sparse_coo:
-        return tensor._indices().nbytes + tensor._values().nbytes
-    return tensor.nbytes
