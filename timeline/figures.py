@@ -103,16 +103,13 @@ def difference(before: dict, after: dict, least: float) -> tuple[float, float, s
     """How much more a step takes, how much of that may be noise, and of what it is.
 
     least: a smaller difference is none.  On a busy machine the whole step differs by chance, as a
-    rank has no core, and the others wait for it.  There what is left without these times counts,
-    too, which differs less.
+    rank has no core, and the others wait for it.  If that hides a difference, what is left without
+    these times counts, which differs less.
     """
-    cores = [without_core(found) for found in (before, after)]
     whole, noise = change(whole_steps(before), whole_steps(after))
-    is_busy = max(cores) > max(least, noise / 2)
-    noise += max(cores)
+    noise += max(map(without_core, (before, after)))
     more, of_work = change(work(before), work(after))
-    of_work += abs(cores[1] - cores[0])
-    is_hidden = is_busy and abs(whole) <= max(noise, least)
+    is_hidden = abs(whole) <= max(noise, least)
     if is_hidden and abs(more) > max(of_work, least) and whole / more > 1 / 2:
         return more, of_work, "in a step, without its waits"
     return whole, noise, "in a step"
