@@ -35,6 +35,9 @@ class Hooks:
         self.observers = observers
         for observer in observers:
             observer.hooks = self
+        # Is asked first, as torch.compile reads the hooks, too.  It is an attribute, as torch 2.4's
+        # finds no globals of modules that are hidden.
+        self.is_compiling = torch.compiler.is_compiling
         self.thread = threading.get_ident()
         self.inside: list[Open] = []  # the innermost comes last
         self.models: dict[int, nn.Module] = {}  # those with parameters that no other module calls
@@ -87,7 +90,7 @@ class Hooks:
 
         In torch.func.grad and vmap there are no tensors whose values can be noted.
         """
-        if torch.compiler.is_compiling():  # comes first, as torch.compile reads this function, too
+        if self.is_compiling():
             return True
         if threading.get_ident() != self.thread:
             return not any(observer.is_ours() for observer in self.observers)
@@ -136,6 +139,8 @@ class Hooks:
 
     def _before_module(self, module: nn.Module, args: tuple) -> tuple | None:
         """A forward pass is a call of a module with parameters, by no other, not to load data."""
+        if self.is_compiling():
+            return None
         is_inside = self.inside and self.inside[-1].what in ("forward", "load")  # as most are
         if is_inside or self.is_elsewhere():
             return None
@@ -153,6 +158,8 @@ class Hooks:
         return replaced
 
     def _after_module(self, module: nn.Module, args: tuple, output: Any) -> None:
+        if self.is_compiling():
+            return
         if not self.inside or self.inside[-1] != ("forward", module) or self.is_elsewhere():
             return
         self.inside.pop()

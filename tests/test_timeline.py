@@ -189,6 +189,46 @@ def test_ddp_waits_only_when_all_is_computed():
         assert all(step.spent["backward"] > 0.9 * DELAY for step in steps)
 
 
+def two_ddps_in_one_backward():
+    """As in a GAN: DDP waits twice in one backward, first for rank 1, which is late."""
+    models = [nn.parallel.DistributedDataParallel(nn.Linear(4, 4)) for _ in range(2)]
+    optimizer = torch.optim.SGD([parameter for model in models for parameter in model.parameters()], 0.1)
+    for _ in range(12):
+        loss = models[1](models[0](torch.ones(5, 4))).sum()
+        if dist.get_rank() == 1:
+            time.sleep(DELAY / 1e9)
+        loss.backward()
+        optimizer.step()
+
+
+def second_message():
+    """A hook of DDP that sends again where the first message has arrived, as PowerSGD does; rank 1 is late."""
+
+    def hook(_, bucket):
+        def again(future):
+            torch.distributed.all_reduce(torch.ones(5))
+            return future.value()[0]
+
+        return torch.distributed.all_reduce(bucket.buffer(), async_op=True).get_future().then(again)
+
+    model = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
+    model.register_comm_hook(None, hook)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(12):
+        loss = model(torch.ones(5, 4)).sum()
+        if dist.get_rank() == 1:
+            time.sleep(DELAY / 1e9)
+        loss.backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("program", [two_ddps_in_one_backward, second_message])
+def test_each_wait_of_ddp_is_seen(program):
+    table = table_of(recordings(program))
+    for rank in (0, 2):
+        assert statistics.median(step.spent["waiting"] for step in table.ranks[rank]) > 0.5 * DELAY
+
+
 def functional(is_compiled):
     """Rank 1 comes late to a functional collective, which waits in C++."""
 
@@ -214,6 +254,42 @@ def test_waits_for_functional_collectives(is_compiled):
         assert statistics.median(step.spent["waiting"] for step in table.ranks[rank]) > 0.5 * DELAY
 
 
+def compiled(what):
+    """DDP around a compiled model or inside of one, or a compiled step with its backward; it has a message."""
+    net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    how = {"backend": "aot_eager"}
+    inner = torch.compile(net, **how) if what == "inside" else net
+    model = nn.parallel.DistributedDataParallel(inner)
+    model = torch.compile(model, **how) if what == "around" else model
+
+    def step(inputs):
+        model(inputs).sum().backward()
+
+    step = torch.compile(step, **how) if what == "step" else step
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    for inputs in torch.utils.data.DataLoader(torch.ones(60, 4), 5):
+        step(inputs)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("what", ["inside", "around", "step"])
+def test_a_compiled_program(what):
+    found = recordings(compiled, what)
+    for steps in table_of(found).ranks.values():
+        assert all(len(step.messages) == 1 for step in steps)
+        if what != "step":
+            assert all({"forward", "backward"} <= step.spent.keys() for step in steps)
+    assert what != "step" or "forward and backward not seen" in said(picture(compiled, what))["warning"]
+
+
+def test_operators_are_found_in_torchs_tables():
+    """FX keeps wait_tensor in a set, by its hash."""
+    wait_tensor = torch.ops._c10d_functional.wait_tensor
+    table = {wait_tensor, wait_tensor.default}
+    with Hooks([record.Recorder(Place(0, 1), STEPS)]).installed():
+        assert wait_tensor in table and wait_tensor.default in table
+
+
 def test_operations_are_noted_if_asked():
     if not record.HAS_MESSAGE_HOOKS:
         pytest.skip("before torch 2.14 they tell of messages")
@@ -222,7 +298,8 @@ def test_operations_are_noted_if_asked():
         optimizer = torch.optim.SGD(layer.parameters(), 0.1)
         with Hooks([recorder]).installed(), contextlib.suppress(Finished):
             while True:
-                layer(torch.ones(5, 4)).sum().backward()
+                with torch.profiler.record_function("[memory]"):  # as torch calls something else
+                    layer(torch.ones(5, 4)).sum().backward()
                 optimizer.step()
         names = {event["name"] for event in recorder.notes(is_own_thread=True)["trace"]}
         assert "Optimizer.step#SGD.step" in names and ("aten::linear" in names) == ops

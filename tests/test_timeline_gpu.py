@@ -202,3 +202,12 @@ def test_messages_are_matched_by_group_and_number():
     assert [message.last for message in step.messages][:1] == [1]
     text = "1 all-reduce 8 B, 2 all-gathers 16 B together, when 2 of them ran was not seen"
     assert message_sums({"messages": step.messages}) == text
+
+
+def test_only_the_gpus_allocator_reserves():
+    trace = Trace()
+    trace.kernel(2, 5, 9)
+    for device, reserved in (0, 5), (1, 3):
+        args = {"Device Type": device, "Total Reserved": reserved, "Bytes": 1, "Addr": device}
+        trace.events.append({"ph": "i", "name": "[memory]", "pid": 1, "tid": THREAD, "ts": 1, "args": args})
+    assert recorded(trace, [], [0, 60], 0, 1)["reserved"] == 3

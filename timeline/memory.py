@@ -10,6 +10,12 @@ from timeline.data import Block, Message, Noted, Span
 NUMBERS = {"cpu": 0, "cuda": 1}  # of kinds of devices, in torch
 
 
+def memory_events(events: list[dict], device: str) -> list[dict]:
+    """Each allocation and release.  (A span of the program's own may have the same name.)"""
+    points = [event for event in events if (event["ph"], event["name"]) == ("i", "[memory]")]
+    return [event for event in points if event["args"]["Device Type"] == NUMBERS[device]]
+
+
 def blocks_of(events: list[dict], device: str, thread: int) -> dict[int, list[Block]]:
     """The blocks of each address of this kind of device, in the order of time.
 
@@ -18,9 +24,7 @@ def blocks_of(events: list[dict], device: str, thread: int) -> dict[int, list[Bl
     threads = {event["tid"] for event in events if event["name"].startswith("gloo:")}
     threads -= {thread}  # sends and receives are noted there
     blocks: dict[int, list[Block]] = defaultdict(list)
-    for event in events:
-        if event["name"] != "[memory]" or event["args"]["Device Type"] != NUMBERS[device]:
-            continue
+    for event in memory_events(events, device):
         size, now = event["args"]["Bytes"], event["begin"]
         here = blocks[event["args"]["Addr"]]
         if size > 0:
@@ -60,8 +64,8 @@ def memory_of(
 
 def reserved_of(events: list[dict]) -> int:
     """The most bytes that torch's allocator has taken from the GPU; 0 on a CPU, which has none."""
-    noted = [event["args"] for event in events if event["name"] == "[memory]"]
-    return max((arguments.get("Total Reserved", 0) for arguments in noted), default=0)
+    noted = [event["args"]["Total Reserved"] for event in memory_events(events, "cuda")]
+    return max(noted, default=0)
 
 
 def name_block(here: list[Block], now: int, kind: str, size: int) -> None:

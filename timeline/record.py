@@ -26,10 +26,24 @@ from timeline.messages import kind_of
 
 HAS_MESSAGE_HOOKS = hasattr(torch_dist.ProcessGroup, "register_pre_hook")  # since torch 2.14
 
+OTHER_PROFILER = (
+    "the program starts torch.profiler itself, and two can't run at once: switch it off there"
+)
+
 
 def observers(place: Place, steps: int, ops: bool = False) -> list[Observer]:
     """What looks at a rank: one recorder."""
     return [Recorder(place, steps, ops)]
+
+
+class Watched(functools.partial):
+    """A call of watch(function, ...), in place of function(...), with the function's hash.
+
+    torch finds an operator in its tables by that.
+    """
+
+    def __hash__(self) -> int:
+        return hash(self.args[0])
 
 
 class Recorder(Observer):
@@ -46,6 +60,8 @@ class Recorder(Observer):
         self.is_first_batch = False  # the step's first
         self.backward_thread = 0  # autograd's own for a GPU
         self.profiler: Any = None
+        self.is_recording = False  # the profiler has started
+        self.note_end: Any = None  # see note_graph_end
         self.held: dict[tuple[int, int], tuple[set, set]] = {}  # see tensors_of
 
     @property
@@ -54,16 +70,23 @@ class Recorder(Observer):
         return len(self.noted.cuts) - 1
 
     def patches(self) -> list[tuple[Any, str, Callable]]:
-        """Waits, and profilers."""
-        wait_tensor = torch.ops._c10d_functional.wait_tensor
+        """More waits, and profilers."""
         return [
             (torch.autograd.profiler.profile, "_prepare_trace", self.other_profiler),
             (torch.autograd.profiler, "_enable_profiler", self.enable_profiler),
             (torch_dist.Work, "wait", self.wait),
-            (wait_tensor, "_op", self.wait),  # FSDP's, tensor parallelism's
-            (wait_tensor.default, "_op", self.wait),  # the same, called by what torch.compile makes
             (torch_dist, "_broadcast_coalesced", self.wait),  # DDP's, of buffers: it waits in C++
         ]
+
+    def installed(self) -> None:
+        """See the waits for functional collectives, which are tensor parallelism's, too."""
+        wait_tensor = torch.ops._c10d_functional.wait_tensor
+        for operator in (
+            wait_tensor,
+            wait_tensor.default,
+        ):  # what torch.compile makes calls this one
+            self.hooks.undo.callback(setattr, operator, "_op", operator._op)
+            operator._op = Watched(self.wait, operator._op)
 
     def notes(self, is_own_thread: bool) -> Recording:
         noted, now = self.noted, time.time_ns()
@@ -92,8 +115,7 @@ class Recorder(Observer):
     def wait(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
         if self.hooks.is_elsewhere():
             return original(*args, **kwargs)
-        if not self.hooks.is_in("optimizer"):
-            self.maybe_start_profiler()  # of a program whose passes are not seen (torch.func)
+        self.maybe_start_profiler()
         with self.spanning("waiting"):
             return original(*args, **kwargs)
 
@@ -104,6 +126,7 @@ class Recorder(Observer):
             self.noted.worker_starts.append(len(self.noted.cuts))
         when = self.next_cut if self.is_first_batch else None
         self.is_first_batch = False
+        self.maybe_start_profiler()
         with self.spanning("loading", when):
             return original()
 
@@ -177,17 +200,21 @@ class Recorder(Observer):
         return self.held[key]
 
     def maybe_start_profiler(self) -> None:
-        """Start it at the first forward or backward of a step, not in an optimizer's step.
+        """Start it at the first call of a step that is seen, not in an optimizer's step.
 
-        torch crashes if an optimizer's step starts it.
+        torch crashes if an optimizer's step starts it.  (torch.func and torch.compile hide forward
+        and backward.)
         """
-        if self.profiler or len(self.noted.cuts) < self.noted.first - 1:
+        is_early = len(self.noted.cuts) < self.noted.first - 1
+        if self.profiler or is_early or self.hooks.is_in("optimizer"):
             return
         if HAS_MESSAGE_HOOKS and torch_dist.is_initialized():
+            # C++ calls these, also in a backward that torch.compile would compile, with them.
+            self.note_end = torch.compiler.disable(self.note_graph_end)
             for group in torch_dist.distributed_c10d._world.pg_map:
                 ranks = torch_dist.get_process_group_ranks(group)
                 note = functools.partial(self.note_message, group.group_name, ranks)
-                group.register_pre_hook(id(self), note)
+                group.register_pre_hook(id(self), torch.compiler.disable(note))
                 self.hooks.undo.callback(group.unregister_pre_hook, id(self))
         is_gpu = self.noted.device == "cuda"
         self.noted.device_name = torch.cuda.get_device_name() if is_gpu else self.noted.device
@@ -200,10 +227,7 @@ class Recorder(Observer):
     def other_profiler(self, original: Callable, profiler: Any) -> Any:
         """A profiler starts.  Two at once end in a segmentation fault."""
         if self.profiler is None or profiler is not self.profiler.profiler:
-            raise Refused(
-                "the program starts torch.profiler itself, and two can't run at once: "
-                "switch it off there"
-            )
+            raise Refused(OTHER_PROFILER)
         return original(profiler)
 
     def enable_profiler(self, original: Callable, *args: Any) -> None:
@@ -212,6 +236,9 @@ class Recorder(Observer):
         To note operations, too, costs 10 % of a step.  Calls of NCCL are among these, and before
         torch 2.14 all calls.
         """
+        if self.is_recording or not self.profiler:
+            raise Refused(OTHER_PROFILER)
+        self.is_recording = True
         if self.ops or self.noted.device == "cuda" or not HAS_MESSAGE_HOOKS:
             return original(*args)
         return original(*args, {RecordScope.USER_SCOPE})
@@ -233,11 +260,17 @@ class Recorder(Observer):
         self.noted.calls.append(call)
         self.note_memory("message buffers", [*inputs, *outputs])
         if torch._C._current_graph_task_id() != -1:  # called by a hook, such as DDP's
-            torch.autograd.Variable._execution_engine.queue_callback(self.note_graph_end)
+            torch.autograd.Variable._execution_engine.queue_callback(self.note_end)
 
-    def note_graph_end(self) -> None:
-        """A backward has computed all.  DDP queues its own function, which waits, after this."""
+    def note_graph_end(self, is_last: bool = False) -> None:
+        """A backward has computed all.  DDP's own function, which waits, is queued after this one.
+
+        What is queued now comes after that.
+        """
         self.noted.graph_ends.append(time.time_ns())
+        if not is_last:
+            again = functools.partial(self.note_end, is_last=True)
+            torch.autograd.Variable._execution_engine.queue_callback(again)
 
     def note_memory(self, kind: str, values: Iterable) -> None:
         """Note where in memory the tensors are: {address: (kind, bytes)}.

@@ -92,7 +92,7 @@ def message_sums(rank: dict) -> str:
     unseen = sum(not message.was_seen for message in rank["messages"])
     if unseen:
         texts.append(f"when {unseen} of them ran was not seen")
-    return ", ".join(texts) or "no messages"
+    return ", ".join(texts) or ("no messages" if rank["trace"] else "not seen")
 
 
 def memory_sums(rank: dict) -> str:

@@ -9,17 +9,18 @@ from timeline.data import Message, Noted, Span
 def ddp_waits(noted: Noted, messages: list[Message]) -> list[Span]:
     """DDP waits for its messages in C++, when the backward has computed all.
 
-    It has sent the last one then.  Before torch 2.14 this call is all that is known of the end.
+    Each DDP does so between two times that are noted.  Before torch 2.14 there are none, and DDP's
+    last call is all that is known of when it has computed all.
     """
     waits = []
     for span in noted.spans:
         sent = [message for message in messages if span.begin <= message.issued < span.end]
         if span.what == "backward" and sent:
+            arrived = max(message.end for message in sent)
             ends = [time for time in noted.graph_ends if span.begin <= time < span.end]
-            begin = max([sent[-1].issued, *ends])
-            end = min(max(message.end for message in sent), span.end)
-            if begin < end:
-                waits.append(Span("waiting", begin, end))
+            for begin, end in itertools.pairwise(ends or [sent[-1].issued, span.end]):
+                if begin < min(end, arrived):
+                    waits.append(Span("waiting", begin, min(end, arrived)))
     return waits
 
 
