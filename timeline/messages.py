@@ -1,5 +1,6 @@
 """Reads when messages ran: those of gloo in its threads, those of NCCL as kernels of the GPU."""
 
+import functools
 import re
 from bisect import bisect_right
 from collections import defaultdict
@@ -13,6 +14,7 @@ KIND = re.compile(
 BYTES = {"Double": 8, "Long": 8, "Float": 4, "Int": 4, "Half": 2, "BFloat16": 2}
 
 
+@functools.cache
 def kind_of(name: str) -> str:
     """The kind of message in c10d::_allgather_base_, gloo:all_gather, ALLREDUCE_COALESCED."""
     kind = KIND.search(name.replace("_", "").lower())

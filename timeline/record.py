@@ -246,7 +246,7 @@ class Recorder(Observer):
     # ------------------------------------------------------------------------ messages and tensors
 
     def note_message(self, group: str, ranks: list[int], args: Any) -> None:
-        issued, name = time.time_ns(), args.name.name
+        issued, name = time.time_ns(), name_of(args.name)
         inputs, outputs = args.input_tensors, args.output_tensors
         tensors = inputs or outputs
         call = Message(
@@ -285,6 +285,12 @@ class Recorder(Observer):
                 storage = value.untyped_storage()
                 addresses[storage.data_ptr()] = (kind, storage.nbytes())
         self.noted.tensors.append((time.time_ns(), addresses))
+
+
+@functools.cache
+def name_of(operation: Any) -> str:
+    """Such as ALLREDUCE.  torch looks for it in a list each time."""
+    return operation.name
 
 
 def size_in_bytes(tensor: torch.Tensor) -> int:
