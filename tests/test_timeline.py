@@ -31,7 +31,7 @@ from instruments.hooks import Hooks
 from instruments.meeting import Place
 from instruments.program import Finished
 from mnist_ddp import ConvNet
-from timeline import draw, lanes, record, waits
+from timeline import draw, lanes, profiler, record, waits
 from timeline.data import KINDS, Block, Message, Span
 from timeline.picture import picture_of
 from timeline.steps import table_of, waits_for
@@ -183,7 +183,7 @@ def after_ddp():
         optimizer.step()
 
 
-@pytest.mark.skipif(not record.HAS_MESSAGE_HOOKS, reason="torch 2.14 tells when a backward has computed all")
+@pytest.mark.skipif(not profiler.HAS_MESSAGE_HOOKS, reason="torch 2.14 tells when a backward has computed all")
 def test_ddp_waits_only_when_all_is_computed():
     for steps in table_of(recordings(after_ddp)).ranks.values():
         assert all(step.spent["backward"] > 0.9 * DELAY for step in steps)
@@ -291,7 +291,7 @@ def test_operators_are_found_in_torchs_tables():
 
 
 def test_operations_are_noted_if_asked():
-    if not record.HAS_MESSAGE_HOOKS:
+    if not profiler.HAS_MESSAGE_HOOKS:
         pytest.skip("before torch 2.14 they tell of messages")
     for ops in (False, True):
         recorder, layer = record.Recorder(Place(0, 1), STEPS, ops), nn.Linear(4, 2)
@@ -360,7 +360,7 @@ def sums(recording, steps=2):
 def are_expected(recording, name):
     """Without torch 2.14's hooks sizes are not seen, so the checks of calls can't be left out."""
     found, expected = sums(recording), MESSAGES[name]
-    if record.HAS_MESSAGE_HOOKS:
+    if profiler.HAS_MESSAGE_HOOKS:
         return found == expected
     text = said(picture(*program_of(name)))["messages"]
     assert "(size not seen)" in text or "no messages" in text  # every second step of local SGD has none
@@ -398,7 +398,7 @@ def test_a_step_lies_between_two_of_the_first_optimizer_and_begins_with_its_firs
             assert begun[:3] == ["loading", "loading", "forward"] and step.parts[0].what == "loading"
 
 
-@pytest.mark.skipif(not record.HAS_MESSAGE_HOOKS, reason="torch 2.14 tells to whom")
+@pytest.mark.skipif(not profiler.HAS_MESSAGE_HOOKS, reason="torch 2.14 tells to whom")
 def test_a_message_in_a_group_goes_to_a_rank_of_the_program():
     sent = [one for one in recordings(two_of_each)[0]["messages"] if one.kind == "send"]
     assert {(message.peer, message.bytes) for message in sent} == {(2, 12)}
@@ -426,7 +426,7 @@ def test_memory_in_closed_form():
     assert zero["optimizer state"] == 4 * -(-WEIGHTS // N)
     assert held(small)["optimizer state"] == 2 * SMALL + 4 * 4  # two averages, and the numbers of steps
     assert held(small)["gradients"] == held(small)["weights"] == SMALL
-    if record.HAS_MESSAGE_HOOKS:
+    if profiler.HAS_MESSAGE_HOOKS:
         assert held(small)["message buffers"] == SMALL  # DDP's buckets are a second copy of the gradients
         padded = 4 * N * -(-WEIGHTS // N)
         assert zero["gradients"] == padded + padded // N  # all, and this rank's averages
@@ -436,9 +436,9 @@ def test_memory_in_closed_form():
         assert all(0 < has <= limit for has, limit in zip(sent, most, strict=True))  # not what is allocated later
     # Activations: images; of each convolution its output, ReLU's, the pool's places (int64) and output; small ones.
     floats = 1 + (16 + 16) + (2 * 16 + 16) / 4 + (32 + 32) / 4 + (2 * 32 + 32) / 16
-    pick = max if record.HAS_MESSAGE_HOOKS else min  # torch 2.4: now and then a rank has a copy more
+    pick = max if profiler.HAS_MESSAGE_HOOKS else min  # torch 2.4: now and then a rank has a copy more
     activations = pick(held(variant, "variants.mnist_by_hand", rank=rank)["activations"] for rank in range(N))
-    assert 1 < activations / (4 * BATCH // N * SIDE**2 * floats) < (1.02 if record.HAS_MESSAGE_HOOKS else 1.3)
+    assert 1 < activations / (4 * BATCH // N * SIDE**2 * floats) < (1.02 if profiler.HAS_MESSAGE_HOOKS else 1.3)
 
 
 def test_what_is_noted_of_memory_is_not_in_torchs_trace():

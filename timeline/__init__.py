@@ -27,6 +27,7 @@ kernels run, the GPU waits.  All this was tried on synthetic traces and on simul
 #   lanes.py      spans in the order of time
 #   gpu.py, messages.py, waits.py, memory.py    each reads one thing in what torch's profiler noted
 #   events.py     makes a rank's Recording of that and of what is Noted
+#   profiler.py   starts torch's; calls.py: messages, as they are called
 #   record.py     notes, while the program runs; at its end it calls events.py
 #   compare.py    all Recordings: one clock, matching messages, who waited for whom
 #   steps.py      the Table: what each rank did in each step, compared

@@ -15,20 +15,14 @@ from typing import Any
 import torch
 from torch import distributed as torch_dist
 from torch import nn
-from torch._C._profiler import RecordScope
 
 from instruments.meeting import Place
 from instruments.observer import Observer, parameters_of
-from instruments.program import Finished, Refused
-from timeline.data import Message, Noted, Recording, Span, recorded_steps
+from instruments.program import Finished
+from timeline.calls import Calls
+from timeline.data import Noted, Recording, Span, recorded_steps
 from timeline.events import recording_of
-from timeline.messages import kind_of
-
-HAS_MESSAGE_HOOKS = hasattr(torch_dist.ProcessGroup, "register_pre_hook")  # since torch 2.14
-
-OTHER_PROFILER = (
-    "the program starts torch.profiler itself, and two can't run at once: switch it off there"
-)
+from timeline.profiler import HAS_MESSAGE_HOOKS, Profiler
 
 
 def observers(place: Place, steps: int, ops: bool = False) -> list[Observer]:
@@ -50,7 +44,6 @@ class Recorder(Observer):
     """Notes what this process's program does, from the first step to the last."""
 
     def __init__(self, place: Place, steps: int, ops: bool = False) -> None:
-        self.ops = ops  # whether torch's operations are noted, too
         thread = threading.get_native_id()
         self.noted = Noted(place.rank, place.world_size, thread, *recorded_steps(steps))
         self.schedule = open_schedule()
@@ -59,9 +52,8 @@ class Recorder(Observer):
         self.next_mark: Any = None  # an event of CUDA at the same place
         self.is_first_batch = False  # the step's first
         self.backward_thread = 0  # autograd's own for a GPU
-        self.profiler: Any = None
-        self.is_recording = False  # the profiler has started
-        self.note_end: Any = None  # see note_graph_end
+        self.profiler = Profiler(ops)
+        self.calls = Calls(self.noted, self.note_memory)
         self.held: dict[tuple[int, int], tuple[set, set]] = {}  # see tensors_of
 
     @property
@@ -72,8 +64,7 @@ class Recorder(Observer):
     def patches(self) -> list[tuple[Any, str, Callable]]:
         """More waits, and profilers."""
         return [
-            (torch.autograd.profiler.profile, "_prepare_trace", self.other_profiler),
-            (torch.autograd.profiler, "_enable_profiler", self.enable_profiler),
+            *self.profiler.patches(),
             (torch_dist.Work, "wait", self.wait),
             (torch_dist, "_broadcast_coalesced", self.wait),  # DDP's, of buffers: it waits in C++
         ]
@@ -81,10 +72,7 @@ class Recorder(Observer):
     def installed(self) -> None:
         """See the waits for functional collectives, which are tensor parallelism's, too."""
         wait_tensor = torch.ops._c10d_functional.wait_tensor
-        for operator in (
-            wait_tensor,
-            wait_tensor.default,
-        ):  # what torch.compile makes calls this one
+        for operator in wait_tensor, wait_tensor.default:  # torch.compile's code calls this one
             self.hooks.undo.callback(setattr, operator, "_op", operator._op)
             operator._op = Watched(self.wait, operator._op)
 
@@ -94,7 +82,8 @@ class Recorder(Observer):
         if noted.cuts and not self.open and self.next_cut > noted.cuts[-1]:
             noted.cuts.append(self.next_cut)  # the program ended between two steps
             noted.marks.append(self.next_mark)
-        return recording_of(noted, self.profiler if is_own_thread else None)  # only it can stop it
+        profiler = self.profiler.torchs if is_own_thread else None  # another can't stop it
+        return recording_of(noted, profiler)
 
     # --------------------------------------------------------------------------------------- time
 
@@ -159,7 +148,7 @@ class Recorder(Observer):
     def step_begins(self, is_sure: bool) -> None:
         self.next_cut = time.time_ns()
         self.is_first_batch = is_sure
-        if self.noted.device == "cuda" and not self.profiler:
+        if self.noted.device == "cuda" and not self.profiler.has_started:
             self.next_mark = torch.cuda.Event(enable_timing=True)
             self.next_mark.record(
                 torch.cuda.current_stream(parameters_of(self.hooks.optimizer)[0].device)
@@ -206,71 +195,15 @@ class Recorder(Observer):
         and backward.)
         """
         is_early = len(self.noted.cuts) < self.noted.first - 1
-        if self.profiler or is_early or self.hooks.is_in("optimizer"):
+        if self.profiler.has_started or is_early or self.hooks.is_in("optimizer"):
             return
         if HAS_MESSAGE_HOOKS and torch_dist.is_initialized():
-            # C++ calls these, also in a backward that torch.compile would compile, with them.
-            self.note_end = torch.compiler.disable(self.note_graph_end)
-            for group in torch_dist.distributed_c10d._world.pg_map:
-                ranks = torch_dist.get_process_group_ranks(group)
-                note = functools.partial(self.note_message, group.group_name, ranks)
-                group.register_pre_hook(id(self), torch.compiler.disable(note))
-                self.hooks.undo.callback(group.unregister_pre_hook, id(self))
+            self.calls.begin(self.hooks.undo)
         is_gpu = self.noted.device == "cuda"
         self.noted.device_name = torch.cuda.get_device_name() if is_gpu else self.noted.device
-        self.profiler = torch.profiler.profile(
-            activities=torch.profiler.supported_activities(),  # CPU and, if any, GPU
-            profile_memory=True,
-        )
-        self.profiler.start()
+        self.profiler.start(self.noted.device)
 
-    def other_profiler(self, original: Callable, profiler: Any) -> Any:
-        """A profiler starts.  Two at once end in a segmentation fault."""
-        if self.profiler is None or profiler is not self.profiler.profiler:
-            raise Refused(OTHER_PROFILER)
-        return original(profiler)
-
-    def enable_profiler(self, original: Callable, *args: Any) -> None:
-        """Note memory, messages of gloo and what the program names (record_function).
-
-        To note operations, too, costs 10 % of a step.  Calls of NCCL are among these, and before
-        torch 2.14 all calls.
-        """
-        if self.is_recording or not self.profiler:
-            raise Refused(OTHER_PROFILER)
-        self.is_recording = True
-        if self.ops or self.noted.device == "cuda" or not HAS_MESSAGE_HOOKS:
-            return original(*args)
-        return original(*args, {RecordScope.USER_SCOPE})
-
-    # ------------------------------------------------------------------------ messages and tensors
-
-    def note_message(self, group: str, ranks: list[int], args: Any) -> None:
-        issued, name = time.time_ns(), name_of(args.name)
-        inputs, outputs = args.input_tensors, args.output_tensors
-        tensors = inputs or outputs
-        call = Message(
-            kind_of(name) or "message",
-            group,
-            issued=issued,
-            peer=ranks[args.root] if name in ("SEND", "RECV") else None,
-            bytes=sum(map(size_in_bytes, tensors)),
-            runs=len(tensors) if name == "REDUCE_SCATTER" else 1,  # gloo: an all-reduce of each
-        )
-        self.noted.calls.append(call)
-        self.note_memory("message buffers", [*inputs, *outputs])
-        if torch._C._current_graph_task_id() != -1:  # called by a hook, such as DDP's
-            torch.autograd.Variable._execution_engine.queue_callback(self.note_end)
-
-    def note_graph_end(self, is_last: bool = False) -> None:
-        """A backward has computed all.  DDP's own function, which waits, is queued after this one.
-
-        What is queued now comes after that.
-        """
-        self.noted.graph_ends.append(time.time_ns())
-        if not is_last:
-            again = functools.partial(self.note_end, is_last=True)
-            torch.autograd.Variable._execution_engine.queue_callback(again)
+    # ------------------------------------------------------------------------ ---------- memory
 
     def note_memory(self, kind: str, values: Iterable) -> None:
         """Note where in memory the tensors are: {address: (kind, bytes)}.
@@ -285,19 +218,6 @@ class Recorder(Observer):
                 storage = value.untyped_storage()
                 addresses[storage.data_ptr()] = (kind, storage.nbytes())
         self.noted.tensors.append((time.time_ns(), addresses))
-
-
-@functools.cache
-def name_of(operation: Any) -> str:
-    """Such as ALLREDUCE.  torch looks for it in a list each time."""
-    return operation.name
-
-
-def size_in_bytes(tensor: torch.Tensor) -> int:
-    """The bytes of a tensor, or of a sparse tensor's indices and values."""
-    if tensor.layout == torch.sparse_coo:
-        return tensor._indices().nbytes + tensor._values().nbytes
-    return tensor.nbytes
 
 
 def open_schedule() -> int | None:
