@@ -21,7 +21,7 @@ class Profiler:
     def __init__(self, ops: bool) -> None:
         self.ops = ops  # whether torch's operations are noted, too
         self.device = "cpu"
-        self.torchs: Any = None  # torch.profiler.profile
+        self.profile: Any = None  # torch.profiler.profile
         self.has_started = False
 
     def patches(self) -> list[tuple[Any, str, Callable]]:
@@ -34,15 +34,15 @@ class Profiler:
 
     def start(self, device: str) -> None:
         self.device = device
-        self.torchs = torch.profiler.profile(
+        self.profile = torch.profiler.profile(
             activities=torch.profiler.supported_activities(),  # CPU and, if any, GPU
             profile_memory=True,
         )
-        self.torchs.start()
+        self.profile.start()
         self.has_started = True
 
     def refuse_another(self) -> None:
-        if self.has_started or not self.torchs:
+        if self.has_started or not self.profile:
             raise Refused(
                 "the program starts torch.profiler itself, and two can't run at once: "
                 "switch it off there"
@@ -59,6 +59,6 @@ class Profiler:
         torch 2.14 all calls.
         """
         self.refuse_another()
-        if self.ops or self.device == "cuda" or not HAS_MESSAGE_HOOKS:
+        if self.ops or self.device != "cpu" or not HAS_MESSAGE_HOOKS:
             return original(*args)
         return original(*args, {RecordScope.USER_SCOPE})

@@ -82,7 +82,7 @@ class Recorder(Observer):
         if noted.cuts and not self.open and self.next_cut > noted.cuts[-1]:
             noted.cuts.append(self.next_cut)  # the program ended between two steps
             noted.marks.append(self.next_mark)
-        profiler = self.profiler.torchs if is_own_thread else None  # another can't stop it
+        profiler = self.profiler.profile if is_own_thread else None  # another can't stop it
         return recording_of(noted, profiler)
 
     # --------------------------------------------------------------------------------------- time
