@@ -103,14 +103,14 @@ def difference(before: dict, after: dict, least: float) -> tuple[float, float, s
     """How much more a step takes, how much of that may be noise, and of what it is.
 
     least: a smaller difference is none.  On a busy machine the whole step differs by chance, as a
-    rank has no core, and the others wait for it.  If that hides a difference, what is left without
-    these times counts, which differs less.
+    rank has no core, and the others wait for it.  If that may hide a difference of what is left
+    without these times, which differs less, this one counts.
     """
     whole, noise = change(whole_steps(before), whole_steps(after))
     noise += max(map(without_core, (before, after)))
     more, of_work = change(work(before), work(after))
-    is_hidden = abs(whole) <= max(noise, least)
-    if is_hidden and abs(more) > max(of_work, least) and whole / more > 1 / 2:
+    may_be_hidden = abs(whole) <= max(noise, least) and abs(more - whole) <= noise
+    if may_be_hidden and abs(more) > max(of_work, least):
         return more, of_work, "in a step, without its waits"
     return whole, noise, "in a step"
 
@@ -121,11 +121,10 @@ def whole_steps(found: dict) -> list[float]:
 
 
 def work(found: dict) -> list[float]:
-    """What is left of each step without waits for other ranks and for a core; most on all ranks."""
+    """What is left of each step without waits for messages and for a core; most on all ranks."""
     works = []
     for rank in found["ranks"]:
-        parts = [rank[part] for part in (*OWN_PARTS, "messages")]
-        cores = rank["without_core"]
+        parts, cores = [rank[part] for part in OWN_PARTS], rank["without_core"]
         works.append([sum(some) - core for *some, core in zip(*parts, cores, strict=True)])
     return longest(works)
 
