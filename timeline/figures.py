@@ -109,7 +109,7 @@ def difference(before: dict, after: dict, least: float) -> tuple[float, float, s
     whole, noise = change(whole_steps(before), whole_steps(after))
     noise += max(map(without_core, (before, after)))
     more, of_work = change(work(before), work(after))
-    of_work *= 1.5  # who looks twice must see it clearly: unchanged programs differ by 1.0 at most
+    of_work *= 1.5  # a second look must be clear: of unchanged programs it was up to 1.0
     may_be_hidden = abs(whole) <= max(noise, least) and abs(more - whole) <= noise
     if may_be_hidden and abs(more) > max(of_work, least):
         return more, of_work, "in a step, without its waits"
