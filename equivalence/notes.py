@@ -225,3 +225,8 @@ def read(file: str, dtype: torch.dtype, shape: torch.Size, nbytes: int) -> torch
     """The tensor in a file, read when its numbers are needed; changes stay in memory."""
     content = torch.from_file(file, shared=False, size=nbytes, dtype=torch.uint8)
     return content.view(dtype).view(shape)
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name without those of wrappers: DDP's, torch.compile's."""
+    return re.sub(r"\b(module|_orig_mod)\.", "", name)

@@ -4,7 +4,6 @@ In a run in one process a source, if there is one, gives a step its batch, weigh
 """
 
 import contextlib
-import re
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -22,7 +21,7 @@ from equivalence.coarse import CoarseOptimizers
 from equivalence.data import Data
 from equivalence.gradients import Gradients
 from equivalence.layers import Layers
-from equivalence.notes import Alone, Notes, Shelf, Step
+from equivalence.notes import Alone, Notes, Shelf, Step, plain_name
 
 
 def observers(
@@ -58,10 +57,6 @@ def print_into(undo: contextlib.ExitStack, log: str) -> None:
     undo.enter_context(file)
     undo.enter_context(contextlib.redirect_stdout(file))
     undo.enter_context(contextlib.redirect_stderr(file))
-
-
-def plain_name(name: str) -> str:
-    return re.sub(r"\b(module|_orig_mod)\.", "", name)
 
 
 class Steps(Observer):
