@@ -376,14 +376,17 @@ LATER = (
             torch.profiler.profile().start()
 """
 )
+SCHEDULED = PROFILES.replace("profile()", "profile(schedule=torch.profiler.schedule(wait=1, warmup=1, active=3))")
+SCHEDULED += "        prof.step()\n"
 REFUSED = [
     (PROFILES, "torch.profiler itself, and two can't run at once: switch it off there"),
     (LATER, "torch.profiler itself, and two can't run at once: switch it off there"),
+    (SCHEDULED, "torch.profiler itself, and two can't run at once: switch it off there"),
     (SPAWNS, "processes of its own, which are not seen: call its worker function under torchrun"),
 ]
 
 
-@pytest.mark.parametrize(("text", "words"), REFUSED, ids=["profiler", "later profiler", "processes"])
+@pytest.mark.parametrize(("text", "words"), REFUSED, ids=["profiler", "later profiler", "scheduled one", "processes"])
 def test_a_program_that_cannot_be_recorded_is_told_why(text, words, tmp_path):
     done = program(tmp_path, text=text, nproc=2)
     assert done.code == 1 and f"timeline: the program starts {words}" in done.err and "Traceback" not in done.err, done
