@@ -255,11 +255,11 @@ def test_waits_for_functional_collectives(is_compiled):
 
 
 def compiled(what):
-    """DDP around a compiled model or inside of one, or a compiled step with its backward; it has a message."""
+    """A compiled model alone, DDP around one or inside of one, or a compiled step with its backward."""
     net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
     how = {"backend": "aot_eager"}
-    inner = torch.compile(net, **how) if what == "inside" else net
-    model = nn.parallel.DistributedDataParallel(inner)
+    inner = torch.compile(net, fullgraph=True, **how) if what in ("alone", "inside") else net
+    model = inner if what == "alone" else nn.parallel.DistributedDataParallel(inner)
     model = torch.compile(model, **how) if what == "around" else model
 
     def step(inputs):
@@ -272,11 +272,11 @@ def compiled(what):
         optimizer.step()
 
 
-@pytest.mark.parametrize("what", ["inside", "around", "step"])
+@pytest.mark.parametrize("what", ["alone", "inside", "around", "step"])
 def test_a_compiled_program(what):
     found = recordings(compiled, what)
     for steps in table_of(found).ranks.values():
-        assert all(len(step.messages) == 1 for step in steps)
+        assert all(len(step.messages) == (0 if what == "alone" else 1) for step in steps)
         if what != "step":
             assert all({"forward", "backward"} <= step.spent.keys() for step in steps)
     assert what != "step" or "forward and backward not seen" in said(picture(compiled, what))["warning"]

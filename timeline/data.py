@@ -120,7 +120,7 @@ class Recording(TypedDict):
     worker_starts: list[int]  # the steps in which a DataLoader starts its workers, if it has some
 
 
-Picture = dict[str, Any]  # what picture.py makes, draw.py draws, and timeline.json keeps
+Picture = dict[str, Any]  # what picture.py makes, draw.py draws, and trace.py writes
 
 
 def recorded_steps(count: int) -> tuple[int, int]:

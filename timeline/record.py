@@ -6,7 +6,6 @@ torch's profiler notes the rest; events.py reads both.
 import contextlib
 import functools
 import itertools
-import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -46,7 +45,6 @@ class Recorder(Observer):
     def __init__(self, place: Place, steps: int, ops: bool = False) -> None:
         thread = threading.get_native_id()
         self.noted = Noted(place.rank, place.world_size, thread, *recorded_steps(steps))
-        self.schedule = open_schedule()
         self.open: list[tuple[str, int]] = []  # spans that have not ended, the innermost last
         self.next_cut = 0
         self.next_mark: Any = None  # an event of CUDA at the same place
@@ -158,7 +156,7 @@ class Recorder(Observer):
         if optimizer is self.hooks.optimizer:
             self.noted.cuts.append(self.next_cut or time.time_ns())
             self.noted.marks.append(self.next_mark)
-            self.noted.core_waits.append(core_wait(self.schedule))
+            self.noted.core_waits.append(core_wait())
             self.noted.device = parameters_of(optimizer)[0].device.type
             if self.step > self.noted.last:
                 raise Finished
@@ -203,7 +201,7 @@ class Recorder(Observer):
         self.noted.device_name = torch.cuda.get_device_name() if is_gpu else self.noted.device
         self.profiler.start(self.noted.device)
 
-    # ------------------------------------------------------------------------ ---------- memory
+    # ------------------------------------------------------------------------------------- memory
 
     def note_memory(self, kind: str, values: Iterable) -> None:
         """Note where in memory the tensors are: {address: (kind, bytes)}.
@@ -220,14 +218,10 @@ class Recorder(Observer):
         self.noted.tensors.append((time.time_ns(), addresses))
 
 
-def open_schedule() -> int | None:
-    """The file in which Linux tells how long this thread was ready to run, but had no core."""
+def core_wait() -> int:
+    """How long this thread was ready to run, but had no core; 0 where Linux doesn't tell."""
     try:
-        return os.open("/proc/thread-self/schedstat", os.O_RDONLY)
+        with open("/proc/thread-self/schedstat") as file:
+            return int(file.read().split()[1])
     except OSError:
-        return None
-
-
-def core_wait(schedule: int | None) -> int:
-    """What the file tells now; 0 where there is none."""
-    return int(os.pread(schedule, 100, 0).split()[1]) if schedule else 0
+        return 0
