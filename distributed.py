@@ -1,47 +1,48 @@
 # Copied from the project ddp-by-diff.  SPDX-License-Identifier: MIT
-"""What a training script calls: rank, device, process group, collectives, sampler, DDP model, launch.
+"""Helpers for distributed training with PyTorch: process group, device, collectives, sampler, DDP model, launch.
 
     import torch
     from torch.utils.data import DataLoader
 
-    import distributed as dist                        # distributed.py, not torch.distributed
+    import distributed as dist                        # this file, not torch.distributed
 
     def main_worker(local_rank, world_size, epochs):  # runs once per process; launch passes the first two
         dist.init_process_group()
-        model = dist.prepare_ddp_model(Net().to(dist.get_device()))  # averages the gradients over all processes
+        model = dist.prepare_ddp_model(Net().to(dist.get_device()))  # DDP averages the gradients over all ranks
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        sampler = dist.data_sampler(dataset)          # this process's share of the data
-        loader = DataLoader(dataset, batch_size=64 // world_size, sampler=sampler)  # 64 in all processes together
+        sampler = dist.data_sampler(dataset)          # this rank's share of the dataset
+        loader = DataLoader(dataset, batch_size=64 // world_size, sampler=sampler)  # the global batch size is 64
         for epoch in range(epochs):
             sampler.set_epoch(epoch)                  # a different order in each epoch
             loss = train(model, loader, optimizer)    # you write Net, dataset and train, which returns a tensor
-            loss = dist.reduce(loss)                  # the mean over all processes
+            loss = dist.reduce(loss)                  # the mean over all ranks
             dist.print_primary(f"epoch {epoch}  loss {loss:.4f}")
         dist.cleanup()
 
     if __name__ == "__main__":
         dist.launch(main_worker, 10)
 
-    python train.py                                   # one process per visible GPU; two without a GPU
-    NPROC=3 CUDA_VISIBLE_DEVICES= python train.py     # three processes, on the CPU
-    NPROC=2 DIST_BACKEND=gloo python train.py         # two processes that may share one GPU: slow, and right
-    torchrun --nproc_per_node=2 train.py              # torchrun starts the processes; so do srun, and mpirun
+    python train.py                                   # one process per visible GPU, or two if there is no GPU
+    NPROC=3 CUDA_VISIBLE_DEVICES= python train.py     # three processes on the CPU
+    NPROC=2 DIST_BACKEND=gloo python train.py         # two processes, which may share one GPU: slow, but correct
+    torchrun --nproc_per_node=2 train.py              # started by torchrun; srun and mpirun work, too
 
-Copy distributed_launcher.py, too: with it `launch` starts processes for `python train.py`, srun and mpirun are
-understood, and missing ranks are named.  Without it this file is complete for one process, under torchrun, and under
-every launcher that sets torch's variables.  Both files need Python 3.10, torch 2.4 and numpy.
+Copy this file: it works for one process, and under torchrun and every launcher that sets torch's variables.  With
+distributed_launcher.py next to it, `launch` also starts the processes itself, srun and mpirun work, and missing ranks
+are named.  Both files need Python 3.10, torch 2.4 and numpy.
 
-A collective is a call in which all ranks exchange data: all_reduce, reduce, gather, sync_params, barrier, and also the
-backward pass of a DDP model.  A rank waits in it until all others have called it.  So every rank must make the same
-calls in the same order: none inside `if dist.is_primary():`.
+all_reduce, reduce, gather, sync_params, barrier and the backward pass of a DDP model are collectives: a rank that calls
+one waits until all others have called it.  So never call one inside `if dist.is_primary():`.
 """
 
 import hashlib
+import importlib.util
 import inspect
 import os
 import sys
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -49,60 +50,50 @@ from typing import Any, NoReturn
 import torch
 from torch import distributed as torch_dist
 from torch import nn
-from torch.utils.data import Dataset, DistributedSampler, Sampler
+from torch.distributed import ReduceOp
+from torch.utils.data import Dataset, DistributedSampler, IterableDataset, Sampler
 
-try:
-    if __package__:
-        from . import distributed_launcher as launcher
-    else:
-        import distributed_launcher as launcher
-except ImportError as problem:
-    if "'distributed_launcher'" not in str(problem):  # it is there, and lacks something, such as numpy
-        raise
-    launcher = None
+_name = f"{__package__}.distributed_launcher" if __package__ else "distributed_launcher"
+launcher = importlib.import_module(_name) if importlib.util.find_spec(_name) else None
 if launcher:
     launcher.translate_variables()  # srun's and mpirun's, into torchrun's
 
+# The group that init_process_group has made.  A strong reference would keep its port open after torch's own destroy.
+_own_group: Callable[[], Any] = lambda: None  # noqa: E731
+
 # ---------------------------------------------------------------------------------------------- rank, device, print
-# torchrun, `launch` and the translation above tell each process its place in environment variables.  On two machines
-# with four GPUs each, and one process per GPU, WORLD_SIZE is 8.  RANK is 0 to 3 on the first machine and 4 to 7 on the
-# second.  LOCAL_RANK is 0 to 3 on both.  Without these variables a process is the only one.
+# torchrun and `launch` set these variables.  On two machines with four GPUs each, WORLD_SIZE is 8, RANK is 0 to 3 on
+# the first and 4 to 7 on the second, and LOCAL_RANK is 0 to 3 on both.  Without them, there is only this one process.
 
 
 def get_rank() -> int:
-    """This process's number among all: 0 to world size - 1."""
+    """Return this process's rank: its index among all processes, from 0 to world size - 1."""
     return torch_dist.get_rank() if torch_dist.is_initialized() else int(os.environ.get("RANK", 0))
 
 
 def get_world_size() -> int:
-    """The number of processes on all machines together."""
+    """Return the world size: the number of processes on all machines together."""
     return torch_dist.get_world_size() if torch_dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
 
 
 def get_local_rank() -> int:
-    """LOCAL_RANK: this process's number among those on this machine.
-
-    If it is not set: the rank modulo the number of GPUs, so a machine's ranks take its GPUs in turn; 0 without a GPU.
-    """
+    """Return LOCAL_RANK, the index among the processes on this machine; default: the rank modulo the number of GPUs."""
     return int(os.environ.get("LOCAL_RANK", get_rank() % max(1, torch.cuda.device_count())))
 
 
 def get_device() -> torch.device:
-    """This process's device: the GPU with its local rank's number, modulo the number of visible GPUs, or the CPU.
-
-    On a machine with GPUs, CUDA_VISIBLE_DEVICES= (nothing) chooses the CPU.
-    """
+    """Return the GPU whose index is the local rank, modulo the number of visible GPUs; the CPU if none is visible."""
     count = torch.cuda.device_count()  # torch.cuda.is_available may start CUDA; after that no process can be forked
     return torch.device("cuda", get_local_rank() % count) if count else torch.device("cpu")
 
 
 def is_primary() -> bool:
-    """True on rank 0, which prints and saves."""
+    """Return True on rank 0, the process that prints and saves."""
     return get_rank() == 0
 
 
 def print_primary(*args: Any, **kwargs: Any) -> None:
-    """`print` on rank 0 only, flushed at once.  Not a collective."""
+    """Call `print` on rank 0 only, and flush the output.  Not a collective: it never waits for another rank."""
     if is_primary():
         print(*args, **{"flush": True, **kwargs})
 
@@ -116,258 +107,172 @@ def init_process_group(
     rank: int | None = None,
     timeout: float | timedelta | None = None,
 ) -> None:
-    """Join the process group.  Every rank must call it; it returns when all have joined.
+    """Join the process group.  Every rank must call this; it returns when all ranks have joined.
 
-    With a GPU it also calls torch.cuda.set_device(get_device()).
-    backend: the library that moves the data: "nccl" between GPUs, or "gloo", with which processes may share a GPU.
-        None: DIST_BACKEND, or nccl with GPUs, else gloo.
-    rank, world_size: leave them out if `launch`, torchrun, srun or mpirun starts your processes.  If you start them
-        yourself, give them, and set MASTER_ADDR and MASTER_PORT.  init_process_group(rank, world_size) works, too.
-        They become RANK and WORLD_SIZE until `cleanup`.  If RANK is already set, `rank` is ignored.
-    timeout: seconds, or a timedelta (None: DIST_TIMEOUT, or 600 s), for joining and for each collective.  Joining:
-        distributed_launcher.py names the missing ranks on stderr after 10 s, and in a TimeoutError when the time is up.
-        A collective: when the time is up, gloo raises an error; NCCL ends the process, about a minute later.
-    ValueError, in one line, if the variables contradict each other, or world_size contradicts WORLD_SIZE.
+    It also calls torch.cuda.set_device(get_device()).  If another library (Ray Train, Accelerate) has made a group,
+    that group is used, and `cleanup` leaves it to its owner.  Raises ValueError if arguments and variables disagree.
+
+    Args:
+        backend: "nccl", which needs a GPU for each process, or "gloo", which also works on CPUs and lets processes
+            share a GPU.  Default: DIST_BACKEND, else nccl if there are GPUs, else gloo.
+        world_size, rank: Only if you start the processes yourself: then also set MASTER_ADDR and MASTER_PORT.  They
+            become WORLD_SIZE and RANK, unless these are set already.  init_process_group(rank, world_size) works, too.
+        timeout: For joining and for each collective, in seconds or as a timedelta.  Default: DIST_TIMEOUT, else 600 s.
     """
+    global _own_group
     if isinstance(backend, int):
         backend, rank = None, backend
-    if not torch_dist.is_initialized():
-        _forget_group()  # torch's own destroy_process_group has ended the last group
-    limit = get_timeout(timeout)
-    backend = choose_backend(backend)
-    if rank is not None or world_size is not None:
-        for name, number in ("RANK", rank or 0), ("WORLD_SIZE", world_size or 1):
-            if name not in os.environ:
-                os.environ[name] = str(number)
-                _set_by_hand.append(name)
-    try:
+    is_adopted = torch_dist.is_initialized()
+    if is_adopted and torch_dist.group.WORLD is _own_group():
+        raise ValueError("init_process_group was called twice: call cleanup() before the second time")
+    if is_adopted and rank not in (None, get_rank()):
+        raise ValueError(f"init_process_group: rank is {rank}, but in the existing group it is {get_rank()}")
+    if not is_adopted:
+        if rank or (world_size or 1) > 1:  # started by hand: from here on as if by a launcher
+            os.environ.update({"RANK": str(rank or 0), "WORLD_SIZE": str(world_size or 1), **os.environ})
         check_variables()
-        if world_size not in (None, get_world_size()):
-            raise ValueError(f"init_process_group: world_size is {world_size}, but WORLD_SIZE is {get_world_size()}")
-        _join(backend, limit)
-    except BaseException:
-        if not torch_dist.is_initialized():
-            _forget_group()
-        raise
-
-
-def _join(backend: str, limit: timedelta) -> None:
-    rank, world_size, device = get_rank(), get_world_size(), get_device()
-    options: dict = {"rank": rank, "world_size": world_size, "timeout": limit}
+    if world_size not in (None, get_world_size()):
+        raise ValueError(f"init_process_group: world_size is {world_size}, but already set to {get_world_size()}")
+    device = get_device()
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if needs_gpus(backend) and torch.__version__ >= (2, 7, 1):  # 2.6 and 2.7.0 hang with it (pytorch#153960)
-        options["device_id"] = device  # connect at once, and to the right GPU
-    torch_dist.init_process_group(backend, store=_meet(rank, world_size, limit), **options)
+    if not is_adopted:
+        backend, limit, rank, size = choose_backend(backend), get_timeout(timeout), get_rank(), get_world_size()
+        options: dict = {"rank": rank, "world_size": size, "timeout": limit}
+        if size == 1 or launcher:  # the launcher's store, unlike torch's own, knows which ranks are missing
+            options["store"] = torch_dist.HashStore() if size == 1 else launcher.meet(rank, size, limit)
+        # With a device_id NCCL connects at once, and to the right GPU.  2.6 and 2.7.0 hang with it (pytorch#153960).
+        options["device_id"] = device if needs_gpus(backend) and torch.__version__ >= (2, 7, 1) else None
+        torch_dist.init_process_group(backend, **options)
+        _own_group = weakref.ref(torch_dist.group.WORLD)
     barrier()  # without this, a rank that ends early closes connections that the others are still opening
-    processes = "process" if world_size == 1 else "processes"
-    print_primary(f"distributed: {world_size} {processes}, {backend}, {device.type}")
-
-
-_set_by_hand: list[str] = []  # the variables that init_process_group has set
-
-
-def _meet(rank: int, world_size: int, limit: timedelta) -> torch_dist.Store:
-    """The store of a new group: a table, served by one process, in which the ranks leave their addresses.
-
-    The store ends with the group, because the next group may have other processes, or another address.  torchrun and
-    `launch` serve one table for a whole run, so the table counts the groups, and each group has its own part.
-    """
-    if world_size == 1:
-        return torch_dist.HashStore()
-    if launcher:
-        table = launcher.open_store(rank, world_size, limit)
-    else:
-        table, *_ = next(torch_dist.rendezvous("env://", rank, world_size, timeout=limit))
-    count = f"groups of rank {rank}"
-    store = torch_dist.PrefixStore(f"group {table.add(count, 0)}", table)
-    if launcher:
-        launcher.wait_for_all_ranks(store, rank, world_size, limit)
-        launcher.note_joined(table)
-    table.add(count, 1)  # only when all ranks are here: a rank that tries once more looks in the same part
-    return store
+    processes = "1 process" if get_world_size() == 1 else f"{get_world_size()} processes"
+    owner = ", in another library's group" if is_adopted else ""
+    print_primary(f"distributed: {processes}, {torch_dist.get_backend()}, {device.type}{owner}")
 
 
 def choose_backend(backend: str | None = None) -> str:
-    """The backend: the argument, or DIST_BACKEND, or nccl with GPUs, else gloo.  ValueError if it can't be used."""
+    """Return the argument, else DIST_BACKEND, else nccl or gloo; raise ValueError if it can't be used here."""
     has_nccl = torch.cuda.device_count() > 0 and torch_dist.is_nccl_available()
     backend = (backend or os.environ.get("DIST_BACKEND") or ("nccl" if has_nccl else "gloo")).lower()
     names = [part.rpartition(":")[2] for part in backend.split(",")]  # torch's own way to have two: cpu:gloo,cuda:nccl
     if not has_nccl and any(map(needs_gpus, names)):
         raise ValueError(f"backend {backend} needs a visible CUDA GPU and a torch that was built with it: use gloo")
-    if not all(torch_dist.is_backend_available(name) for name in names):
+    if not all(map(torch_dist.is_backend_available, names)):
         raise ValueError(f"torch has no backend {backend} (DIST_BACKEND or an argument): choose nccl or gloo")
     return backend
 
 
 def needs_gpus(backend: str) -> bool:
-    """Whether the backend needs a GPU for each process: nccl does; torch 2.14 also has nccl2, nccl-lazy, ..."""
+    """Return whether the backend needs a GPU for each process: nccl, and torch 2.14's nccl2, nccl-lazy, ..."""
     return backend.startswith("nccl")
 
 
-VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-SIZES = (  # other launchers put their number of processes into these
-    "OMPI_COMM_WORLD_SIZE",  # Open MPI
-    "PMI_SIZE",  # MPICH, Cray
-    "MV2_COMM_WORLD_SIZE",  # MVAPICH
-    "JSM_NAMESPACE_SIZE",  # IBM
-    "FLUX_JOB_SIZE",
-    "SLURM_STEP_NUM_TASKS",  # srun; a batch script is one process
-)
-
-
 def check_variables() -> None:
-    """Check the launcher's variables: ValueError, in one line, if they are incomplete or contradict each other."""
-    env = os.environ
-    given = {name: env[name] for name in VARIABLES if name in env}
-    if not given:
-        for name in SIZES:
-            if env.get(name, "1") != "1":  # each process would train alone
-                raise ValueError(
-                    f"{name} is {env[name]}, but RANK and WORLD_SIZE are not set: set them (and MASTER_ADDR, "
-                    "MASTER_PORT), start with torchrun, or for srun and mpirun copy distributed_launcher.py here"
-                )
-        return
-    try:
-        rank, world_size = int(given["RANK"]), int(given["WORLD_SIZE"])
-        local_rank, local_size = int(given.get("LOCAL_RANK", 0)), int(given.get("LOCAL_WORLD_SIZE", world_size))
-        is_right = 0 <= rank < world_size and 0 <= local_rank < local_size <= world_size
-    except (KeyError, ValueError):
-        is_right = False
-    if not is_right:
-        said = " ".join(f"{name}={text}" for name, text in given.items())
-        raise ValueError(f"{said}: set RANK and WORLD_SIZE to this process's place, or unset {' '.join(given)}")
-    address, port = env.get("MASTER_ADDR", ""), env.get("MASTER_PORT", "")
-    if world_size > 1 and not (address and port.isdecimal() and 0 < int(port) < 65536):
-        raise ValueError(
-            f"MASTER_ADDR={address} and MASTER_PORT={port} must say where rank 0 is: set them (mpirun over several "
-            "machines: -x MASTER_ADDR=HOST -x MASTER_PORT=29500), or start with launch or torchrun"
-        )
+    """Raise ValueError if the launcher's variables are missing, or (with distributed_launcher.py) contradictory."""
+    if launcher:
+        launcher.check_variables()
+    for name in "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS":  # Open MPI; MPICH and Cray; srun
+        if "WORLD_SIZE" not in os.environ and os.environ.get(name, "1") != "1":
+            problem = f"{name} is {os.environ[name]}, but RANK and WORLD_SIZE are not set"
+            raise ValueError(f"{problem}: set them, start with torchrun, or copy distributed_launcher.py here")
 
 
 def get_timeout(timeout: float | timedelta | None = None) -> timedelta:
-    """The limit for joining and for each collective, from seconds or a timedelta; None: DIST_TIMEOUT, or 600 s."""
-    if timeout is None:
-        timeout = os.environ.get("DIST_TIMEOUT") or 600
-    try:
-        seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
-    except (TypeError, ValueError, OverflowError):
-        seconds = 0
-    if not 0.001 <= seconds <= 1e9:  # nan is refused, too
-        raise ValueError(f"the timeout (or DIST_TIMEOUT) is {timeout}: give seconds greater than 0, such as 600")
-    return timedelta(seconds=seconds)
+    """Return the time limit for joining and for each collective: the argument, else DIST_TIMEOUT, else 600 s."""
+    given = (os.environ.get("DIST_TIMEOUT") or 600) if timeout is None else timeout
+    limit = given if isinstance(given, timedelta) else timedelta(seconds=float(given))
+    if limit <= timedelta(0):
+        raise ValueError(f"the timeout (or DIST_TIMEOUT) is {given}: give seconds greater than 0, such as 600")
+    return limit
 
 
 def cleanup() -> None:
-    """Leave the process group, if there is one.  `launch` does this when worker_fn has returned.
+    """Leave the group that init_process_group has made, if there is one.  `launch` does this when worker_fn returns.
 
-    While an exception is being handled it does nothing, if there are several processes: the other ranks may be inside
-    a collective, and leaving would wait for them for ever (pytorch/torchtitan#1342).
+    With several processes it does nothing while an exception is handled: others may be blocked in a collective, and
+    leaving the group could wait for them forever (pytorch/torchtitan#1342).
     """
     if sys.exc_info()[1] is None or get_world_size() == 1:
         _leave_group()
 
 
 def _leave_group() -> None:
-    if torch_dist.is_initialized():
-        # Gloo's threads need Python's lock to free their last tensors: let them have it, or leaving may hang
-        # (pytorch#179291; seen with torch 2.4.1).
-        time.sleep(0.02)
+    if torch_dist.is_initialized() and torch_dist.group.WORLD is _own_group():
+        time.sleep(0.02)  # gloo's threads free their last tensors, or leaving may hang (pytorch#179291; torch 2.4.1)
         torch_dist.destroy_process_group()
-    _forget_group()
-
-
-def _forget_group() -> None:
-    """Unset the environment variables that init_process_group has set; count forward passes from 0 again."""
-    global _passes
-    _passes = 0
-    while _set_by_hand:
-        os.environ.pop(_set_by_hand.pop(), None)
 
 
 # ------------------------------------------------------------------------------------------------------ collectives
-# All ranks must make the same call, with the same op, dtypes and (except in gather) shapes; otherwise RuntimeError on
-# all, with a table of what each rank called.  To find that out, each call first sends a small message; torch's own
-# functions don't.  A small tensor travels in this message; a larger one follows in torch's own call.  If a function
-# refuses a value, it does so after this message, on all ranks.  If a rank calls nothing, the others wait for it until
-# the time-out; if it has ended, they report a lost connection.  No gradient flows through these functions.  With one
-# process they need no process group.
-
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_SUMMABLE = (*_FLOATS, torch.uint8, torch.int8, torch.int32, torch.int64)  # nccl and gloo add up these
-_DTYPES = (*_SUMMABLE, torch.int16, torch.bool)
-_OPS = ("sum", "mean", "min", "max")
+# Every rank must make the same call, with the same op, dtypes and (except in gather) shapes.  The backends don't
+# compare calls: if 3 elements are added to 5, a rank may get garbage, hang or be killed.  So each call first sends a
+# small message that compares them.  If a rank makes no call, the others wait for it until the timeout; if its process
+# has ended, they report a lost connection.  No gradient flows through these functions.  One process needs no group.
+# A mean is a sum that is divided afterwards, because gloo of torch 2.4 has no AVG.
+_OPS = {"sum": ReduceOp.SUM, "mean": ReduceOp.SUM, "min": ReduceOp.MIN, "max": ReduceOp.MAX}
+_all_gather = getattr(torch_dist, "all_gather_single", torch_dist.all_gather_into_tensor)  # its name before 2.14
 
 
-def all_reduce(tensor: torch.Tensor, op: str | torch_dist.ReduceOp = "sum") -> torch.Tensor:
-    """Overwrite the tensor with the sum (or another op) over all ranks, on every rank; also returns it.
+def all_reduce(tensor: torch.Tensor, op: str | ReduceOp = "sum") -> torch.Tensor:
+    """Replace the tensor by its sum over all ranks (or another op), in place on every rank, and return it.
 
-    op: "sum", "mean" (or "avg"), "min", "max", or ReduceOp.SUM, AVG, MIN, MAX.  A NaN on any rank is in the result.
-    The dtype stays, so small dtypes may overflow.  TypeError for bool, int16 and the mean of integers: use `reduce`.
+    op: "sum", "mean" (or "avg"), "min", "max", or torch's ReduceOp.  A NaN on any rank is in the result.  The dtype
+    stays, so small dtypes may overflow.  Raises TypeError for bool, int16 and the mean of integers: use `reduce`.
     """
-    op = _op_name(op)
-    rows = _check(f"all_reduce {op}", [tensor], is_written=True)
-    _write(tensor, _reduce_in_place(tensor.detach(), op) if rows is None else _combine(rows, op))
+    op = _check_reduction("all_reduce", tensor, op)
+    if tensor.dtype in (torch.bool, torch.int16) or (op == "mean" and not tensor.is_floating_point()):
+        raise TypeError(f"all_reduce {op} can't be kept in {tensor.dtype}: use dist.reduce(tensor, {op!r})")
+    if get_world_size() > 1:
+        data = _to_send(tensor)
+        _share_nans(data, op)
+        torch_dist.all_reduce(data, _OPS[op])
+        if op == "mean":
+            data /= get_world_size()
+        if data.data_ptr() != tensor.data_ptr():
+            tensor.detach().copy_(data)
     return tensor
 
 
-def reduce(tensor: torch.Tensor, op: str | torch_dist.ReduceOp = "mean") -> torch.Tensor:
-    """A new tensor with the mean over all ranks, the same on every rank: the number to print as "the loss".
+def reduce(tensor: torch.Tensor, op: str | ReduceOp = "mean") -> torch.Tensor:
+    """Return the mean of the tensor over all ranks (or another op), as a new tensor on every rank (unlike torch's).
 
-    Not torch's reduce, which returns nothing and leaves the result on one rank.
-    The mean of the ranks' means is right if their shares are equal.  In an evaluation they may not be: there reduce
-    the sum and the count with op="sum", and divide then.
-    op: as for `all_reduce`.  Computed in float64 or int64, so 10 MB of float32 take about 2.5 times as long as torch's
-    all_reduce.  The result has the input's shape and device, and the dtype of a floating-point input.  For integers and
-    bools a mean is float64, another op's result int64.
+    Use it for numbers to print, such as the loss.  Where ranks have different numbers of examples, reduce the sum and
+    the count with op="sum", and then divide.  It computes in float64 or int64.  A floating-point input keeps its dtype;
+    for integers and bools a mean is float64, and every other result int64.
     """
-    op = _op_name(op)
-    rows = _check(f"reduce {op}", [tensor])
-    is_float = tensor.is_floating_point()
-    if rows is None:
-        wide = torch.float64 if is_float or op == "mean" else torch.int64
-        result = _reduce_in_place(tensor.detach().to(wide, copy=True), op)
-    else:
-        result = _combine(rows, op).to(tensor.device)
-    return result.to(tensor.dtype) if is_float else result
+    op = _check_reduction("reduce", tensor, op)
+    is_float = tensor.is_floating_point() or tensor.is_complex()
+    wide = torch.promote_types(tensor.dtype, torch.float64 if is_float or op == "mean" else torch.int64)
+    data = tensor.detach().to(wide, copy=True)
+    if get_world_size() > 1:
+        data = _to_send(data)
+        _share_nans(data, op)
+        torch_dist.all_reduce(data, _OPS[op])
+        if op == "mean":
+            data /= get_world_size()
+    return data.to(tensor.device, tensor.dtype if is_float else wide)
 
 
-def _combine(rows: torch.Tensor, op: str) -> torch.Tensor:
-    """The sum (or another op) over the ranks' small tensors, [world size, *shape]: [*shape], float64 or int64."""
-    rows = rows.to(torch.float64 if rows.is_floating_point() or op == "mean" else torch.int64)
-    return {"sum": rows.sum, "mean": rows.mean, "min": rows.amin, "max": rows.amax}[op](0)
+def _to_send(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor as the backend takes it: its own memory, if it is contiguous and on the backend's device."""
+    device = get_device() if needs_gpus(torch_dist.get_backend()) else torch.device("cpu")
+    return tensor.detach().to(device).resolve_neg().contiguous()
 
 
-def _reduce_in_place(tensor: torch.Tensor, op: str) -> torch.Tensor:
-    """The sum (or another op) over the ranks' large tensors, in their dtype and, if possible, this tensor's memory."""
-    device = _comm_device()
-    if device is None:
-        return tensor
-    data = tensor.to(device).resolve_neg().contiguous()
-    is_extreme = op in ("min", "max")
-    if is_extreme and data.is_floating_point():
-        is_nan = data.isnan()  # the backends' min and max may drop a NaN
-        torch_dist.all_reduce(is_nan.view(torch.uint8), torch_dist.ReduceOp.MAX)  # a view: changes is_nan
-    torch_dist.all_reduce(data, getattr(torch_dist.ReduceOp, op.upper() if is_extreme else "SUM"))
-    if is_extreme and data.is_floating_point():
+def _share_nans(data: torch.Tensor, op: str) -> None:
+    """Write NaN where any rank has it, because the backends' min and max may drop a NaN that not all ranks have."""
+    if op in ("min", "max") and data.is_floating_point():
+        is_nan = data.isnan()
+        torch_dist.all_reduce(is_nan.view(torch.uint8), ReduceOp.MAX)  # the view shares is_nan's memory
         data.masked_fill_(is_nan, torch.nan)
-    if op == "mean":  # gloo of torch 2.4 has no AVG
-        data /= get_world_size()
-    return data.to(tensor.device)
-
-
-def _write(tensor: torch.Tensor, values: torch.Tensor) -> None:
-    if values.data_ptr() != tensor.data_ptr():  # if equal, the values are there already
-        tensor.detach().copy_(values)
 
 
 def gather(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors of all ranks, in rank order, on every rank: for torch.cat, or torch.stack if they are scalars.
+    """Return a list of all ranks' tensors, in rank order, on every rank (unlike torch.distributed.gather).
 
-    Not torch's gather, which returns nothing.  Here shapes may differ, even to zero rows, but not dtypes or numbers of
-    dimensions.  The results are new, on the input's device.
+    Shapes may differ, even down to zero rows; dtypes and numbers of dimensions may not.  The results are new tensors.
     """
-    _check("gather", [tensor], is_any_shape=True)
+    _check_same_call("gather", tensor, is_any_shape=True)
     mine = tensor.detach().cpu().clone()  # pickle would send the whole storage of a view
     parts = [mine] * get_world_size()
     if len(parts) > 1:
@@ -376,157 +281,66 @@ def gather(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def sync_params(params: torch.Tensor | Iterable[torch.Tensor]) -> None:
-    """Copy rank 0's values into the tensors, in place: sync_params(model.parameters()), or model.buffers()."""
-    params = [params] if isinstance(params, torch.Tensor) or not isinstance(params, Iterable) else list(params)
-    _check("sync_params", params, is_written=True)
-    device = _comm_device()
-    if device is None:
-        return
-    for param in params:
-        values = torch.empty(param.shape, dtype=param.dtype, device=device).copy_(param.detach())
-        torch_dist.broadcast(values.view(-1).view(torch.uint8), 0)  # as bytes, so that every dtype works
-        _write(param, values)
+    """Broadcast rank 0's values into these tensors, in place: model.parameters(), or model.buffers()."""
+    params = [params] if isinstance(params, torch.Tensor) else list(params)
+    _check_same_call("sync_params", *params)
+    if get_world_size() > 1:
+        for param in params:
+            data = _to_send(param)
+            torch_dist.broadcast(data.view(-1).view(torch.uint8), 0)  # as bytes, so that every dtype works
+            if data.data_ptr() != param.data_ptr():
+                param.detach().copy_(data)
 
 
 def barrier() -> None:
-    """Wait until every rank has called it."""
-    _check("barrier", [])  # the check is itself a message between all ranks
+    """Wait until every rank has called barrier."""
+    _check_same_call("barrier")  # which ends on no rank before all ranks have called it
 
 
 wait_for_everyone = barrier  # its name in joh-fischer/distributed-pytorch
 
 
-def _op_name(op: Any) -> str:
-    """An op's name in _OPS, from a name or torch's ReduceOp; for an unknown op a text that `_check` refuses."""
-    name = str(getattr(op, "name", op)).lower()
-    name = "mean" if name == "avg" else name
-    return name if name in _OPS else f"op={op!r}"
+def _check_reduction(function: str, tensor: Any, op: Any) -> str:
+    """Check a call of all_reduce or reduce, and return the op's name in _OPS."""
+    name = str(getattr(op, "name", op)).lower().replace("avg", "mean")  # torch's ReduceOps have a name
+    _check_same_call(f"{function} {name if name in _OPS else f'op={op!r}'}", tensor)
+    if name not in _OPS:
+        raise ValueError(f"op={op!r}: choose from {', '.join(_OPS)}")
+    return name
 
 
-def _comm_device() -> torch.device | None:
-    """The device whose tensors the backend moves; None with one process.  ValueError without a process group."""
-    if get_world_size() == 1:
-        return None
-    return get_device() if needs_gpus(torch_dist.get_backend()) else torch.device("cpu")
+def _check_same_call(function: str, *values: Any, is_any_shape: bool = False) -> None:
+    """Raise RuntimeError on all ranks, with a table of their calls, if these differ; then TypeError for a non-tensor.
 
-
-def _check(call: str, values: list, is_any_shape: bool = False, is_written: bool = False) -> torch.Tensor | None:
-    """Check a call: on all ranks RuntimeError if their calls differ, TypeError or ValueError if the call is refused.
-
-    call: the function's name, and the op if there is one.  With an op: returns all ranks' values, as `_compare` does.
+    Values are not compared: if one rank reduces the loss first and another the accuracy, the results are wrong.
     """
-    op = call.partition(" ")[2]
-    problems: list = [ValueError(f"{op}: choose from {', '.join(_OPS)}")] if op and op not in _OPS else []
-    kinds = []
+    kinds = ", ".join(_describe(value, is_any_shape) for value in values)
+    call = f"{function} of {kinds}" if values else function
+    if get_world_size() > 1:
+        digest = hashlib.blake2b(call.encode(), digest_size=16).digest()
+        mine = _to_send(torch.frombuffer(bytearray(digest), dtype=torch.uint8))
+        hashes = mine.new_empty(get_world_size() * 16)
+        _all_gather(hashes, mine)
+        if not torch.equal(hashes, mine.repeat(get_world_size())):
+            calls = [call] * get_world_size()
+            torch_dist.all_gather_object(calls, call)
+            table = "".join(f"\n  rank {rank}: {text}" for rank, text in enumerate(calls))
+            raise RuntimeError(f"the ranks called different things, but all must call the same:{table}")
     for value in values:
-        kind, problem = _describe(call, value, is_any_shape, is_written)
-        kinds.append(kind)
-        if problem:
-            problems.append(TypeError(f"{call} {problem}"))
-    said = f"{call} of {', '.join(kinds)}" if kinds else call
-    if problems:
-        _compare(f"{said} ({problems[0]})")
-        raise problems[0]
-    return _compare(said, values[0] if op else None)
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"{function} takes tensors, not {type(value).__name__} (use torch.as_tensor)")
+        if hasattr(value, "full_tensor"):
+            raise TypeError(f"{function} can't take a DTensor: pass .full_tensor(), the whole, or .to_local(), a part")
 
 
-def _describe(call: str, value: Any, is_any_shape: bool, is_written: bool) -> tuple[str, str]:
-    """A description of the value, which must be equal on all ranks; why the function can't take the value, or ""."""
-    name = type(value).__name__
-    if not isinstance(value, torch.Tensor):
-        hint = "pass its parameters() or buffers()" if isinstance(value, nn.Module) else "use torch.as_tensor"
-        hint = "the .grad of an unused parameter? skip it on all ranks" if value is None else hint
-        return name, f"takes tensors, not {name} ({hint})"
-    if hasattr(value, "full_tensor"):
-        return "DTensor", "can't take a DTensor: pass .full_tensor(), the whole, or .to_local(), this rank's part"
-    if type(value).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:  # a class of another kind, such as masked
-        return name, f"takes plain tensors, not {name}: pass one that holds its values"
-    if value.layout != torch.strided or value.is_nested:
-        return f"{value.dtype}", "takes dense tensors: pass .to_dense()"
-    if value.is_meta or isinstance(value, nn.parameter.UninitializedTensorMixin):
-        return f"{value.dtype}", "takes tensors with values: this one is on the device meta, or of a lazy layer"
-    kind = f"{value.dtype} with {value.dim()} dimension(s)" if is_any_shape else f"{value.dtype} {list(value.shape)}"
-    if value.is_quantized or (value.dtype not in _DTYPES and call != "sync_params"):  # which sends bytes
-        return kind, f"takes floats, integers or bools, not {value.dtype}"
-    function, _, op = call.partition(" ")
-    if function == "all_reduce" and (value.dtype not in _SUMMABLE or (op == "mean" and not value.is_floating_point())):
-        return kind, f"can't be kept in {value.dtype}: use dist.reduce(tensor, {op!r})"
-    if is_written and torch._debug_has_internal_overlap(value) == 1:  # surely; then torch's copy_ refuses it
-        return kind, "can't write to elements that share their memory (expand?): pass .contiguous()"
-    return kind, ""
+def _describe(value: Any, is_any_shape: bool) -> str:
+    """Return what must be equal on all ranks."""
+    if not isinstance(value, torch.Tensor) or hasattr(value, "full_tensor"):
+        return type(value).__name__
+    return f"{value.dtype} {f'with {value.dim()} dimension(s)' if is_any_shape else list(value.shape)}"
 
 
-WARN_AFTER = 30  # seconds, if a rank waits so long for the others
-_let_others_run = getattr(os, "sched_yield", lambda: time.sleep(0))  # Windows has none
-_DIGEST = 16  # bytes
-_MESSAGE = 8192  # bytes that each rank gets in a check: with two ranks a digest and 1,000 float32 numbers from each
-
-
-def _compare(call: str, numbers: torch.Tensor | None = None) -> torch.Tensor | None:
-    """Compare the ranks' calls: RuntimeError on all ranks, with a table of the calls, if they differ.
-
-    The backends don't check: if 3 elements are added to 5, one rank may get garbage, and another may be killed.  The
-    message has a hash of the call and, if they fit, the numbers; its length is always the same.  Returns all ranks'
-    numbers, or None.  Two calls of one kind in a different order are not noticed: loss, accuracy; accuracy, loss.
-    """
-    device = _comm_device()
-    if device is None:
-        return None
-    world_size = get_world_size()
-    size = max(1, _MESSAGE // _DIGEST // world_size) * _DIGEST
-    digest = row = hashlib.blake2b(call.encode(), digest_size=_DIGEST).digest()
-    if fits := numbers is not None and 0 < numbers.nbytes <= size - _DIGEST:
-        values = torch.empty(numbers.shape, dtype=numbers.dtype).copy_(numbers.detach())
-        row += values.view(-1).view(torch.uint8).numpy().tobytes()
-    mine = torch.frombuffer(bytearray(row.ljust(size) * world_size), dtype=torch.uint8).to(device)
-    table = torch.empty_like(mine)  # a row from each rank: gloo's all-to-all takes two thirds of its all-gather's time
-    _wait(torch_dist.all_to_all_single(table, mine, async_op=True), call)
-    received = table.cpu().numpy().tobytes()
-    rows = [received[start : start + len(row)] for start in range(0, len(received), size)]
-    if all(row.startswith(digest) for row in rows):
-        if not fits:
-            return None
-        values = bytearray(b"".join(row[_DIGEST:] for row in rows))
-        return torch.frombuffer(values, dtype=numbers.dtype).view(world_size, *numbers.shape)
-    calls = [call] * world_size
-    torch_dist.all_gather_object(calls, call)
-    lines = "".join(f"\n  rank {rank}: {called}" for rank, called in enumerate(calls))
-    raise RuntimeError(f"the ranks called different things, but all must call the same:{lines}")
-
-
-def _wait(work: torch_dist.Work, call: str) -> None:
-    """Wait for a message, and warn after 30 s.  Not by work.wait(seconds): after this time NCCL ends the process.
-
-    The loop polls, because Python handles no signals in work.wait(), and waking a thread takes longer than a small
-    message.  In the first millisecond the loop doesn't sleep; later it sleeps 2 % of the time waited, at most 10 ms.
-    """
-    started, is_said = time.monotonic(), False
-    while not work.is_completed():
-        waited = time.monotonic() - started
-        if waited > WARN_AFTER and not is_said:
-            is_said = True
-            hint = "under plain python Ctrl-C shows where each rank stands"
-            _warn(f"rank {get_rank()} has waited for {WARN_AFTER} s in {call}{_passes_in_words()}: {hint}")
-        if waited < 1e-3:
-            _let_others_run()
-        else:
-            time.sleep(min(waited / 50, 0.01))
-    work.wait()  # raises the error, if there was one
-
-
-def _warn(text: str) -> None:
-    """Print a warning that names the program's line, not a line of this file or of torch."""
-    frame = sys._getframe(1)
-    while frame.f_back and (
-        frame.f_code.co_filename == __file__
-        or str(frame.f_globals.get("__name__")).startswith("torch.")
-        or "__tracebackhide__" in frame.f_locals  # a tool's, such as timeline/
-    ):
-        frame = frame.f_back
-    warnings.warn_explicit(text, UserWarning, frame.f_code.co_filename, frame.f_lineno)
-
-
-# ---------------------------------------------------------------------------------------------- sampler, DDP model
+# ------------------------------------------------------------------------------------------------ sampler, DDP model
 
 
 def data_sampler(
@@ -537,23 +351,22 @@ def data_sampler(
     seed: int = 0,
     drop_last: bool = False,
 ) -> DistributedSampler:
-    """This rank's share of the data set, as a sampler for DataLoader; with one process the whole data set.
+    """Return a sampler for DataLoader that gives this rank its share of the dataset; with one process, all of it.
 
-    distributed: False gives every rank the whole data set, as tensor parallelism needs it.
-    shuffle: a new order each epoch, a function of (seed, epoch), if `sampler.set_epoch(epoch)` is called before each.
-        `set_epoch(epoch, skip=n)` skips this rank's first n examples, to resume in the middle of an epoch.
-    pad: of 10 examples on 4 ranks each rank gets 3; two come twice.  That is for training: a rank with fewer steps
-        would leave the others waiting in backward().  With False the ranks get 3, 3, 2, 2, and every example comes
-        exactly once: for evaluation.  Then ValueError if there are fewer examples than ranks.
-    seed: the same on all ranks, or their shares overlap.
-    drop_last: instead of giving two examples twice, leave two out.  (DataLoader's drop_last leaves out a batch.)
+    Call `sampler.set_epoch(epoch)` before each epoch; set_epoch(epoch, skip=n) leaves out this rank's first n examples.
+    Raises ValueError for pad=False with drop_last=True, and if either is used with fewer examples than ranks.
+
+    Args:
+        distributed: If False, every rank gets the whole dataset, as tensor parallelism requires.
+        shuffle: The order depends only on (seed, epoch), so all ranks agree on it if they have the same seed.
+        pad: If True, repeat examples until all shares have the same size, because in training a rank with fewer steps
+            would leave the others waiting in backward().  Of 10 examples, each of 4 ranks gets 3, and two are repeated.
+            If False, they get 3, 3, 2 and 2: each example is used exactly once, as an evaluation requires.
+        drop_last: Leave examples out (two of the 10) instead of repeating some.
     """
-    if isinstance(dataset, Sampler):
-        raise TypeError(
-            f"data_sampler takes a data set, not a {type(dataset).__name__}: draw the same indices on all ranks (with "
-            "a generator of the same seed), and give the DataLoader equal shares of them: "
-            "sampler=indices[: len(indices) // world_size * world_size][rank::world_size]"
-        )
+    if isinstance(dataset, (Sampler, IterableDataset)):
+        part = "x[: len(x) // world_size * world_size][rank::world_size], x being its indices or examples"
+        raise TypeError(f"data_sampler takes a dataset, not a {type(dataset).__name__}: give each rank {part}")
     replicas, rank = (get_world_size(), get_rank()) if distributed else (1, 0)
     if drop_last and not pad:
         raise ValueError("pad=False keeps every example, drop_last=True leaves some out: choose one")
@@ -569,12 +382,9 @@ def data_sampler(
 class _Sampler(DistributedSampler):
     """torch's DistributedSampler, which can start in the middle of an epoch, and warns of a forgotten set_epoch."""
 
-    passes = 0  # how often this epoch was read to its end
-    skip = 0
+    passes = skip = 0  # how often this epoch was read to its end; how many examples to leave out at its beginning
 
     def set_epoch(self, epoch: int, skip: int = 0) -> None:
-        if skip < 0:
-            raise ValueError(f"set_epoch: skip is {skip}: it must be 0 or more examples")
         super().set_epoch(epoch)
         self.passes, self.skip = 0, skip
 
@@ -583,10 +393,8 @@ class _Sampler(DistributedSampler):
 
     def __iter__(self) -> Iterator[int]:
         if self.passes == 1 and self.shuffle and is_primary():
-            _warn(
-                "call sampler.set_epoch(epoch) before each epoch: this epoch has the last epoch's order "
-                "(for an evaluation make the sampler with shuffle=False)"
-            )
+            text = "call sampler.set_epoch(epoch) before each epoch: this one has the last one's order"
+            warnings.warn(f"{text} (for an evaluation, use shuffle=False)", stacklevel=2)
         yield from list(super().__iter__())[self.skip :]
         self.passes += 1
 
@@ -594,54 +402,37 @@ class _Sampler(DistributedSampler):
 def prepare_ddp_model(
     model: nn.Module, device_ids: Any = None, sync_bn: bool = False, sync_buffers: bool = True, **kwargs: Any
 ) -> nn.Module:
-    """The model as torch's DistributedDataParallel, on GPUs and on the CPU; the model itself with one process.
+    """Return the model wrapped in torch's DistributedDataParallel; with one process, the model itself.
 
-    Each rank has a copy.  All start from rank 0's weights, and backward() averages the gradients, so they stay equal.
-    Every rank must call it, with the model on `get_device()`.  The optimizer may be made before or after it.
-    sync_bn: BatchNorm over the global batch, on CUDA only.  Without it each process normalises by its own share.
-    sync_buffers: buffers are tensors that are saved but not trained, such as BatchNorm's averages.  Each rank computes
-        its own.  True: DDP copies rank 0's to all ranks in each forward pass of the training, and in the first one of
-        an evaluation under torch.no_grad(), for which each rank therefore needs a batch.  False: no such copies; call
-        `sync_params(model.buffers())` before each evaluation.
-    kwargs go to DistributedDataParallel (find_unused_parameters=True, ...).  device_ids is ignored.
+    Every rank must call this with the model on `get_device()`.  All copies start from rank 0's weights, and backward()
+    averages their gradients, so they stay identical.  The optimizer may be created before or after this call.
+
+    Args:
+        device_ids: Ignored; DDP gets `get_device()`.
+        sync_bn: Let BatchNorm normalise over the global batch instead of each rank's own (SyncBatchNorm, CUDA only).
+        sync_buffers: Each rank computes its own buffers, such as BatchNorm's running averages.  If True, DDP copies
+            rank 0's to all ranks in every training forward pass, and in the first one under no_grad, so each rank needs
+            a batch there.  If False, call `sync_params(model.buffers())` before each evaluation.
+        kwargs: Further arguments of DistributedDataParallel, such as find_unused_parameters=True.
     """
     if get_world_size() == 1:
         return model
     if sync_bn:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     if not sync_buffers:
-        known = inspect.signature(nn.parallel.DistributedDataParallel).parameters
-        name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"  # since torch 2.13
-        kwargs[name] = False
+        kwargs["forward_sync_buffers" if torch.__version__ >= (2, 13) else "broadcast_buffers"] = False
         sync_params(model.buffers())  # at least once: broadcast_buffers=False would leave that out, too
     is_on_gpu = any(param.is_cuda for param in model.parameters())
     model = nn.parallel.DistributedDataParallel(model, [get_device()] if is_on_gpu else None, **kwargs)
-    model.register_forward_pre_hook(_count_pass)
+    if launcher:
+        launcher.count_forward_passes(model)  # for the report of a hang
     return model
 
 
-_passes = 0  # the forward passes of DDP models that this rank has begun in training
-
-
-def _count_pass(model: nn.Module, inputs: tuple) -> None:
-    """Count a forward pass, for the report of a hang: a rank that has one batch less has made one pass less."""
-    global _passes
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        _passes += 1
-        if launcher:
-            launcher.note_progress(_passes_in_words())
-
-
-def _passes_in_words() -> str:
-    return f", after {_passes} forward passes" if _passes else ""
-
-
 def unwrap_model(model: nn.Module) -> nn.Module:
-    """The model inside DDP, DataParallel and torch.compile; the names in its state dict don't begin with "module."."""
-    wrappers = [nn.parallel.DistributedDataParallel, nn.DataParallel]
-    if dynamo := sys.modules.get("torch._dynamo"):  # torch.compile imports it
-        wrappers.append(dynamo.OptimizedModule)
-    while isinstance(model, tuple(wrappers)):
+    """Return the model inside DDP, DataParallel and torch.compile, to save it without "module." in its names."""
+    wrappers = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+    while isinstance(model, wrappers) or type(model).__name__ == "OptimizedModule":  # torch.compile's
         model = model._orig_mod if hasattr(model, "_orig_mod") else model.module
     return model
 
@@ -650,45 +441,33 @@ def unwrap_model(model: nn.Module) -> nn.Module:
 
 
 def launch(worker_fn: Callable, *args: Any, nproc: int | None = None) -> Any:
-    """Run `worker_fn(local_rank, world_size, *args)` once per process; returns what it returned on rank 0.
+    """Run `worker_fn(local_rank, world_size, *args)` once per process, and return rank 0's result.
 
-    Starts nproc (or NPROC) processes on this machine, by default one per visible GPU, or two without a GPU.  With one
-    process, and under torchrun, srun and mpirun (nproc is ignored there), worker_fn is called in this process.
-    The first started process that fails ends the run: SystemExit with its error; RuntimeError in a notebook, in a
-    thread and in a process of multiprocessing.
-    The processes are forked where that is safe, else spawned: then each imports the program anew.  So set what
-    worker_fn needs (a default dtype, globals) inside it, or pass it.  Files that it leaves open are written, and atexit
-    functions that it registers run, unless it is killed because another rank has failed.  It must close files that
-    buffer in another way (gzip, zip, shelve).
-    `launch` changes no random numbers: torch's, Python's and numpy's go on in each rank where they are in this process.
-    So a seed that was set before holds in every rank, as under torchrun.  (Without a seed these ranks begin with equal
-    random numbers, torchrun's with different ones.)  With one seed all ranks also have the same dropout masks.  For
-    different masks seed again, after the model and random_split:  torch.manual_seed(seed + dist.get_rank())
+    Starts nproc processes (default: NPROC, else one per visible GPU, or two without a GPU), forked where that is safe,
+    else spawned: these import the program again, so set globals in worker_fn.  With one process, and where others have
+    started the processes, it calls worker_fn here.  Raises SystemExit with the error of the first rank that fails.
     """
     count = count_processes(nproc)
-    if count == 1 or "WORLD_SIZE" in os.environ:
+    if inspect.iscoroutinefunction(worker_fn):
+        _refuse("worker_fn is an async function: pass a function that calls asyncio.run")
+    if count == get_world_size():  # one process, or others have started them
         return _call(worker_fn, args)
     if launcher is None:
-        _refuse(
-            f"to start {count} processes, copy distributed_launcher.py beside distributed.py; "
-            f"or type torchrun --nproc_per_node={count} {sys.argv[0]}"
-        )
-    return launcher.run(_call, (worker_fn, args, True), count)
+        by_hand = f"torchrun --nproc_per_node={count} {sys.argv[0]}"
+        _refuse(f"to start {count} processes, copy distributed_launcher.py here, or type {by_hand}")
+    return launcher.run(_call, (worker_fn, args), count)
 
 
 def count_processes(nproc: int | None = None) -> int:
-    """How many processes `launch(..., nproc=nproc)` runs; under a launcher its world size.
-
-    If they can't run, the program ends here, with one line on stderr and exit code 2, or with RuntimeError.
-    """
+    """Return how many processes `launch(..., nproc=nproc)` runs; if they can't run, end the program with one line."""
+    if torch_dist.is_initialized():
+        return get_world_size()
     gpus = torch.cuda.device_count()
     count = str(os.environ.get("NPROC") or gpus or 2) if nproc is None else str(nproc)
     try:
         check_variables()
         backend = choose_backend()
         get_timeout()
-        if launcher:
-            launcher.read_grace()
     except ValueError as problem:
         _refuse(str(problem))
     if "WORLD_SIZE" in os.environ:
@@ -696,20 +475,17 @@ def count_processes(nproc: int | None = None) -> int:
     if not count.isdecimal() or int(count) < 1:
         _refuse(f"nproc (or NPROC) is {count}: start at least 1 process")
     if needs_gpus(backend) and int(count) > gpus:
-        _refuse(
-            f"{count} processes, but {gpus} visible GPU(s): start {gpus}, hide the GPUs (CUDA_VISIBLE_DEVICES=), or "
-            "let the processes share them (DIST_BACKEND=gloo)"
-        )
+        _refuse(f"{count} processes, but {gpus} visible GPU(s): start {gpus}, or let them share (DIST_BACKEND=gloo)")
     return int(count)
 
 
-def _call(worker_fn: Callable, args: tuple, is_watched: bool = False) -> Any:
-    """Call worker_fn in this process; leave the process group after it.  `launch` watches the ranks that it starts."""
+def _call(worker_fn: Callable, args: tuple) -> Any:
+    """Call worker_fn in this process, and leave the process group after it."""
     try:
         result = worker_fn(get_local_rank(), get_world_size(), *args)
     except BaseException as error:
-        if not is_watched and _passes and hasattr(error, "add_note"):  # since Python 3.11
-            error.add_note(f"(rank {get_rank()}{_passes_in_words()})")
+        if launcher:
+            launcher.note_forward_passes(error)
         cleanup()  # with one process a notebook's cell can then be run again
         raise
     _leave_group()  # not cleanup: `launch` may have been called inside `except`

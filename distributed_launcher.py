@@ -1,13 +1,13 @@
 # Copied from the project ddp-by-diff.  SPDX-License-Identifier: MIT
-"""A small torchrun inside the program: it starts one process per rank, watches them, and says which failed first.
+"""A small torchrun inside the program: it starts one process per rank, watches them, and reports which failed first.
 
     run(function, args, nproc=2)    # function(*args) in two new processes; returns rank 0's result
 
-Each rank finds its place in torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and
-MASTER_PORT), so torch's own init_process_group works in it, too.  distributed.py uses this file if it is beside it.
+Each rank gets torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT), so
+torch's own init_process_group works in it, too.  distributed.py uses this file if it is beside it.
 
-The file has the order of a run: start, watch, explain, end; what each rank does.  Then come two parts that ranks of
-torchrun, srun and mpirun use, too: the launchers' variables, and how the ranks find each other.
+The file follows a run: start, watch, explain, end; what each rank does.  The last two parts also serve the ranks of
+torchrun, srun and mpirun: the launchers' variables, and how the ranks find each other.
 """
 
 import atexit
@@ -16,6 +16,7 @@ import errno
 import faulthandler
 import fcntl
 import gc
+import importlib
 import io
 import logging.handlers
 import math
@@ -64,8 +65,8 @@ NOT_THE_PROGRAM = [
     "<frozen ",  # a part of Python that is built in
 ]
 
-# How a rank may fail, the likeliest first cause first.  A rank that died broke the others' connections.  A rank that
-# reports an error keeps its connections, and waits to be killed.  A lost connection is a consequence.
+# How a rank may fail, the likeliest cause first: a rank that died broke the others' connections, one that reports an
+# error keeps its own, and a lost connection is a consequence.
 DIED, FAILED, TIMED_OUT, LOST = FAILURES = ("died", "failed", "timed out", "lost its connection")
 
 
@@ -80,13 +81,12 @@ class _Report(NamedTuple):
 
 
 def run(function: Callable, args: tuple = (), nproc: int = 2) -> Any:
-    """function(*args) in nproc new processes; returns what it returned on rank 0.
+    """Run function(*args) in nproc new processes, and return what it returned on rank 0.
 
     The first rank that fails ends the run: SystemExit with its error, so the exit code is 1; RuntimeError where
-    SystemExit would be lost: in a notebook, a shell, a thread, a process of multiprocessing.  Ctrl-C and SIGTERM end
-    with 130 and 143 (in a shell Ctrl-C is KeyboardInterrupt); in a thread the program must handle them.
-    Ctrl-C, and `kill -USR1` of this process, print where each rank stands.
-    Ranks that handle SIGTERM have DIST_GRACE seconds to save, or 30 if the run is told to stop, 3 after a failure.
+    SystemExit would be lost, in a notebook, a shell, a thread or a process of multiprocessing.  Ctrl-C and SIGTERM end
+    the run with 130 and 143.  Ctrl-C, and `kill -USR1` of this process, print where each rank stands.
+    Ranks that handle SIGTERM get DIST_GRACE seconds to save: by default 30, and 3 after another rank has failed.
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):  # a spawned rank, which imports the program
         sys.exit('launch: called while the program is imported: write  if __name__ == "__main__":  above the call')
@@ -112,13 +112,9 @@ def read_grace() -> float | None:
     text = os.environ.get("DIST_GRACE")
     if not text:
         return None
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1
-    if not 0 <= seconds <= 1e9:  # nan is refused, too
+    if not re.fullmatch(r"\d{1,9}(\.\d*)?", text):
         raise ValueError(f"DIST_GRACE is {text}: give a number of seconds (DIST_GRACE=30), or unset it")
-    return seconds
+    return float(text)
 
 
 def _in_shell() -> bool:
@@ -126,34 +122,25 @@ def _in_shell() -> bool:
     return hasattr(sys, "ps1")
 
 
-def _is_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()
-
-
 def must_go_on() -> bool:
     """Whether SystemExit would not end the program: a thread drops it, and a Pool waits for its worker for ever."""
-    return _in_shell() or not _is_main_thread() or multiprocessing.parent_process() is not None
+    is_main_thread = threading.current_thread() is threading.main_thread()
+    return _in_shell() or not is_main_thread or multiprocessing.parent_process() is not None
 
 
 # ------------------------------------------------------------------------------------------------------------- start
 
 
 def fork_is_safe() -> bool:
-    """Whether this process can be forked: a child has its parent's locks, but none of its threads.
-
-    So fork only if there are no other threads, of Python or of torch's OpenMP pool: a child that uses the pool waits
-    for ever.
-    """
+    """Return whether this process has no other threads, of Python or of OpenMP: a child would wait for them forever."""
     return _can_fork() and threading.active_count() == 1 and len(os.listdir("/proc/self/task")) == 1
 
 
 def _can_fork() -> bool:
-    """Whether the system and CUDA allow a fork.  CUDA only says so in a forked child, so one is forked.
-
-    OpenBLAS, which numpy brings, ends its threads at this first fork, so `fork_is_safe` doesn't count them.
-    """
+    """Return whether the system and CUDA allow a fork.  CUDA only says so in a forked child, so one is forked."""
     if sys.platform != "linux":  # macOS's own libraries break after a fork (bugs.python.org/issue33725)
         return False
+    # At this first fork OpenBLAS, which numpy brings, ends its threads, so `fork_is_safe` doesn't count them.
     child = _fork(lambda: torch.cuda.device_count() > 0 and torch.cuda._is_in_bad_fork())
     return os.waitpid(child, 0)[1] == 0
 
@@ -192,6 +179,12 @@ def _how_to_start(job: tuple, nproc: int) -> tuple[str, int | None, Any]:
     raise RuntimeError(problem)
 
 
+def _package_main() -> str:
+    """Return the name of `python -m package`'s __main__.py, which multiprocessing doesn't import in new processes."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    return spec.name if spec and spec.name.endswith(".__main__") else ""
+
+
 def _count_cores() -> int:
     """The number of cores for this process.  A container (docker --cpus=2) sees all cores, but has a quota."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -221,7 +214,7 @@ class _Ranks:
     @contextlib.contextmanager
     def signals_handled(self) -> Iterator[None]:
         """Note signals, for `watch` to act on.  An ignored signal stays ignored (SIGHUP under nohup)."""
-        if not _is_main_thread():  # Python sets handlers in the main thread only
+        if threading.current_thread() is not threading.main_thread():  # Python sets handlers in the main thread only
             yield
             return
         # A handler of the program's own might wait for the ranks in our place.
@@ -272,7 +265,7 @@ class _Ranks:
                 if signal.sigpending() & set(STOP_SIGNALS):
                     break
                 place = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                arguments = (self.guard, environment | place, self.folder, threads, job)
+                arguments = (self.guard, environment | place, self.folder, threads, job, _package_main())
                 process = multiprocessing.get_context(method).Process(target=_be_rank, args=arguments)
                 process.start()
                 self.processes.append(process)
@@ -296,8 +289,7 @@ class _Ranks:
             for report in self.reports.values():
                 self.stop_signal = self.stop_signal or report.stop_signal  # the rank was told to stop, so the run was
             self.report_unended()
-        # The first failure that is seen may be a consequence.  So wait a moment for its cause, and longer if only lost
-        # connections are known.
+        # The first failure that is seen may be a consequence: wait for its cause, longer after a lost connection.
         since = time.monotonic()
         while self.failures() and not self.stop_signal:
             patience = 2 if self.reports[self.failures()[0]].failure == LOST else 0.2
@@ -330,7 +322,7 @@ class _Ranks:
         report = self.reports.get(rank)
         if code is not None and report is None:
             self.reports[rank] = _Report(time.monotonic(), DIED, _how_it_ended(code))
-        elif code and not report.failure:
+        elif code not in (None, 0, -STACK_SIGNAL) and not report.failure:
             self.reports[rank] = _Report(time.monotonic(), DIED, f"{_how_it_ended(code)} after its work")
 
     def read(self, name: str) -> bytes:
@@ -483,7 +475,7 @@ def _guard(parent: int, folder: str) -> None:
     os.killpg(0, signal.SIGKILL)
 
 
-def _be_rank(guard: int, environment: dict, folder: str, threads: int | None, job: Any) -> None:
+def _be_rank(guard: int, environment: dict, folder: str, threads: int | None, job: Any, package_main: str) -> None:
     """Call the function in this process, a rank, and write the report."""
     global _progress_file
     try:
@@ -500,6 +492,7 @@ def _be_rank(guard: int, environment: dict, folder: str, threads: int | None, jo
         signal.signal(number, signal.SIG_DFL)
     stack_file = open(f"{folder}/stack{rank}", "a")  # noqa: SIM115  faulthandler keeps it open
     faulthandler.enable(file=stack_file)  # for a crash, also in another thread, such as NCCL's watchdog
+    signal.signal(STACK_SIGNAL, signal.SIG_IGN)  # what faulthandler restores when Python ends: nobody dies of it then
     faulthandler.register(STACK_SIGNAL, file=stack_file, all_threads=False)
     _progress_file = os.open(f"{folder}/progress{rank}", os.O_CREAT | os.O_WRONLY)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (*STOP_SIGNALS, signal.SIGUSR1, STACK_SIGNAL))
@@ -507,6 +500,8 @@ def _be_rank(guard: int, environment: dict, folder: str, threads: int | None, jo
         torch.set_num_threads(threads)
     failure, pid = None, os.getpid()
     try:
+        if not is_forked and package_main and b"__main__" in job:
+            sys.modules["__main__"] = importlib.import_module(package_main)
         function, args, random_numbers = job if is_forked else pickle.loads(job)
         _set_random_numbers(random_numbers, is_forked)
         result = function(*args)
@@ -531,10 +526,9 @@ def _be_rank(guard: int, environment: dict, folder: str, threads: int | None, jo
 
 
 def _leave_to_the_parent() -> None:
-    """Make a forked process like a new one: only the parent cleans up what the parent has begun.
+    """Make a forked process like a new one, because only the parent cleans up what the parent has begun.
 
-    multiprocessing does this with its own finalizers, and since Python 3.13 with atexit.  The libraries that register
-    with atexit once for each process must then register again: weakref.finalize (TemporaryDirectory) and logging.
+    The libraries that register with atexit once per process register again: weakref.finalize, and logging.
     """
     signal.set_wakeup_fd(-1)  # an asyncio loop's: a signal to this rank would wake the parent's loop
     gc.freeze()  # a rank that looked at all objects of the launching process would get a copy of their memory
@@ -569,12 +563,30 @@ def _set_random_numbers(states: tuple, is_forked: bool) -> None:
 
 
 _progress_file = 0  # of a rank of `launch`: a file, because a rank that hangs can't answer
+_passes = 0  # the forward passes of DDP models that this rank has begun in training, in this group
 
 
-def note_progress(text: str) -> None:
-    """Note how far this rank has come, for the table of where each rank stands."""
-    if _progress_file:
-        os.pwrite(_progress_file, text.encode().ljust(80), 0)  # 80: the text before may have been longer
+def count_forward_passes(model: torch.nn.Module) -> None:
+    """Count its forward passes in training, for the report of a hang: a rank with one batch less has made one less."""
+    model.register_forward_pre_hook(_count_pass)
+
+
+def _count_pass(model: torch.nn.Module, inputs: tuple) -> None:
+    global _passes
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        _passes += 1
+        if _progress_file:
+            os.pwrite(_progress_file, _passes_in_words().encode().ljust(80), 0)  # 80: the text before may be longer
+
+
+def _passes_in_words() -> str:
+    return f", after {_passes} forward passes" if _passes else ""
+
+
+def note_forward_passes(error: BaseException) -> None:
+    """Add their number to the error.  In a rank of `launch` the table says it."""
+    if _passes and not _progress_file and hasattr(error, "add_note"):  # since Python 3.11
+        error.add_note(f"(rank {os.environ.get('RANK', 0)}{_passes_in_words()})")
 
 
 _inherited: list[weakref.ref] = []  # the files that the launching process had open
@@ -631,10 +643,7 @@ def _report_of(error: BaseException) -> _Report:
 
 
 def _failure_of(error: BaseException) -> str:
-    """The kind of an error: FAILED, unless torch says that a connection was lost or that the time is up.
-
-    NCCL's errors and the store's have a class; gloo's are a RuntimeError that names the line of its source.
-    """
+    """Return LOST or TIMED_OUT if torch says so, else FAILED.  Gloo's RuntimeErrors name a line of its source."""
     message = "".join(traceback.format_exception_only(type(error), error))
     if isinstance(error, torch_dist.DistError) or (type(error) is RuntimeError and "gloo/" in message):
         lost = "connection (was likely )?(closed|reset)|broken pipe|ncclRemoteError"
@@ -657,10 +666,10 @@ LAUNCHER_VARIABLES = (*PLACES, "MASTER_ADDR", "MASTER_PORT")
 
 
 def translate_variables() -> None:
-    """If mpirun or srun has started this process, write its place into torchrun's variables, unless these are set.
+    """If mpirun or srun has started this process, write its rank into torchrun's variables, unless these are set.
 
-    mpirun has precedence over srun, because it runs inside SLURM jobs.  A given MASTER_ADDR or MASTER_PORT stays.
-    Missing variables are not invented: distributed.check_variables refuses an incomplete set.
+    mpirun has precedence, because it runs inside SLURM jobs.  A given MASTER_ADDR or MASTER_PORT stays.  Missing
+    variables are not invented: check_variables rejects an incomplete set.
     """
     env = os.environ
     if any(name in env for name in TORCHRUN):
@@ -692,15 +701,37 @@ def translate_variables() -> None:
 
 
 def _mpirun() -> int:
-    """The process ID of MPICH's process that started this rank: the first ancestor that has no rank itself.
-
-    A wrapper (conda run, time) may stand between them.
-    """
+    """Return the process ID of the MPICH process that started this rank: the first ancestor without a rank."""
     pid = os.getppid()
     with contextlib.suppress(OSError):  # macOS has no /proc, and not every process lets itself be read
         while b"\0PMI_RANK=" in b"\0" + Path(f"/proc/{pid}/environ").read_bytes():
             pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     return pid
+
+
+def check_variables() -> None:
+    """Raise ValueError, in one line, if torchrun's variables are incomplete or contradict each other."""
+    read_grace()
+    env = os.environ
+    given = {name: env[name] for name in TORCHRUN if name in env}
+    if not given:
+        return
+    try:
+        rank, world_size = int(given["RANK"]), int(given["WORLD_SIZE"])
+        local_rank, local_size = int(given.get("LOCAL_RANK", 0)), int(given.get("LOCAL_WORLD_SIZE", world_size))
+        is_right = 0 <= rank < world_size and 0 <= local_rank < local_size <= world_size
+    except (KeyError, ValueError):
+        is_right = False
+    if not is_right:
+        said = " ".join(f"{name}={text}" for name, text in given.items())
+        advice = "set RANK and WORLD_SIZE to this process's rank and the world size, or"
+        if env.get("SLURM_STEP_NUM_TASKS", "1") != "1":
+            advice = "on SLURM, leave them to srun:"
+        raise ValueError(f"{said}: {advice} unset {' '.join(given)}")
+    address, port = env.get("MASTER_ADDR", ""), env.get("MASTER_PORT", "")
+    if world_size > 1 and not (address and port.isdecimal() and 0 < int(port) < 65536):
+        where = f"MASTER_ADDR={address} and MASTER_PORT={port} must say where rank 0 is"
+        raise ValueError(f"{where}: set them (mpirun over several machines: -x MASTER_ADDR=HOST -x MASTER_PORT=29500)")
 
 
 # -------------------------------------------------------------------------------------- roll-call: who is missing?
@@ -710,7 +741,20 @@ _own_address = _address_of_rank_0 = ""  # on the network between this process an
 _drawn = os.urandom(8).hex()  # distinguishes this process from those of other machines
 
 
-def open_store(rank: int, world_size: int, limit: timedelta) -> torch_dist.Store:
+def meet(rank: int, world_size: int, limit: timedelta) -> torch_dist.Store:
+    """Return the store in which the ranks of a new group leave their addresses, when all ranks have joined."""
+    global _passes
+    _passes = 0
+    table = _open_store(rank, world_size, limit)  # of a whole run: each of its groups has its own part
+    count = f"groups of rank {rank}"
+    store = torch_dist.PrefixStore(f"group {table.add(count, 0)}", table)
+    _wait_for_all_ranks(store, rank, world_size, limit)
+    table.set(_name_of_process(), "has joined")
+    table.add(count, 1)  # only when all ranks are here: a rank that tries once more looks in the same part
+    return store
+
+
+def _open_store(rank: int, world_size: int, limit: timedelta) -> torch_dist.Store:
     """Connect to the store of this run.  RuntimeError, in one line, if another process has this rank already."""
     global _own_address, _address_of_rank_0
     env = os.environ
@@ -746,7 +790,7 @@ def _serve(connect: Callable, address: str, port: int, advice: str) -> torch_dis
     options: dict = {}
     try:
         if _is_loopback(address):  # otherwise torch listens on all networks
-            server = socket.create_server((address, port), family=_family(address))
+            server = socket.create_server((address, port), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
             options = {"master_listen_fd": server.detach(), "use_libuv": False}
         return connect(is_master=True, **options)
     except (OSError, RuntimeError) as error:
@@ -776,11 +820,6 @@ def _find(connect: Callable, address: str, port: int, rank: int, limit: timedelt
     return found[0]
 
 
-def note_joined(store: torch_dist.Store) -> None:
-    """Note in a run's store that this process has joined a group there."""
-    store.set(_name_of_process(), "has joined")
-
-
 def _is_served_for_us() -> bool:
     """Whether torchrun or `launch` serves the store, instead of rank 0."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -790,7 +829,7 @@ def _name_of_process() -> str:
     return f"process {os.getpid()} {_drawn}"
 
 
-def wait_for_all_ranks(store: torch_dist.Store, rank: int, world_size: int, limit: timedelta) -> None:
+def _wait_for_all_ranks(store: torch_dist.Store, rank: int, world_size: int, limit: timedelta) -> None:
     """Wait until all ranks have come to this store.  TimeoutError names the missing ranks; torch's own doesn't."""
     keys = [f"rank {number}" for number in range(world_size)]
     if not _is_loopback(_own_address):
@@ -825,10 +864,6 @@ def _choose_interface(store: torch_dist.Store) -> None:
 
 def _is_loopback(address: str) -> bool:
     return address.startswith("127.") or address in ("localhost", "::1")
-
-
-def _family(address: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
 def _interface_with(address: str) -> str:

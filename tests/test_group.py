@@ -1,6 +1,7 @@
 """init_process_group, cleanup and the roll-call (P6)."""
 
 import contextlib
+import io
 import multiprocessing
 import os
 import re
@@ -10,6 +11,7 @@ import time
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -55,20 +57,19 @@ def test_one_process_leaves_its_group_after_an_error_too():
 PLACE = {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 BAD = [
     ({"timeout": timedelta(seconds=-1)}, {}, r"the timeout \(or DIST_TIMEOUT\) is "),
-    ({"timeout": float("inf")}, {}, r"the timeout \(or DIST_TIMEOUT\) is inf"),
     ({"backend": "nccl"}, {}, "backend nccl needs a visible CUDA GPU and a torch"),
     ({"rank": 2, "world_size": 2}, {}, "RANK=2 WORLD_SIZE=2: set RANK and WORLD_SIZE to"),
-    ({"world_size": 2}, PLACE, "init_process_group: world_size is 2, but WORLD_SIZE is 3"),
-    ({"rank": 1}, {"WORLD_SIZE": "2"}, "MASTER_ADDR= and MASTER_PORT= must say"),  # each completes the other
+    ({"world_size": 2}, PLACE, "init_process_group: world_size is 2, but already set to 3"),
+    ({"rank": 1}, {}, "RANK=1 WORLD_SIZE=1: set RANK and WORLD_SIZE to"),
+    ({"rank": 1, "world_size": 2}, {}, "MASTER_ADDR= and MASTER_PORT= must say"),
 ]
 
 
 @pytest.mark.parametrize(("arguments", "variables", "error"), BAD)
-def test_bad_arguments_are_one_line(arguments, variables, error, monkeypatch):
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    assert re.match(f"ValueError: {error}", error_of(dist.init_process_group, **arguments))
-    assert not torch_dist.is_initialized() and os.environ.get("RANK") == variables.get("RANK")
+def test_bad_arguments_are_one_line(arguments, variables, error):
+    with mock.patch.dict(os.environ, variables):
+        assert re.match(f"ValueError: {error}", error_of(dist.init_process_group, **arguments))
+    assert not torch_dist.is_initialized()
 
 
 # ------------------------------------------------------------------------------------------------- P6: who is missing
@@ -108,14 +109,14 @@ def _by_hand(rank, n, port, pipe, timeout, name):
     os.environ["DIST_RUN"] = name
     error = error_of(dist.init_process_group, rank=rank, world_size=n, timeout=timeout)
     if error:
-        pipe.send(error if "RANK" not in os.environ else f"RANK is left after {error}")
+        pipe.send(error)
     else:
         interfaces = os.environ.get("GLOO_SOCKET_IFNAME"), os.environ["NCCL_SOCKET_IFNAME"]
         total = dist.all_reduce(torch.tensor(1)).item()
         dist.cleanup()
-        alone = dist.get_rank(), dist.get_world_size()  # until it joins a group again
-        dist.init_process_group(rank, n)
-        pipe.send((total, interfaces, alone, dist.all_reduce(torch.tensor(1)).item()))
+        place = dist.get_rank(), dist.get_world_size()  # as under a launcher, it is the same before the next group
+        dist.init_process_group(rank, n)  # a second group, in the order of arguments of joh-fischer/distributed-pytorch
+        pipe.send((total, interfaces, place, dist.all_reduce(torch.tensor(1)).item()))
     pipe.poll(60)  # stay until the test has read all answers
     os._exit(0)
 
@@ -141,52 +142,65 @@ def answers_of(pipes):
 def test_processes_that_no_launcher_has_started_meet_where_they_are_told():
     loopback = "lo0" if sys.platform == "darwin" else "lo"  # unless the user has named one
     pipes, port = by_hand([2, 0, 1], 3, 60)
-    assert answers_of(pipes) == dict.fromkeys(range(3), (3, (loopback, "mine"), (0, 1), 3))
+    assert answers_of(pipes) == {rank: (3, (loopback, "mine"), (rank, 3), 3) for rank in range(3)}
     assert is_served(port) and not is_served(port, "127.0.0.2")  # nobody listens on another network
 
 
-def _member(pipe):
-    """A process that lives on, and takes part in any run that it is told of."""
-    while job := pipe.recv():
-        rank, n, port, is_torchs = job
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        answers = []
-        for _ in range(2):  # two groups of one run
-            error = error_of(dist.init_process_group, "gloo", n, rank, timeout=30)
-            answers.append(error or dist.all_reduce(torch.tensor(rank)).item())
-            time.sleep(0.1 * (rank == 0))  # it still serves this group's store when the others come to the next
-            torch_dist.destroy_process_group() if is_torchs else dist.cleanup()
-        pipe.send(answers)
+def _several_groups(rank, pipe, port, is_torchs):
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    answers = []
+    for _ in range(3):
+        error = error_of(dist.init_process_group, "gloo", 3, rank, timeout=30)
+        answers.append(error or dist.all_reduce(torch.tensor(rank)).item())
+        time.sleep(0.1 * (rank == 0))  # it still serves this group's store when the others come to the next
+        torch_dist.destroy_process_group() if is_torchs else dist.cleanup()
+    pipe.send(answers)
     os._exit(0)
 
 
-RUNS = {  # the members of each run, in the order of their ranks, and which port
-    "other processes": [([0, 1], 0), ([1, 2], 1), ([0, 1], 2)],
-    "more, fewer": [([0, 1], 0), ([0, 1, 2], 1), ([2, 0], 2)],
-    "other ranks": [([0, 1], 0), ([1, 0], 1), ([2, 1, 0], 2), ([0, 1], 0)],
-    "always one port": [([0, 1, 2], 0), ([1, 2], 0), ([2, 0], 0), ([0, 2, 1], 0), ([0, 1, 2], 0)],
-    "one between several": [([0, 1], 0), ([1], 1), ([0], 1), ([0, 1], 0), ([1, 2, 0], 1)],
-}
-
-
 @pytest.mark.parametrize("is_torchs", [False, True])
-@pytest.mark.parametrize("case", RUNS)
-def test_a_process_takes_part_in_several_runs(case, is_torchs):
-    """It leaves them by dist.cleanup, or by torch's own function, after which our variables are still there."""
-    fork, pipes = multiprocessing.get_context("fork"), []
-    for _ in range(3):
-        pipe, theirs = fork.Pipe()
-        fork.Process(target=_member, args=(theirs,), daemon=True).start()
-        pipes.append(pipe)
-    ports = [free_port() for _ in range(3)]
-    for members, port in RUNS[case]:
-        n = len(members)
-        for rank, member in enumerate(members):
-            pipes[member].send((rank, n, ports[port], is_torchs))
-        answers = answers_of({member: pipes[member] for member in members})
-        assert answers == dict.fromkeys(members, [n * (n - 1) // 2] * 2), (members, answers)
-    for pipe in pipes:
-        pipe.send(None)
+def test_processes_join_several_groups_one_after_the_other(is_torchs):
+    """They leave them by dist.cleanup, or by torch's own function."""
+    fork, pipes, port = multiprocessing.get_context("fork"), {}, free_port()
+    for rank in range(3):
+        pipes[rank], theirs = fork.Pipe()
+        fork.Process(target=_several_groups, args=(rank, theirs, port, is_torchs), daemon=True).start()
+    assert answers_of(pipes) == dict.fromkeys(range(3), [3, 3, 3])
+
+
+def _in_anothers_group(rank, n, printed):
+    torch_dist.init_process_group("gloo")  # as Ray Train, Accelerate and Lightning Fabric do
+    contradictions = [error_of(dist.init_process_group, **{name: 7}) for name in ("rank", "world_size")]
+    os.environ.pop("RANK")  # which Fabric does not set
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        dist.init_process_group("nccl", timeout=1)  # its owner has chosen others
+    printed.send((out.getvalue(), contradictions))
+    sums = [dist.all_reduce(torch.tensor(1)).item(), dist.reduce(torch.tensor(rank), "sum").item()]
+    share = list(dist.data_sampler(range(3 * n), shuffle=False))
+    dist.cleanup()
+    assert torch_dist.is_initialized() and dist.count_processes(5) == n
+    assert dist.launch(lambda rank, n: dist.get_world_size(), nproc=5) == (n if rank == 0 else None)
+    torch.distributed.barrier()  # the group still works
+    torch_dist.destroy_process_group()
+    os.environ["RANK"] = str(rank)
+    dist.init_process_group()  # now it makes its own
+    twice = error_of(dist.init_process_group)
+    dist.cleanup()
+    return sums, share, twice, torch_dist.is_initialized()
+
+
+def test_a_group_that_another_library_has_made_is_used_and_left_to_its_owner():
+    ours, theirs = multiprocessing.get_context("fork").Pipe()
+    sums, share, twice, is_left = dist.launch(_in_anothers_group, theirs, nproc=3)
+    assert (sums, share, is_left) == ([3, 3], [0, 3, 6], False)
+    assert twice == "ValueError: init_process_group was called twice: call cleanup() before the second time"
+    printed = dict(ours.recv() for _ in range(3))
+    assert "distributed: 3 processes, gloo, cpu, in another library's group\n" in printed and len(printed) == 2
+    for contradictions in printed.values():
+        assert re.match(
+            r"ValueError: init_process_group: rank is 7, but in the existing group it is \d", contradictions[0]
+        )
+        assert contradictions[1] == "ValueError: init_process_group: world_size is 7, but already set to 3"
 
 
 def test_a_rank_0_that_does_not_come_is_named_with_its_address():
@@ -211,7 +225,7 @@ def test_two_runs_that_meet_on_one_port_do_not_mix():
 
 
 def test_a_process_takes_the_gpu_of_its_local_rank_or_the_one_that_it_sees(monkeypatch):
-    for name, value in zip(dist.VARIABLES, "5823", strict=True):
+    for name, value in zip(launcher.TORCHRUN, "5823", strict=True):
         monkeypatch.setenv(name, value)
     for visible, device in ((4, "cuda:2"), (1, "cuda:0"), (0, "cpu")):
         monkeypatch.setattr(torch.cuda, "device_count", lambda visible=visible: visible)

@@ -395,7 +395,7 @@ def test_two_runs_on_one_machine_do_not_meet(program):
 
 def _who(rank, n, *args):
     """Under torch's own functions, as under torchrun."""
-    variables = [os.environ.get(name) for name in dist.VARIABLES]
+    variables = [os.environ.get(name) for name in launcher.TORCHRUN]
     total = torch.tensor([rank + 1.0])
     if n > 1:
         torch.distributed.init_process_group("gloo")
@@ -503,6 +503,46 @@ def test_what_a_rank_leaves_open_is_written_once_and_its_atexit_functions_run(pr
     assert log == ["between", "fails1", "late0", "late1", "parent", "returns0", "returns1"]
     assert ended == ["rank0", "rank1"]  # what the launching process has registered does not run in them
     assert_nothing_left(file)
+
+
+SLOW_END = """
+import ctypes, os, signal, threading, time
+import distributed as dist
+import distributed_launcher
+
+def worker(rank, n):
+    c = ctypes.CDLL(None)
+    c.strdup.restype = pointer = ctypes.c_void_p
+    for function, argument in (c.system, c.strdup(b"touch ended%d" % rank)), (c.sleep, 6):  # the last one runs first
+        c.__cxa_atexit(ctypes.cast(function, pointer), pointer(argument), None)  # after Python's own end
+    open(f"returned{rank}", "w").close()
+    return 7
+
+def ask():
+    while not (os.path.exists("returned0") and os.path.exists("returned1")): time.sleep(0.01)
+    for _ in range(3):
+        time.sleep(1)
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+if __name__ == "__main__":
+    distributed_launcher.REPORT_UNENDED_AFTER = 2
+    threading.Thread(target=ask, daemon=True).start()  # a thread, so the ranks are spawned
+    print("result", dist.launch(worker, nproc=2), flush=True)
+"""
+
+
+@needs_proc
+def test_a_rank_that_has_finished_is_not_failed_by_those_who_look_at_it(tmp_path):
+    """Python's handlers are gone when C's atexit functions run.  The program is a package, started as a user does."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/__init__.py").touch()
+    (tmp_path / "mine/__main__.py").write_text(SLOW_END)
+    environment = ENVIRONMENT | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "mine"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout) == (0, "result 7\n"), done
+    assert sorted(path.name for path in tmp_path.glob("ended*")) == ["ended0", "ended1"]
+    assert done.stderr.count("where each rank stands:") >= 2, done  # by SIGUSR1, and because they have not ended
 
 
 AT_HOME = """

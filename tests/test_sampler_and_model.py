@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import re
 import warnings
 from unittest import mock
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, WeightedRandomSampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, WeightedRandomSampler
 from world import error_of, on_ranks, run_in_a_group_of_one
 
 import distributed as dist
@@ -79,19 +80,17 @@ def test_what_a_sampler_refuses(monkeypatch):
                 samplers(monkeypatch, n, size, **options)
     with pytest.raises(ValueError, match="pad=False keeps every example, drop_last=True leaves some out: choose one"):
         samplers(monkeypatch, 3, 10, pad=False, drop_last=True)
-    for ignored in RandomSampler(range(4)), WeightedRandomSampler([1.0, 2.0], 2):
-        with pytest.raises(
-            TypeError, match=f"takes a data set, not a {type(ignored).__name__}: draw the same indices"
-        ) as end:
-            dist.data_sampler(ignored)
-    advice = str(end.value).rpartition("sampler=")[2]  # followed by three ranks: equal shares, and nothing twice
-    names = {"indices": list(range(11)), "world_size": 3}
-    shares = [eval(advice, names | {"rank": rank}) for rank in range(3)]
+
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(range(4))
+
+    for wrong in RandomSampler(range(4)), WeightedRandomSampler([1.0, 2.0], 2), Stream():
+        with pytest.raises(TypeError, match=f"takes a dataset, not a {type(wrong).__name__}: give each rank x") as end:
+            dist.data_sampler(wrong)
+    advice = re.search(r"x\[.*]", str(end.value))[0]  # followed by three ranks: equal shares, and nothing twice
+    shares = [eval(advice, {"x": list(range(11)), "world_size": 3, "rank": rank}) for rank in range(3)]
     assert [len(share) for share in shares] == [3, 3, 3] and len(set(sum(shares, []))) == 9
-    sampler = samplers(monkeypatch, 2, 10)[1]
-    with pytest.raises(ValueError, match="set_epoch: skip is -1"):
-        sampler.set_epoch(0, skip=-1)
-    assert len(draw(sampler)) == 5
 
 
 def test_not_distributed_every_rank_has_the_whole_data_set(monkeypatch):
@@ -103,7 +102,7 @@ def test_not_distributed_every_rank_has_the_whole_data_set(monkeypatch):
 
 @pytest.mark.parametrize("workers", [0, 1])
 @on_ranks(3)
-def test_a_forgotten_set_epoch_is_one_warning_on_rank_0_at_the_callers_line(workers):
+def test_a_forgotten_set_epoch_is_one_warning_on_rank_0(workers):
     sampler = dist.data_sampler(range(50))
     loader = DataLoader(range(50), 5, sampler=sampler, num_workers=workers)
     for epoch in range(5):
@@ -113,8 +112,8 @@ def test_a_forgotten_set_epoch_is_one_warning_on_rank_0_at_the_callers_line(work
             warnings.simplefilter("always")
             for _ in loader:
                 pass
-        files = [w.filename for w in caught if "call sampler.set_epoch(epoch) before each epoch" in str(w.message)]
-        assert files == ([__file__] if epoch in (1, 4) and dist.is_primary() else [])
+        said = [w for w in caught if "call sampler.set_epoch(epoch) before each epoch" in str(w.message)]
+        assert len(said) == (epoch in (1, 4) and dist.is_primary())
     peeked = dist.data_sampler(range(50))
     in_order = dist.data_sampler(range(50), shuffle=False)
     with warnings.catch_warnings():

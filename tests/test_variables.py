@@ -114,21 +114,18 @@ def test_the_meeting_point_is_implied_by_the_launchers_variables_or_told(variabl
 
 
 WITHOUT_PMI_SIZE = {name: value for name, value in MPICH.items() if name != "PMI_SIZE"}
-WITHOUT_PROCID = {name: value for name, value in srun().items() if name != "SLURM_PROCID"}
 BAD = [
-    ({"RANK": "1"}, "RANK=1: set RANK and WORLD_SIZE to this process's place, or unset RANK$"),
+    ({"RANK": "1"}, "RANK=1: set RANK and WORLD_SIZE to this process's .*, or unset RANK$"),
     ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2: set RANK and WORLD_SIZE"),
     (TORCHRUN | {"RANK": "x"}, "RANK=x WORLD_SIZE=2"),
     (TORCHRUN | {"RANK": "2"}, "RANK=2 WORLD_SIZE=2"),
     (TORCHRUN | {"LOCAL_RANK": "2"}, "RANK=1 .*LOCAL_RANK=2"),
     (TORCHRUN | {"LOCAL_WORLD_SIZE": "3"}, "RANK=1 .*LOCAL_WORLD_SIZE=3"),
     (WITHOUT_PMI_SIZE, "RANK=1 .*: set RANK and WORLD_SIZE"),
-    (WITHOUT_PROCID, "WORLD_SIZE=2 .*: set RANK and"),
+    (srun() | {"WORLD_SIZE": "2"}, "WORLD_SIZE=2: on SLURM, leave them to srun: unset WORLD_SIZE$"),
     (OPEN_MPI | SECOND_MACHINE, "MASTER_ADDR= and MASTER_PORT= must say where rank 0 is: .*-x MASTER_ADDR=HOST"),
     (TORCHRUN | {"MASTER_ADDR": "here", "MASTER_PORT": "70000"}, "MASTER_ADDR=here and MASTER_PORT=70000 must say"),
-    (TORCHRUN | HERE | {"DIST_TIMEOUT": "3s"}, r"the timeout \(or DIST_TIMEOUT\) is 3s: give seconds greater than 0"),
-    ({"DIST_TIMEOUT": "1e-9"}, r"the timeout \(or DIST_TIMEOUT\) is 1e-9"),
-    ({"DIST_TIMEOUT": "-1"}, r"the timeout \(or DIST_TIMEOUT\) is -1"),
+    ({"DIST_TIMEOUT": "-1"}, r"the timeout \(or DIST_TIMEOUT\) is -1: give seconds greater than 0"),
     ({"DIST_BACKEND": "nvcc"}, r"torch has no backend nvcc \(DIST_BACKEND or an argument\): choose nccl or gloo"),
     ({"DIST_BACKEND": "cpu:gloo,cuda:nvcc"}, "torch has no backend cpu:gloo,cuda:nvcc "),
 ]
@@ -158,25 +155,16 @@ def test_under_a_launcher_the_number_of_processes_is_the_launchers():
     assert under(TORCHRUN | LAST_OF_FOUR | HERE, dist.count_processes, 3)[0] == 4
 
 
-UNKNOWN = {  # one of two tasks, as these launchers set them
-    "PMI_RANK": {"PMI_RANK": "1", "PMI_SIZE": "2"},  # HPE Cray's PALS, MVAPICH2 under Hydra
-    "MV2_COMM_WORLD_RANK": {"MV2_COMM_WORLD_RANK": "0", "MV2_COMM_WORLD_SIZE": "2"},
-    "FLUX_TASK_RANK": {"FLUX_TASK_RANK": "0", "FLUX_JOB_SIZE": "2"},
-    "JSM_NAMESPACE_RANK": {"JSM_NAMESPACE_RANK": "1", "JSM_NAMESPACE_SIZE": "2"},
-}
-
-
-@pytest.mark.parametrize("name", UNKNOWN)
-def test_a_launcher_that_is_not_known_is_no_world_of_one(name, capsys):
+def test_a_launcher_that_is_not_known_is_no_world_of_one(capsys):
     """Unless it has started one process, or the program says who it is."""
+    unknown = {"PMI_RANK": "1", "PMI_SIZE": "2"}  # HPE Cray's PALS, for one of two tasks
     with pytest.raises(SystemExit, match="2"):
-        under(UNKNOWN[name], dist.launch, who)
+        under(unknown, dist.launch, who)
     said = capsys.readouterr().err
-    assert re.fullmatch(r"distributed: \w+_SIZE is 2, but RANK and WORLD_SIZE are not set: set them .*\n", said), said
-    assert under(UNKNOWN[name], error_of, dist.init_process_group)[0] == f"ValueError: {said[13:-1]}"
-    alone = {key: "1" if value == "2" else "0" for key, value in UNKNOWN[name].items()}
-    assert under(alone, lambda: (dist.check_variables(), who())[1])[0] == (0, 1, 0)
-    missing = under(UNKNOWN[name], error_of, lambda: dist.init_process_group(rank=0, world_size=2))
+    assert re.fullmatch(r"distributed: PMI_SIZE is 2, but RANK and WORLD_SIZE are not set: set them, .*\n", said), said
+    assert under(unknown, error_of, dist.init_process_group)[0] == f"ValueError: {said[13:-1]}"
+    assert under({"PMI_RANK": "0", "PMI_SIZE": "1"}, lambda: (dist.check_variables(), who())[1])[0] == (0, 1, 0)
+    missing = under(unknown, error_of, lambda: dist.init_process_group(rank=0, world_size=2))
     assert missing[0].startswith("ValueError: MASTER_ADDR= and MASTER_PORT= must say")
 
 
@@ -232,10 +220,8 @@ def test_distributed_py_alone_runs_one_process_and_says_what_it_needs_for_more(t
     alone(tmp_path, "distributed.py")
     done = forker().run(tmp_path / "train.py", cwd=tmp_path, NPROC=1)
     assert done.code == 0 and says(1) in done.out, done
-    to_start = (
-        "distributed: to start 2 processes, copy distributed_launcher.py beside distributed.py; or type torchrun "
-    )
-    of_others = r"distributed: \w+ is 2, but RANK and .* for srun and mpirun copy distributed_launcher.py here"
+    to_start = "distributed: to start 2 processes, copy distributed_launcher.py here, or type torchrun "
+    of_others = r"distributed: \w+ is 2, but RANK and .* start with torchrun, or copy distributed_launcher.py here"
     for variables, said in ({}, to_start), (OPEN_MPI, of_others), (MPICH, of_others), (srun(), of_others):
         done = forker().run(tmp_path / "train.py", cwd=tmp_path, **variables)
         assert (done.code, done.out) == (2, "top\n") and re.fullmatch(f"{said}.*\n", done.err), done
