@@ -94,8 +94,8 @@ class Messages(TorchDispatchMode):
             tensors = args[1] if kind.startswith("allgather") else args[0]  # its first argument is the outputs
             tensors = tensors if isinstance(tensors, list) else [tensors]
             elements = sum(tensor.numel() for tensor in tensors if isinstance(tensor, torch.Tensor))
-            # distributed.py compares the calls in a message of 8 kB, which may hold the numbers, too.
-            is_check = kind.startswith("alltoall") and 0 <= 8192 - elements < 16 * dist.get_world_size()
+            # distributed.py first compares the calls: an all-gather of 16 bytes from each rank.
+            is_check = kind.startswith("allgather") and elements == 16 and tensors[0].dtype == torch.uint8
             if not is_check:
                 self.sent.append((kind, elements, args[2] if kind == "send" else -1))
         return operation(*args, **(kwargs or {}))
