@@ -1,7 +1,5 @@
 """Atomic checkpoints for data parallel training: save, resume, and stop on SIGTERM.
 
-Copy this file next to distributed.py; it also needs the package filelock.  A program that resumes where it was stopped:
-
     import sys
 
     import torch
@@ -39,6 +37,8 @@ Copy this file next to distributed.py; it also needs the package filelock.  A pr
 
     if __name__ == "__main__":
         dist.launch(main_worker, 5, 20)
+
+Copy this file next to distributed.py; it also needs the package filelock, 3.20.1 or newer.
 
 A checkpoint is a dictionary that torch.load reads with weights_only=True: "step", "config", "parts" (the state dict of
 each part, the model's without "module."), "random" (each rank's state of torch's random number generators, but not of
@@ -261,7 +261,7 @@ class Keeper:
             return
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            # The system frees the lock if this process dies.  filelock follows no link since 3.20.1.
+            # The system frees the lock if this process dies.  Before 3.20.1, filelock emptied what a link leads to.
             self.lock = FileLock(self.folder / ".lock", is_singleton=True)
             self.lock.acquire(LOCK_TIMEOUT)
         except Timeout:
