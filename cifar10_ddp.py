@@ -1,11 +1,11 @@
-"""CIFAR-10 in a realistic training run: everything from the MNIST scripts, and runs that survive being killed.
+"""A realistic training run on CIFAR-10: DDP and mixed precision, with checkpoints, so that a killed run can resume.
 
     python cifar10_ddp.py --amp                                        # all visible GPUs; without one, two processes
     CUDA_VISIBLE_DEVICES=0 python cifar10_ddp.py --amp                 # one GPU
-    torchrun --standalone --nproc_per_node=8 --max-restarts=3 cifar10_ddp.py --amp         # continues by itself
+    torchrun --standalone --nproc_per_node=8 --max-restarts=3 cifar10_ddp.py --amp         # resumes by itself
     torchrun --nnodes=2 --node_rank=0 --nproc_per_node=8 --master_addr=HOST --master_port=29500 cifar10_ddp.py --amp
 
-To continue a run that was stopped, type the same line again.  --run-dir is its folder, which all machines must see.
+To resume a run that was stopped, type the same line again.  Its folder is --run-dir, which all machines must see.
 --dataset synthetic needs no download, --help lists the flags, docs/cifar10.md describes the files in the folder.
 """
 
@@ -28,14 +28,14 @@ import checkpoint
 import data
 import distributed as dist
 
-# These flags change the result, so a run is continued with the same values.
+# These flags change the result, so a run is resumed with the same values.
 MUST_MATCH = ["dataset", "model", "width", "amp", "dtype", "epochs", "batch_size", "lr"]
 MUST_MATCH += ["weight_decay", "warmup", "label_smoothing", "seed"]
 
 
 def conv(inputs, outputs, pool=False):
     layers = [nn.Conv2d(inputs, outputs, 3, padding=1, bias=False)]
-    if pool:  # before BatchNorm and ReLU: they then have a quarter of the work
+    if pool:  # before BatchNorm and ReLU, which then have a quarter of the work
         layers.append(nn.MaxPool2d(2))
     layers.append(nn.BatchNorm2d(outputs))
     layers.append(nn.ReLU(inplace=True))
@@ -53,7 +53,7 @@ class Scaled(nn.Linear):
 
 
 def resnet9(width: int) -> nn.Module:
-    """The small residual net of David Page's "How to train your ResNet": [N, 3, 32, 32] -> [N, 10]."""
+    """Return the small residual net of David Page's "How to train your ResNet": [N, 3, 32, 32] -> [N, 10]."""
     w = width
     return nn.Sequential(
         conv(3, w),
@@ -69,7 +69,7 @@ def resnet9(width: int) -> nn.Module:
 
 
 def build(name: str, width: int) -> nn.Module:
-    """A model [N, 3, 32, 32] -> [N, 10]: resnet9, or a classification model of torchvision."""
+    """Return a model [N, 3, 32, 32] -> [N, 10]: resnet9, or a classification model of torchvision."""
     if name == "resnet9":
         return resnet9(width)
     model = torchvision.models.get_model(name, weights=None, num_classes=10)
@@ -79,10 +79,9 @@ def build(name: str, width: int) -> nn.Module:
     return model
 
 
-def train(model, loader, optimizer, scheduler, dtype, scaler, label_smoothing, progress):
-    """Train for the rest of an epoch; `progress` adds up the losses, and saves checkpoints."""
+def train(model, loader, optimizer, scheduler, device, dtype, scaler, label_smoothing, progress):
+    """Train for the rest of the epoch; `progress` adds up the losses, and saves checkpoints."""
     model.train()
-    device = progress.sums.device
     for images, labels in data.batches(loader, device):
         with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
             loss = F.cross_entropy(model(images), labels, label_smoothing=label_smoothing)
@@ -96,19 +95,19 @@ def train(model, loader, optimizer, scheduler, dtype, scaler, label_smoothing, p
 
 @torch.no_grad()
 def evaluate(model, loader, device, dtype, stop):
-    """{"loss": ..., "top1": ..., "top3": ..., "top5": ...}: means over all examples, the same on every rank."""
+    """Return means over all examples, the same on all ranks: {"loss": ..., "top1": ..., "top3": ..., "top5": ...}."""
     model.eval()
     sums = torch.zeros(5, dtype=torch.float64, device=device)
     for images, labels in data.batches(loader, device):
         with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
             logits = model(images).float()
-        right = logits.topk(5).indices == labels.view(-1, 1)
+        correct = logits.topk(5).indices == labels.view(-1, 1)
         sums[0] += F.cross_entropy(logits, labels, reduction="sum")
-        sums[1] += right[:, :1].sum()
-        sums[2] += right[:, :3].sum()
-        sums[3] += right[:, :5].sum()
+        sums[1] += correct[:, :1].sum()
+        sums[2] += correct[:, :3].sum()
+        sums[3] += correct[:, :5].sum()
         sums[4] += len(labels)
-        if stop.asked:  # the means are then wrong, but the run ends
+        if stop.asked:  # the means are then incomplete, but the run ends
             break
     *sums, count = dist.all_reduce(sums.cpu()).tolist()
     check_finite(sums[0])
@@ -116,15 +115,14 @@ def evaluate(model, loader, device, dtype, stop):
 
 
 def check_finite(loss):
-    """End the run if the loss, the same on every rank, is infinite or NaN: no checkpoint has such a loss."""
+    """End the run if the loss, the same on every rank, is infinite or NaN, so that no checkpoint has such a loss."""
     if not math.isfinite(loss):
         sys.exit(f"cifar10_ddp.py: error: the loss is {loss}: try a lower --lr, and another --run-dir")
 
 
-def lr_factor(step, args, steps):
-    """The learning rate of this step, divided by --lr: it rises linearly during the warm-up, then falls linearly."""
-    total = args.epochs * steps
-    rise = max(1, round(args.warmup * total))
+def lr_factor(step, warmup, total):
+    """Return the learning rate of this step, divided by --lr: a linear rise during the warm-up, then a linear fall."""
+    rise = max(1, round(warmup * total))
     fall = max(1, total - rise)
     return min((step + 1) / rise, (total - step) / fall)
 
@@ -132,20 +130,20 @@ def lr_factor(step, args, steps):
 class Progress:
     """The state of the run: `epoch` epochs are done, and `batch` of the `steps` batches of the current epoch.
 
-    history: a dictionary of numbers for each finished epoch.
+    `history` has a dictionary of numbers for each finished epoch.
     """
 
-    def __init__(self, args, keeper, steps):
-        self.args, self.keeper, self.steps = args, keeper, steps
+    def __init__(self, keeper, report, steps, checkpoint_every):
+        self.keeper, self.report, self.steps, self.checkpoint_every = keeper, report, steps, checkpoint_every
         state = keeper.restore() or {"epoch": 0, "batch": 0, "history": [], "sums": [0, 0]}
         if state.get("config", keeper.config) != keeper.config:  # saved after this run had read its flags
-            sys.exit(f"cifar10_ddp.py: error: another run has saved in {args.run_dir} just now: type the line again")
+            sys.exit(f"cifar10_ddp.py: error: another run has saved in {report.folder} just now: type the line again")
         self.epoch, self.batch, self.history = state["epoch"], state["batch"], state["history"]
-        # This epoch's losses and examples: each process adds up its own; rank 0 starts with the saved sums of all.
+        # This epoch's losses and examples.  Each rank adds up its own; rank 0 starts with the saved sums of all ranks.
         self.sums = torch.zeros(2, dtype=torch.float64, device=dist.get_device())
         if dist.is_primary():
             self.sums += torch.tensor(state["sums"], dtype=torch.float64, device=self.sums.device)
-        self.stop = checkpoint.Preemption()  # from here on, SIGTERM is noted and doesn't end the process
+        self.stop = checkpoint.Preemption()  # from here on, SIGTERM doesn't end the process at once
 
     def __str__(self):
         return f"epoch {self.epoch + 1}, batch {self.batch} of {self.steps}"
@@ -155,7 +153,7 @@ class Progress:
         self.sums[0] += loss * examples
         self.sums[1] += examples
         self.end_if_told()
-        if self.batch % self.args.checkpoint_every == 0 and self.batch < self.steps:
+        if self.batch % self.checkpoint_every == 0 and self.batch < self.steps:
             self.save()
 
     def end_epoch(self, score):
@@ -165,7 +163,7 @@ class Progress:
         self.save(score)
 
     def totals(self):
-        """The losses and the examples of all processes in this epoch."""
+        """Return the losses and the examples of all ranks in this epoch."""
         loss, examples = dist.reduce(self.sums, "sum").tolist()
         check_finite(loss)
         return loss, examples
@@ -175,157 +173,159 @@ class Progress:
         self.keeper.save(self.epoch * self.steps + self.batch, score, **state)
 
     def end_if_told(self):
-        """If any process was told to stop (by SIGTERM, or Ctrl-C of `launch`): save a checkpoint, and exit with 143."""
+        """If any rank has received SIGTERM (from Ctrl-C of `launch`, too), save a checkpoint, and exit with 143."""
         if self.stop.agreed():
             self.save()
-            log(self.args, f"told to stop: saved at {self}; the same command continues")
+            self.report.log(f"told to stop: saved at {self}; the same command continues")
             dist.cleanup()
             sys.exit(143)
 
 
-def log(args, text):
-    """Rank 0 prints the line, and writes it to log.txt with the time."""
-    dist.print_primary(text)
-    if dist.is_primary():
-        with open(Path(args.run_dir, "log.txt"), "a", encoding="utf-8") as file:
-            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {text}\n")
+class Report:
+    """Writes what people read into the run's folder, on rank 0; on the other ranks, its methods do nothing."""
+
+    def __init__(self, folder):
+        self.folder, self.events = folder, None
+
+    def log(self, text):
+        """Print the line, and write it to log.txt with the time."""
+        if dist.is_primary():
+            print(text, flush=True)
+            with open(Path(self.folder, "log.txt"), "a", encoding="utf-8") as file:
+                file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {text}\n")
+
+    def begin(self, history, settings):
+        """Open TensorBoard's events.  If there are `settings`, ClearML shows them, and reads the events, too."""
+        if not dist.is_primary():
+            return
+        if settings:
+            from clearml import Task
+
+            try:
+                Task.init("cifar10_ddp", settings["run_dir"], reuse_last_task_id=False).connect(settings)
+            except ValueError as problem:  # it is not configured
+                reason = " ".join(str(problem).split())
+                sys.exit(f"cifar10_ddp.py: error: --clearml: {reason} (clearml-init configures it)")
+        from torch.utils.tensorboard import SummaryWriter  # takes a second to import, and only rank 0 needs it
+
+        self.events = SummaryWriter(self.folder, purge_step=len(history) + 1)  # hides an epoch that was not saved
+
+    def add_epoch(self, history):
+        """Write the table metrics.csv, and the last epoch's numbers for TensorBoard."""
+        if not dist.is_primary():
+            return
+        with open(Path(self.folder, "metrics.csv"), "w", encoding="utf-8", newline="") as file:
+            table = csv.DictWriter(file, dict.fromkeys(name for row in history for name in row))
+            table.writeheader()
+            table.writerows(history)
+        for name, value in history[-1].items():
+            self.events.add_scalar(name.replace("_", "/", 1), value, len(history))
+        self.events.flush()
+
+    def end(self, history):
+        """Draw curves.png: loss, accuracy and learning rate over the epochs."""
+        if not dist.is_primary():
+            return
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(12, 4), layout="constrained")
+        for axes, metric in zip(figure.subplots(1, 3), ("loss", "top1", "lr"), strict=True):
+            for name in history[-1]:
+                if name.endswith(metric):
+                    rows = [row for row in history if name in row]
+                    axes.plot([row["epoch"] for row in rows], [row[name] for row in rows], marker=".", label=name)
+            axes.set(title=metric, xlabel="epoch")
+            axes.legend()
+        figure.savefig(Path(self.folder, "curves.png"))
 
 
-def open_events(args, history):
-    """A writer of TensorBoard's events, which ClearML reads, too."""
-    if args.clearml:
-        from clearml import Task
-
-        try:
-            Task.init("cifar10_ddp", args.run_dir, reuse_last_task_id=False).connect(vars(args).copy())
-        except ValueError as problem:  # it is not configured
-            reason = " ".join(str(problem).split())
-            sys.exit(f"cifar10_ddp.py: error: --clearml: {reason} (clearml-init configures it)")
-    from torch.utils.tensorboard import SummaryWriter  # takes a second to import, and only rank 0 needs it
-
-    return SummaryWriter(args.run_dir, purge_step=len(history) + 1)  # hides an epoch that was not saved any more
+def in_words(row, epochs):
+    """Return the line that is printed after an epoch."""
+    text = f"epoch {row['epoch']}/{epochs}  loss {row['training_loss']:.4f}"
+    if "training_images_per_s" in row:
+        text += f"  {row['training_images_per_s']:.0f} images/s"
+    if "test_top1" in row:
+        text += f"  train {row['train_top1']:.2%}  test {row['test_top1']:.2%}"
+        text += f"  top-3 {row['test_top3']:.2%}  top-5 {row['test_top5']:.2%}"
+    return text
 
 
-def report(args, history, events):
-    """Write, after an epoch, the table metrics.csv, and the last epoch's numbers for TensorBoard."""
-    with open(Path(args.run_dir, "metrics.csv"), "w", encoding="utf-8", newline="") as file:
-        table = csv.DictWriter(file, dict.fromkeys(name for row in history for name in row))
-        table.writeheader()
-        table.writerows(history)
-    for name, value in history[-1].items():
-        events.add_scalar(name.replace("_", "/", 1), value, len(history))
-    events.flush()
-
-
-def draw(args, history):
-    """Draw curves.png: loss, accuracy and learning rate over the epochs."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(12, 4), layout="constrained")
-    for axes, metric in zip(figure.subplots(1, 3), ("loss", "top1", "lr"), strict=True):
-        for name in history[-1]:
-            if name.endswith(metric):
-                rows = [row for row in history if name in row]
-                axes.plot([row["epoch"] for row in rows], [row[name] for row in rows], marker=".", label=name)
-        axes.set(title=metric, xlabel="epoch")
-        axes.legend()
-    figure.savefig(Path(args.run_dir, "curves.png"))
-
-
-def main(local_rank, world_size, args):
+def main(local_rank, world_size, args, run_dir):
     dist.init_process_group()
     try:
-        run(world_size, args)
+        run(world_size, args, run_dir)
     except (checkpoint.CheckpointError, OSError) as problem:  # for example, the disk is full
         sys.exit(f"cifar10_ddp.py: error: {problem}")
     dist.cleanup()
 
 
-def run(world_size, args):
+def run(world_size, args, run_dir):
     device = dist.get_device()
-    before_ampere = any(torch.cuda.get_device_capability(i) < (8, 0) for i in range(torch.cuda.device_count()))
-    fast = args.dtype or ("float16" if before_ampere else "bfloat16")
-    args.dtype = checkpoint.from_all(fast if args.amp else "float32")[0]  # rank 0's, on every rank
-    loaders = make_loaders(args, world_size)
-    steps = len(loaders[0])
-    parts = make_parts(args, steps, device)
-    keeper = checkpoint.Keeper(args.run_dir, {name: getattr(args, name) for name in MUST_MATCH}, **parts)
-    progress = Progress(args, keeper, steps)
-    if progress.epoch == args.epochs:
-        if dist.is_primary():
-            draw(args, progress.history)  # the run may have been killed before it did
-        dist.print_primary(f"{args.run_dir} is finished: {args.epochs} epochs; for a new run choose another --run-dir")
-        return
-    events = open_events(args, progress.history) if dist.is_primary() else None
-
-    shares = f"global batch {args.batch_size} = {world_size} x {args.batch_size // world_size}"
-    log(args, f"{args.model} on {args.dataset}, {device}, {args.dtype}, {shares}")
-    if args.dtype == "float16" and device.type == "cpu":
-        log(args, "float16 is many times slower than bfloat16 on a CPU")
-    if not args.dry_run:
-        log(args, f"{args.run_dir}: {progress}")
-    started = time.perf_counter()
-    while progress.epoch < args.epochs:
-        run_epoch(args, loaders, parts, progress, events)
-    if dist.is_primary():
-        draw(args, progress.history)
-    log(args, f"done in {time.perf_counter() - started:.1f} s")
-
-
-def run_epoch(args, loaders, parts, progress, events):
-    """Train for the rest of this epoch, evaluate, and save a checkpoint."""
-    augmented_loader, train_loader, test_loader = loaders
-    dtype, first_batch, started = getattr(torch, args.dtype), progress.batch, time.perf_counter()
-    augmented_loader.sampler.set_epoch(progress.epoch, skip=first_batch * augmented_loader.batch_size)  # another order
-    augmented_loader.dataset.set_epoch(progress.epoch)  # other crops and flips
-    train(**parts, loader=augmented_loader, dtype=dtype, label_smoothing=args.label_smoothing, progress=progress)
-    loss, seen = progress.totals()
-    row = {"epoch": progress.epoch + 1, "training_loss": loss / seen}
-    row["training_lr"] = parts["scheduler"].get_last_lr()[0]
-    text = f"epoch {row['epoch']}/{args.epochs}  loss {loss / seen:.4f}"
-    if progress.batch > first_batch:  # if not, the run was stopped after the epoch's last batch
-        speed = (progress.batch - first_batch) * args.batch_size / (time.perf_counter() - started)
-        row["training_images_per_s"] = speed
-        text += f"  {speed:.0f} images/s"
-    if row["epoch"] % args.validate_every == 0 or row["epoch"] == args.epochs:
-        dist.sync_params(parts["model"].buffers())  # BatchNorm's averages differ between ranks: all take rank 0's
-        for name, loader in ("train", train_loader), ("test", test_loader):
-            means = evaluate(parts["model"], loader, dist.get_device(), dtype, progress.stop)
-            progress.end_if_told()
-            row |= {f"{name}_{metric}": mean for metric, mean in means.items()}
-        text += f"  train {row['train_top1']:.2%}  test {row['test_top1']:.2%}"
-        text += f"  top-3 {row['test_top3']:.2%}  top-5 {row['test_top5']:.2%}"
-    progress.history.append(row)
-    if dist.is_primary():
-        report(args, progress.history, events)
-    progress.end_epoch(row.get("test_top1"))
-    log(args, text)
-
-
-def make_loaders(args, world_size):
-    """Three loaders: the augmented train set for training, the train set and the test set for evaluation."""
+    batch_size = args.batch_size // world_size  # each process's share
     limit = 2 * args.batch_size if args.dry_run else None
     train_set, test_set = data.load(args.dataset, args.data_dir, limit, colour=True)
-    augmented_set = data.Augmented(train_set, args.seed)
-    sampler = dist.data_sampler(augmented_set, seed=args.seed)
-    loaders = [data.loader(augmented_set, args.batch_size // world_size, sampler, drop_last=True)]
-    for dataset in train_set, test_set:
-        sampler = dist.data_sampler(dataset, shuffle=False, pad=False)  # every example exactly once
-        loaders.append(data.loader(dataset, 512, sampler))
-    return loaders
+    augmented_set = data.Augmented(train_set, args.seed)  # crops and flips
+    augmented_sampler = dist.data_sampler(augmented_set, seed=args.seed)
+    augmented_loader = data.loader(augmented_set, batch_size, augmented_sampler, drop_last=True)
+    train_loader = data.loader(train_set, 512, dist.data_sampler(train_set, shuffle=False, pad=False))
+    test_loader = data.loader(test_set, 512, dist.data_sampler(test_set, shuffle=False, pad=False))  # each example once
+    steps = len(augmented_loader)
 
-
-def make_parts(args, steps, device):
-    """The parts of a checkpoint, everything that training changes: model, optimizer, scheduler, scaler."""
-    torch.manual_seed(args.seed)  # the same initial weights in every process
-    model = build(args.model, args.width).to(device, memory_format=torch.channels_last)
-    torch.manual_seed(args.seed + dist.get_rank())  # from here on each process draws its own numbers, for dropout
+    torch.manual_seed(args.seed)  # equal seeds give equal weights
+    model = build(args.model, args.width)
+    model = model.to(device, memory_format=torch.channels_last)  # the faster layout for convolutions
+    torch.manual_seed(args.seed + dist.get_rank())  # from here on, each rank draws its own numbers, for dropout
     options = {"momentum": 0.9, "nesterov": True, "weight_decay": args.weight_decay}
     optimizer = torch.optim.SGD(model.parameters(), args.lr, **options)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(step, args, steps))
-    scaler = torch.amp.GradScaler(device.type, enabled=args.dtype == "float16")  # bfloat16 has float32's range
+    before_ampere = any(torch.cuda.get_device_capability(i) < (8, 0) for i in range(torch.cuda.device_count()))
+    dtype_name = (args.dtype or ("float16" if before_ampere else "bfloat16")) if args.amp else "float32"
+    dtype_name = checkpoint.from_all(dtype_name)[0]  # rank 0's, which has read --run-dir
+    dtype = getattr(torch, dtype_name)
+    scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)  # bfloat16 needs no scaling
     model = dist.prepare_ddp_model(model, sync_buffers=False)  # averages the gradients of all processes
-    return {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
+    total = args.epochs * steps
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(step, args.warmup, total))
+
+    settings = vars(args) | {"dtype": dtype_name, "run_dir": run_dir}
+    config = {name: settings[name] for name in MUST_MATCH}
+    keeper = checkpoint.Keeper(run_dir, config, model=model, optimizer=optimizer, scheduler=scheduler, scaler=scaler)
+    report = Report(run_dir)
+    progress = Progress(keeper, report, steps, args.checkpoint_every)
+    if progress.epoch == args.epochs:
+        report.end(progress.history)  # the run may have been killed before it did
+        dist.print_primary(f"{run_dir} is finished: {args.epochs} epochs; for a new run choose another --run-dir")
+        return
+    report.begin(progress.history, settings if args.clearml else None)
+    shares = f"global batch {args.batch_size} = {world_size} x {batch_size}"
+    report.log(f"{args.model} on {args.dataset}, {device}, {dtype_name}, {shares}")
+    if dtype == torch.float16 and device.type == "cpu":
+        report.log("float16 is many times slower than bfloat16 on a CPU")
+    if not args.dry_run:
+        report.log(f"{run_dir}: {progress}")
+
+    started = time.perf_counter()
+    while progress.epoch < args.epochs:
+        first_batch, epoch_started = progress.batch, time.perf_counter()
+        augmented_sampler.set_epoch(progress.epoch, skip=first_batch * batch_size)  # a different order in each epoch
+        augmented_set.set_epoch(progress.epoch)  # other crops and flips
+        train(model, augmented_loader, optimizer, scheduler, device, dtype, scaler, args.label_smoothing, progress)
+        loss, seen = progress.totals()
+        row = {"epoch": progress.epoch + 1, "training_loss": loss / seen, "training_lr": scheduler.get_last_lr()[0]}
+        if progress.batch > first_batch:  # if not, the run was stopped after the epoch's last batch
+            seconds = time.perf_counter() - epoch_started
+            row["training_images_per_s"] = (progress.batch - first_batch) * args.batch_size / seconds
+        if row["epoch"] % args.validate_every == 0 or row["epoch"] == args.epochs:
+            dist.sync_params(model.buffers())  # BatchNorm's averages differ between ranks: all take rank 0's
+            for name, loader in ("train", train_loader), ("test", test_loader):
+                means = evaluate(model, loader, device, dtype, progress.stop)
+                progress.end_if_told()
+                row |= {f"{name}_{metric}": mean for metric, mean in means.items()}
+        progress.history.append(row)
+        report.add_epoch(progress.history)
+        progress.end_epoch(row.get("test_top1"))
+        report.log(in_words(row, args.epochs))
+    report.end(progress.history)
+    report.log(f"done in {time.perf_counter() - started:.1f} s")
 
 
 def parse_args():
@@ -334,23 +334,24 @@ def parse_args():
     )
     add, default = parser.add_argument, "(default: %(default)s)"
     add("--dataset", default="cifar10", choices=data.COLOUR_DATASETS, help=default)
-    add("--data-dir", default="data", help=f"CIFAR-10 is kept here {default}")
+    add("--data-dir", default="data", help=f"folder of the dataset {default}")
     add("--epochs", type=int, default=24, help=default)
-    add("--batch-size", type=int, default=512, help=f"of all processes together {default}")
+    add("--batch-size", type=int, default=512, help=f"global batch size, over all processes {default}")
     add("--lr", type=float, default=0.4, help=f"peak learning rate {default}")
-    add("--seed", type=int, default=0, help=f"of weights, order and augmentation {default}")
-    add("--dry-run", action="store_true", help="one epoch of two batches, in a temporary folder")
-    add("--amp", action="store_true", help="mixed precision")
-    add("--dtype", choices=["bfloat16", "float16"], help="of --amp (default: bfloat16; float16 on GPUs before Ampere)")
+    add("--seed", type=int, default=0, help=f"random seed for weights, order and augmentation {default}")
+    add("--dry-run", action="store_true", help="run one epoch of two batches in a temporary folder, as a smoke test")
+    add("--amp", action="store_true", help="train in mixed precision")
+    in_amp = "16-bit dtype for --amp (default: bfloat16; float16 on GPUs before Ampere)"
+    add("--dtype", choices=["bfloat16", "float16"], help=in_amp)
     add("--model", default="resnet9", help=f"resnet9, or a classification model of torchvision {default}")
     width = 64 if torch.cuda.device_count() else 24
     add("--width", type=int, default=width, help="channels of resnet9's first layer (default: 64; without a GPU, 24)")
     add("--weight-decay", type=float, default=5e-4, help=default)
-    add("--warmup", type=float, default=0.2, help=f"part of the training in which the learning rate rises {default}")
+    add("--warmup", type=float, default=0.2, help=f"fraction of the steps in which the learning rate rises {default}")
     add("--label-smoothing", type=float, default=0.1, help=default)
-    add("--validate-every", type=int, default=1, help=f"epochs; on the train and the test set {default}")
-    add("--checkpoint-every", type=int, default=100, help=f"iterations; and after each epoch {default}")
-    add("--run-dir", default="runs/cifar10", help=f"of a new run, or of one to continue {default}")
+    add("--validate-every", type=int, default=1, help=f"epochs from one evaluation to the next {default}")
+    add("--checkpoint-every", type=int, default=100, help=f"save every so many steps, and after each epoch {default}")
+    add("--run-dir", default="runs/cifar10", help=f"folder of a new run, or of the run to resume {default}")
     add("--clearml", action="store_true", help="report to ClearML, too")
     add("--nproc", type=int, help="processes on this machine (default: one per GPU; without a GPU, 2)")
     args = parser.parse_args()
@@ -359,7 +360,7 @@ def parse_args():
     args.epochs = 1 if args.dry_run else args.epochs
     args.batch_size -= args.batch_size % dist.count_processes(args.nproc)  # all processes have equal shares
     if dist.is_primary() and not args.dry_run:
-        check_run_dir(parser, args)
+        args.dtype = check_run_dir(parser, args)
     return args
 
 
@@ -372,10 +373,8 @@ def check_flags(parser, args):
         parser.error(
             "--warmup must be from 0 to 1, --label-smoothing from 0 to less than 1, --seed from 0 to 2**32 - 1"
         )
-    if args.model != "resnet9" and args.model not in torchvision.models.list_models(module=torchvision.models):
-        parser.error(f"--model {args.model} is unknown: type resnet9, resnet18, or another model of torchvision")
     if args.model != "resnet9":
-        check_model(parser, args)
+        check_model(parser, args.model)
     if args.batch_size > data.DATASETS[args.dataset]:
         examples = f"{data.DATASETS[args.dataset]} examples of {args.dataset}"
         parser.error(f"--batch-size {args.batch_size} is too large for the {examples}")
@@ -387,21 +386,23 @@ def check_flags(parser, args):
         parser.error("--clearml needs the package of that name: pip install clearml")
 
 
-def check_model(parser, args):
-    """Check that a model of torchvision can train on a small image, and returns one tensor."""
+def check_model(parser, name):
+    """Check that torchvision has this model, that it can train on a small image, and that it returns one tensor."""
+    if name not in torchvision.models.list_models(module=torchvision.models):
+        parser.error(f"--model {name} is unknown: type resnet9, resnet18, or another model of torchvision")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # after torch's thread pool has started, no process can be forked
     try:
-        F.cross_entropy(build(args.model, args.width)(torch.zeros(2, 3, 32, 32)), torch.zeros(2, dtype=torch.int64))
+        F.cross_entropy(build(name, 0)(torch.zeros(2, 3, 32, 32)), torch.zeros(2, dtype=torch.int64))
     except Exception as problem:
         reason = str(problem).partition("\n")[0]
-        parser.error(f"--model {args.model} can't train on images of 32 x 32 pixels ({reason}): type resnet18")
+        parser.error(f"--model {name} can't train on images of 32 x 32 pixels ({reason}): type resnet18")
     finally:
         torch.set_num_threads(threads)
 
 
 def check_run_dir(parser, args):
-    """Check that a checkpoint in --run-dir has the same flags; its precision becomes this run's."""
+    """Check that the newest checkpoint in --run-dir has the same flags; return --dtype, or else the checkpoint's."""
     try:
         Path(args.run_dir).mkdir(parents=True, exist_ok=True)
         path, _ = checkpoint.newest(Path(args.run_dir))
@@ -410,15 +411,16 @@ def check_run_dir(parser, args):
         parser.error(f"can't write to --run-dir {args.run_dir} ({problem.strerror}): choose another")
     except checkpoint.CheckpointError as problem:
         parser.error(f"{problem}: choose another --run-dir")
-    args.dtype = args.dtype or config.get("dtype")
-    wrong = [name for name in MUST_MATCH if config and config.get(name) != getattr(args, name)]
+    given = vars(args) | {"dtype": args.dtype or config.get("dtype")}
+    wrong = [name for name in MUST_MATCH if config and config.get(name) != given[name]]
     if wrong:
         flags = ", ".join(as_flag(name, config.get(name)) for name in wrong)
         parser.error(f"{path} was trained with other flags: type {flags}; or choose another --run-dir")
+    return given["dtype"]
 
 
 def as_flag(name, value):
-    """The text to type on the command line: ("lr", 0.1) is "--lr 0.1"."""
+    """Return the text to type on the command line: ("lr", 0.1) is "--lr 0.1"."""
     if name == "amp":
         return "--amp" if value else "no --amp"
     if name == "batch_size":
@@ -428,5 +430,5 @@ def as_flag(name, value):
 
 if __name__ == "__main__":
     args = parse_args()
-    with tempfile.TemporaryDirectory() if args.dry_run else contextlib.nullcontext(args.run_dir) as args.run_dir:
-        dist.launch(main, args, nproc=args.nproc)
+    with tempfile.TemporaryDirectory() if args.dry_run else contextlib.nullcontext(args.run_dir) as run_dir:
+        dist.launch(main, args, run_dir, nproc=args.nproc)

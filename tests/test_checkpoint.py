@@ -7,6 +7,7 @@ import os
 import resource
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -137,6 +138,39 @@ def test_a_save_keeps_the_last_two_and_the_best(tmp_path, keep, saves, expected)
         keeper.save(*arguments)
     assert names(tmp_path) == sorted(f"step-{name}.pt" for name in [*expected.split(), "one"])
     assert keeper.restore()["step"] == saves[-1][0]
+
+
+@on_ranks(3)
+def test_a_step_or_a_score_that_differs_between_ranks_is_refused(tmp_path):
+    """Or "best" would be what one rank's own examples say."""
+    rank = dist.get_rank()
+    keeper = save(tmp_path, 1)
+    alone = "differs from rank 0's, which alone would be kept."
+    of_steps = f"rank 1's {alone} Call save after the same number of steps on all ranks"
+    of_scores = f"rank 2's {alone} Reduce the score over all ranks before saving: dist.reduce(score)"
+    assert error_of(keeper.save, 2 + rank) == f"CheckpointError: can't save step: {of_steps}"
+    for score in (0.5, 0.5, 0.5000001), (0.5, 0.5, None), (None, None, 0.0), (1e300, 1e300, -1e300):
+        assert error_of(keeper.save, 2, score[rank]) == f"CheckpointError: can't save score: {of_scores}"
+    assert names(tmp_path) == ["step-1.pt"]
+    keeper.save(2, (1, 1.0, torch.ones(1))[rank])  # equal numbers
+    assert names(tmp_path) == ["step-1.pt", "step-2-score-1.0.pt"]
+
+
+@on_ranks(3)
+def test_a_bad_argument_of_one_rank_is_refused_on_all(tmp_path):
+    """Whichever rank it is; and none of them waits: the next save works."""
+    keeper, rank = save(tmp_path, 1), dist.get_rank()
+    for culprit in range(3):
+        scores = [{"score": score} for score in (math.nan, "0.5", torch.ones(2))]
+        for arguments in {"step": True}, {"step": -1}, *scores, {"parts": 1}:
+            error = error_of(keeper.save, **{"step": 2} | (arguments if rank == culprit else {}))
+            assert error.startswith("ValueError: save: " if rank == culprit else "CheckpointError: ValueError: save: ")
+        for arguments in {"keep": -1}, {"keep": True}, {"folder": None}:
+            error = error_of(checkpoint.Keeper, **{"folder": tmp_path} | (arguments if rank == culprit else {}))
+            assert ("CheckpointError: " in error) == (rank != culprit) and "\n" not in error
+    assert names(tmp_path) == ["step-1.pt"]
+    keeper.save(2)
+    assert names(tmp_path) == ["step-1.pt", "step-2.pt"]
 
 
 @on_ranks(3)
@@ -283,6 +317,79 @@ def test_full_disk(tmp_path):
     assert names(folder) == ["step-1.pt", "step-3.pt"]
 
 
+def test_nothing_is_written_through_what_somebody_has_planted(tmp_path, monkeypatch):
+    """In a folder that others may write to: links of both kinds, and folders, under names that can be foreseen."""
+    precious, folder = tmp_path / "precious", tmp_path / "run"
+    precious.write_text("precious")
+    keeper = save(folder, 1)
+    (folder / ".step-2.pt.tmp").symlink_to(precious)
+    (folder / "step-2.pt").symlink_to(precious)
+    os.link(precious, folder / "step-3.pt")
+    (folder / ".step-3.pt.tmp").mkdir()
+    assert error_of(keeper.save, 2).endswith("step-3.pt is later than step 2: restore it, or use another folder")
+    keeper.save(3)
+    (folder / "step-4.pt").symlink_to(tmp_path / "new")  # leads nowhere yet
+    keeper.save(4)
+    monkeypatch.setattr("secrets.token_hex", lambda count: "guessed")
+    (folder / ".step-5.pt.guessed.tmp").symlink_to(precious)
+    assert error_of(keeper.save, 5).startswith(f"CheckpointError: can't write {folder}/step-5.pt ([Errno 17] ")
+    keeper = save(folder, 5)
+    assert names(folder) == [".step-3.pt.tmp", "step-4.pt", "step-5.pt"]
+    assert not any(path.is_symlink() for path in folder.iterdir()) and restored(folder) == 5
+    assert precious.read_text() == "precious" and not (tmp_path / "new").exists()
+
+
+def test_only_files_count(tmp_path):
+    """Whoever opens a FIFO is blocked, and a link may lead nowhere."""
+    save(tmp_path, 1)
+    os.mkfifo(tmp_path / "step-7.pt")
+    (tmp_path / "step-8.pt").symlink_to(tmp_path / "nothing")
+    assert restored(tmp_path) == 1
+    save(tmp_path, 7)  # in the FIFO's place
+    assert restored(tmp_path) == 7
+
+
+def test_a_later_chdir_does_not_matter(tmp_path, monkeypatch):
+    for name in "here", "there":
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    keeper = save(Path("run"), 1)
+    monkeypatch.chdir(tmp_path / "there")
+    keeper.save(2)
+    assert keeper.restore()["step"] == 2
+    assert names(tmp_path / "here" / "run") == ["step-1.pt", "step-2.pt"] and names(tmp_path / "there") == []
+
+
+def test_newest_looks_again_if_another_process_has_removed_the_file(tmp_path, monkeypatch):
+    """The first two files vanish after they were listed; the third is the newest by then."""
+    save(tmp_path, 1, 2)
+    opened, really = [], checkpoint.zipfile.ZipFile
+
+    def open_slowly(path):
+        opened.append(path)
+        if len(opened) < 3:
+            save(tmp_path, *range(2 * len(opened) + 1, 2 * len(opened) + 3), keep=0)
+        return really(path)
+
+    monkeypatch.setattr("zipfile.ZipFile", open_slowly)
+    assert checkpoint.newest(tmp_path) == (tmp_path / "step-6.pt", {})
+    assert [path.name for path in opened] == ["step-2.pt", "step-4.pt", "step-6.pt"]
+
+
+def test_newest_while_another_process_saves(tmp_path):
+    save(tmp_path, 0)
+    pid = os.fork()
+    if not pid:
+        save(tmp_path, *range(1, 300), keep=0)
+        os._exit(0)
+    seen = [0]
+    while seen[-1] < 299:
+        path, problems = checkpoint.newest(tmp_path)
+        assert not problems
+        seen.append(int(path.stem.removeprefix("step-")))
+    assert seen == sorted(seen) and os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
 def kill_at(call, folder):
     """Save, in a fork of this process; SIGKILL it before this call of what touches files."""
     pid = os.fork()
@@ -396,7 +503,7 @@ def test_a_wrong_random_state_a_folder_and_a_loss_of_one_rank_are_one_line_each(
         assert keeper.restore()["step"] == 1
     said = err.getvalue().splitlines()
     assert len(said) == (6 if dist.is_primary() else 0)
-    assert all("(its random is no list of the ranks' states): going on from" in line for line in said)
+    assert all("(it lacks step, config, parts or the ranks' random states): going on from" in line for line in said)
     (tmp_path / "step-9.pt").mkdir(exist_ok=True)
     dist.barrier()
     reason = "(it is a folder, no checkpoint of this kind: give it another name)"
@@ -405,7 +512,7 @@ def test_a_wrong_random_state_a_folder_and_a_loss_of_one_rank_are_one_line_each(
     scheduler.step(1.5 + dist.get_rank())
     keeper = checkpoint.Keeper(tmp_path / "other", scheduler=scheduler)
     error = str(error_of(keeper.save, 1))
-    own = "which alone would be kept. If it is a loss, each rank has given its own: give the optimizer or the scheduler"
+    own = "which alone would be kept. Give a loss to an optimizer or a scheduler as dist.reduce(loss)"
     assert own in error if dist.get_world_size() > 1 else error == "None"
 
 
@@ -501,3 +608,14 @@ def test_sigterm_to_one_rank_is_agreed_on_by_all_and_a_forked_process_ends_by_it
         os.kill(os.getpid(), signal.SIGTERM)
     assert (stop.asked, stop.agreed()) == (is_told, True)
     signal.signal(signal.SIGTERM, usual)
+
+
+@on_ranks(1, 3)
+def test_outside_the_main_thread_sigterm_is_left_to_its_owner():
+    """As in Ray Train, whose loops run in a thread, and whose own handler stays."""
+    usual = signal.getsignal(signal.SIGTERM)
+    with contextlib.redirect_stdout(io.StringIO()) as out, ThreadPoolExecutor(1) as pool:
+        stop = pool.submit(checkpoint.Preemption).result()
+        assert (stop.asked, pool.submit(stop.agreed).result()) == (False, False)
+    line = "SIGTERM is not noticed outside the main thread: use the platform's own notice\n"
+    assert out.getvalue() == (line if dist.is_primary() else "") and signal.getsignal(signal.SIGTERM) == usual

@@ -244,7 +244,7 @@ def test_another_number_of_processes_and_a_damaged_checkpoint(run, reference, fo
     result = run(*FLAGS, "--batch-size", 12, "--nproc", 1)
     assert result.code == 0 and "runs/cifar10: epoch 2, batch 4 of 5\n" in result.out
     (line,) = result.err.splitlines()
-    assert line.startswith(f"runs/cifar10/{newest.name} is damaged") and line.endswith("from runs/cifar10/step-9.pt")
+    assert line.startswith(f"{newest} is damaged") and line.endswith(f"from {folder}/step-9.pt")
     (first, second), (expected_first, expected_second) = rows(folder), rows(reference[1])
     assert first == expected_first
     # The same examples in the same batches; but BatchNorm has seen a whole one, and dropout has other numbers.
@@ -310,7 +310,7 @@ def test_a_second_run_in_the_folder(run, folder):
     keeper = checkpoint.Keeper(folder)
     result = run(*FLAGS, "--nproc", 1, before="import checkpoint; checkpoint.LOCK_TIMEOUT = 0.1")
     keeper.lock.release()
-    assert result.code == 1 and "another run is writing to runs/cifar10: end it" in result.err
+    assert result.code == 1 and f"another run is writing to {folder}: end it" in result.err
     assert "Traceback" not in result.err and list(folder.glob("*.pt")) == []
 
 
