@@ -11,7 +11,7 @@
         model = dist.prepare_ddp_model(Net().to(dist.get_device()))  # DDP averages the gradients over all ranks
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         sampler = dist.data_sampler(dataset)          # this rank's share of the dataset
-        loader = DataLoader(dataset, batch_size=64 // world_size, sampler=sampler)  # the global batch size is 64
+        loader = DataLoader(dataset, batch_size=64 // world_size, sampler=sampler)  # this rank's part of a batch of 64
         for epoch in range(epochs):
             sampler.set_epoch(epoch)                  # a different order in each epoch
             loss = train(model, loader, optimizer)    # you write Net, dataset and train, which returns a tensor
@@ -28,11 +28,11 @@
     torchrun --nproc_per_node=2 train.py              # started by torchrun; srun and mpirun work, too
 
 Copy this file: it works for one process, and under torchrun and every launcher that sets torch's variables.  With
-distributed_launcher.py next to it, `launch` also starts the processes itself, srun and mpirun work, and missing ranks
-are named.  Both files need Python 3.10, torch 2.4 and numpy.
+distributed_launcher.py next to it, `launch` also starts the processes itself, srun and mpirun work, and an error names
+the missing ranks.  Both files need Python 3.10, torch 2.4 and numpy, or newer ones.
 
-all_reduce, reduce, gather, sync_params, barrier and the backward pass of a DDP model are collectives: a rank that calls
-one waits until all others have called it.  So never call one inside `if dist.is_primary():`.
+all_reduce, reduce, gather, sync_params, barrier and a DDP model's passes are collectives: a rank that calls one waits
+until all others have called it.  So never call one inside `if dist.is_primary():`.
 """
 
 import hashlib
@@ -83,7 +83,7 @@ def get_local_rank() -> int:
 
 def get_device() -> torch.device:
     """Return the GPU whose index is the local rank, modulo the number of visible GPUs; the CPU if none is visible."""
-    count = torch.cuda.device_count()  # torch.cuda.is_available may start CUDA; after that no process can be forked
+    count = torch.cuda.device_count()  # torch.cuda.is_available may start CUDA, which then fails in forked processes
     return torch.device("cuda", get_local_rank() % count) if count else torch.device("cpu")
 
 
@@ -110,13 +110,13 @@ def init_process_group(
     """Join the process group.  Every rank must call this; it returns when all ranks have joined.
 
     It also calls torch.cuda.set_device(get_device()).  If another library (Ray Train, Accelerate) has made a group,
-    that group is used, and `cleanup` leaves it to its owner.  Raises ValueError if arguments and variables disagree.
+    that one is used, with its backend and timeout, and `cleanup` leaves it to its owner.
 
     Args:
         backend: "nccl", which needs a GPU for each process, or "gloo", which also works on CPUs and lets processes
             share a GPU.  Default: DIST_BACKEND, else nccl if there are GPUs, else gloo.
         world_size, rank: Only if you start the processes yourself: then also set MASTER_ADDR and MASTER_PORT.  They
-            become WORLD_SIZE and RANK, unless these are set already.  init_process_group(rank, world_size) works, too.
+            become WORLD_SIZE and RANK; if a launcher has set these, `rank` is ignored, because it may be a local rank.
         timeout: For joining and for each collective, in seconds or as a timedelta.  Default: DIST_TIMEOUT, else 600 s.
     """
     global _own_group
@@ -132,7 +132,7 @@ def init_process_group(
             os.environ.update({"RANK": str(rank or 0), "WORLD_SIZE": str(world_size or 1), **os.environ})
         check_variables()
     if world_size not in (None, get_world_size()):
-        raise ValueError(f"init_process_group: world_size is {world_size}, but already set to {get_world_size()}")
+        raise ValueError(f"init_process_group: world_size is {world_size}, but here it is {get_world_size()}")
     device = get_device()
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -141,7 +141,7 @@ def init_process_group(
         options: dict = {"rank": rank, "world_size": size, "timeout": limit}
         if size == 1 or launcher:  # the launcher's store, unlike torch's own, knows which ranks are missing
             options["store"] = torch_dist.HashStore() if size == 1 else launcher.meet(rank, size, limit)
-        # With a device_id NCCL connects at once, and to the right GPU.  2.6 and 2.7.0 hang with it (pytorch#153960).
+        # With a device_id, NCCL connects at once, and to the right GPU; torch 2.6 and 2.7.0 hang (pytorch#153960).
         options["device_id"] = device if needs_gpus(backend) and torch.__version__ >= (2, 7, 1) else None
         torch_dist.init_process_group(backend, **options)
         _own_group = weakref.ref(torch_dist.group.WORLD)
@@ -157,7 +157,7 @@ def choose_backend(backend: str | None = None) -> str:
     backend = (backend or os.environ.get("DIST_BACKEND") or ("nccl" if has_nccl else "gloo")).lower()
     names = [part.rpartition(":")[2] for part in backend.split(",")]  # torch's own way to have two: cpu:gloo,cuda:nccl
     if not has_nccl and any(map(needs_gpus, names)):
-        raise ValueError(f"backend {backend} needs a visible CUDA GPU and a torch that was built with it: use gloo")
+        raise ValueError(f"backend {backend} needs a visible CUDA GPU and a torch with NCCL: use gloo")
     if not all(map(torch_dist.is_backend_available, names)):
         raise ValueError(f"torch has no backend {backend} (DIST_BACKEND or an argument): choose nccl or gloo")
     return backend
@@ -190,8 +190,8 @@ def get_timeout(timeout: float | timedelta | None = None) -> timedelta:
 def cleanup() -> None:
     """Leave the group that init_process_group has made, if there is one.  `launch` does this when worker_fn returns.
 
-    With several processes it does nothing while an exception is handled: others may be blocked in a collective, and
-    leaving the group could wait for them forever (pytorch/torchtitan#1342).
+    With several processes it does nothing during an exception, because the other ranks may be blocked in a collective,
+    and leaving the group could wait for them forever (pytorch/torchtitan#1342).
     """
     if sys.exc_info()[1] is None or get_world_size() == 1:
         _leave_group()
@@ -199,7 +199,7 @@ def cleanup() -> None:
 
 def _leave_group() -> None:
     if torch_dist.is_initialized() and torch_dist.group.WORLD is _own_group():
-        time.sleep(0.02)  # gloo's threads free their last tensors, or leaving may hang (pytorch#179291; torch 2.4.1)
+        time.sleep(0.02)  # lets gloo's threads free their tensors; else leaving may hang (pytorch#179291, torch 2.4.1)
         torch_dist.destroy_process_group()
 
 
@@ -208,20 +208,20 @@ def _leave_group() -> None:
 # compare calls: if 3 elements are added to 5, a rank may get garbage, hang or be killed.  So each call first sends a
 # small message that compares them.  If a rank makes no call, the others wait for it until the timeout; if its process
 # has ended, they report a lost connection.  No gradient flows through these functions.  One process needs no group.
-# A mean is a sum that is divided afterwards, because gloo of torch 2.4 has no AVG.
+# A mean is a sum that is divided afterwards, because torch 2.4's gloo has no AVG.
 _OPS = {"sum": ReduceOp.SUM, "mean": ReduceOp.SUM, "min": ReduceOp.MIN, "max": ReduceOp.MAX}
 _all_gather = getattr(torch_dist, "all_gather_single", torch_dist.all_gather_into_tensor)  # its name before 2.14
 
 
 def all_reduce(tensor: torch.Tensor, op: str | ReduceOp = "sum") -> torch.Tensor:
-    """Replace the tensor by its sum over all ranks (or another op), in place on every rank, and return it.
+    """Replace the tensor with its sum over all ranks (or another op), in place on every rank, and return it.
 
     op: "sum", "mean" (or "avg"), "min", "max", or torch's ReduceOp.  A NaN on any rank is in the result.  The dtype
-    stays, so small dtypes may overflow.  Raises TypeError for bool, int16 and the mean of integers: use `reduce`.
+    stays, so small dtypes may overflow.  Raises TypeError for bool, int16 and means of non-floats: use `reduce`.
     """
     op = _check_reduction("all_reduce", tensor, op)
     if tensor.dtype in (torch.bool, torch.int16) or (op == "mean" and not tensor.is_floating_point()):
-        raise TypeError(f"all_reduce {op} can't be kept in {tensor.dtype}: use dist.reduce(tensor, {op!r})")
+        raise TypeError(f"all_reduce {op} doesn't take {tensor.dtype}: use dist.reduce(tensor, {op!r})")
     if get_world_size() > 1:
         data = _to_send(tensor)
         _share_nans(data, op)
@@ -237,8 +237,8 @@ def reduce(tensor: torch.Tensor, op: str | ReduceOp = "mean") -> torch.Tensor:
     """Return the mean of the tensor over all ranks (or another op), as a new tensor on every rank (unlike torch's).
 
     Use it for numbers to print, such as the loss.  Where ranks have different numbers of examples, reduce the sum and
-    the count with op="sum", and then divide.  It computes in float64 or int64.  A floating-point input keeps its dtype;
-    for integers and bools a mean is float64, and every other result int64.
+    the count with op="sum", and then divide.  It computes in float64 or int64.  Floats and complex numbers keep their
+    dtype; for integers and bools, a mean is float64 and every other result int64.
     """
     op = _check_reduction("reduce", tensor, op)
     is_float = tensor.is_floating_point() or tensor.is_complex()
@@ -254,7 +254,7 @@ def reduce(tensor: torch.Tensor, op: str | ReduceOp = "mean") -> torch.Tensor:
 
 
 def _to_send(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor as the backend takes it: its own memory, if it is contiguous and on the backend's device."""
+    """Return the tensor as the backend needs it; not a copy, if it is contiguous and on the backend's device."""
     device = get_device() if needs_gpus(torch_dist.get_backend()) else torch.device("cpu")
     return tensor.detach().to(device).resolve_neg().contiguous()
 
@@ -294,7 +294,7 @@ def sync_params(params: torch.Tensor | Iterable[torch.Tensor]) -> None:
 
 def barrier() -> None:
     """Wait until every rank has called barrier."""
-    _check_same_call("barrier")  # which ends on no rank before all ranks have called it
+    _check_same_call("barrier")  # it returns nowhere until all ranks have called it
 
 
 wait_for_everyone = barrier  # its name in joh-fischer/distributed-pytorch
@@ -310,7 +310,7 @@ def _check_reduction(function: str, tensor: Any, op: Any) -> str:
 
 
 def _check_same_call(function: str, *values: Any, is_any_shape: bool = False) -> None:
-    """Raise RuntimeError on all ranks, with a table of their calls, if these differ; then TypeError for a non-tensor.
+    """If the ranks' calls differ, raise RuntimeError on all of them, with a table; else TypeError for a non-tensor.
 
     Values are not compared: if one rank reduces the loss first and another the accuracy, the results are wrong.
     """
@@ -330,7 +330,7 @@ def _check_same_call(function: str, *values: Any, is_any_shape: bool = False) ->
         if not isinstance(value, torch.Tensor):
             raise TypeError(f"{function} takes tensors, not {type(value).__name__} (use torch.as_tensor)")
         if hasattr(value, "full_tensor"):
-            raise TypeError(f"{function} can't take a DTensor: pass .full_tensor(), the whole, or .to_local(), a part")
+            raise TypeError(f"{function} can't take a DTensor: pass .full_tensor(), or .to_local(), this rank's part")
 
 
 def _describe(value: Any, is_any_shape: bool) -> str:
@@ -380,7 +380,7 @@ def data_sampler(
 
 
 class _Sampler(DistributedSampler):
-    """torch's DistributedSampler, which can start in the middle of an epoch, and warns of a forgotten set_epoch."""
+    """A DistributedSampler that can start in the middle of an epoch, and that warns if set_epoch was forgotten."""
 
     passes = skip = 0  # how often this epoch was read to its end; how many examples to leave out at its beginning
 
@@ -393,7 +393,7 @@ class _Sampler(DistributedSampler):
 
     def __iter__(self) -> Iterator[int]:
         if self.passes == 1 and self.shuffle and is_primary():
-            text = "call sampler.set_epoch(epoch) before each epoch: this one has the last one's order"
+            text = "call sampler.set_epoch(epoch) before each epoch: this one repeats the last order"
             warnings.warn(f"{text} (for an evaluation, use shuffle=False)", stacklevel=2)
         yield from list(super().__iter__())[self.skip :]
         self.passes += 1
@@ -411,7 +411,7 @@ def prepare_ddp_model(
         device_ids: Ignored; DDP gets `get_device()`.
         sync_bn: Let BatchNorm normalise over the global batch instead of each rank's own (SyncBatchNorm, CUDA only).
         sync_buffers: Each rank computes its own buffers, such as BatchNorm's running averages.  If True, DDP copies
-            rank 0's to all ranks in every training forward pass, and in the first one under no_grad, so each rank needs
+            rank 0's to all ranks in every forward pass with gradients, and in the first one without, so each rank needs
             a batch there.  If False, call `sync_params(model.buffers())` before each evaluation.
         kwargs: Further arguments of DistributedDataParallel, such as find_unused_parameters=True.
     """
@@ -421,7 +421,7 @@ def prepare_ddp_model(
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     if not sync_buffers:
         kwargs["forward_sync_buffers" if torch.__version__ >= (2, 13) else "broadcast_buffers"] = False
-        sync_params(model.buffers())  # at least once: broadcast_buffers=False would leave that out, too
+        sync_params(model.buffers())  # once: broadcast_buffers=False leaves that out, too
     is_on_gpu = any(param.is_cuda for param in model.parameters())
     model = nn.parallel.DistributedDataParallel(model, [get_device()] if is_on_gpu else None, **kwargs)
     if launcher:
@@ -444,8 +444,8 @@ def launch(worker_fn: Callable, *args: Any, nproc: int | None = None) -> Any:
     """Run `worker_fn(local_rank, world_size, *args)` once per process, and return rank 0's result.
 
     Starts nproc processes (default: NPROC, else one per visible GPU, or two without a GPU), forked where that is safe,
-    else spawned: these import the program again, so set globals in worker_fn.  With one process, and where others have
-    started the processes, it calls worker_fn here.  Raises SystemExit with the error of the first rank that fails.
+    else spawned: these import the program again, so set globals in worker_fn.  If one fails, SystemExit has its error.
+    With one process, and where a launcher or a library has started them, worker_fn is called in this process.
     """
     count = count_processes(nproc)
     if inspect.iscoroutinefunction(worker_fn):
@@ -468,7 +468,7 @@ def count_processes(nproc: int | None = None) -> int:
         check_variables()
         backend = choose_backend()
         get_timeout()
-    except ValueError as problem:
+    except (ValueError, OverflowError) as problem:
         _refuse(str(problem))
     if "WORLD_SIZE" in os.environ:
         return get_world_size()
@@ -493,7 +493,7 @@ def _call(worker_fn: Callable, args: tuple) -> Any:
 
 
 def _refuse(problem: str) -> NoReturn:
-    """End the program with one line on stderr and exit code 2; RuntimeError where `launch` raises it."""
+    """End the program with one line on stderr and exit code 2; in a notebook or a thread, raise RuntimeError."""
     if launcher.must_go_on() if launcher else hasattr(sys, "ps1"):
         raise RuntimeError(problem)
     print(f"distributed: {problem}", file=sys.stderr, flush=True)

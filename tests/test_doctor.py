@@ -42,7 +42,9 @@ def test_under_a_launcher_rank_0_writes_the_table():
 def test_a_wrong_environment_is_one_wrong_line():
     table, wrong = examined(forker().run("doctor.py", RANK=1))
     assert wrong == ["launcher"] and "together" not in table  # without a place no process can be started
-    assert table["launcher"].startswith("RANK=1: set RANK and WORLD_SIZE to this process's rank and the world size, or unset RANK")
+    assert table["launcher"].startswith(
+        "RANK=1: set RANK and WORLD_SIZE to this process's rank and the world size, or unset RANK"
+    )
 
 
 FAULTS = {  # planted in distributed.py: what is said, and the advice

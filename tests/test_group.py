@@ -59,7 +59,7 @@ BAD = [
     ({"timeout": timedelta(seconds=-1)}, {}, r"the timeout \(or DIST_TIMEOUT\) is "),
     ({"backend": "nccl"}, {}, "backend nccl needs a visible CUDA GPU and a torch"),
     ({"rank": 2, "world_size": 2}, {}, "RANK=2 WORLD_SIZE=2: set RANK and WORLD_SIZE to"),
-    ({"world_size": 2}, PLACE, "init_process_group: world_size is 2, but already set to 3"),
+    ({"world_size": 2}, PLACE, "init_process_group: world_size is 2, but here it is 3"),
     ({"rank": 1}, {}, "RANK=1 WORLD_SIZE=1: set RANK and WORLD_SIZE to"),
     ({"rank": 1, "world_size": 2}, {}, "MASTER_ADDR= and MASTER_PORT= must say"),
 ]
@@ -200,7 +200,7 @@ def test_a_group_that_another_library_has_made_is_used_and_left_to_its_owner():
         assert re.match(
             r"ValueError: init_process_group: rank is 7, but in the existing group it is \d", contradictions[0]
         )
-        assert contradictions[1] == "ValueError: init_process_group: world_size is 7, but already set to 3"
+        assert contradictions[1] == "ValueError: init_process_group: world_size is 7, but here it is 3"
 
 
 def test_a_rank_0_that_does_not_come_is_named_with_its_address():

@@ -63,7 +63,7 @@ def test_all_reduce_keeps_the_dtype_or_refuses():
     for dtype, op in too_small + [(dtype, "mean") for dtype in (*INTEGERS, torch.bool)]:
         mine = torch.ones(2, dtype=dtype)
         error = error_of(dist.all_reduce, mine, op)
-        assert error == f"TypeError: all_reduce {op} can't be kept in {dtype}: use dist.reduce(tensor, {op!r})"
+        assert error == f"TypeError: all_reduce {op} doesn't take {dtype}: use dist.reduce(tensor, {op!r})"
         assert dist.reduce(mine, op).tolist() == [n if op == "sum" else 1] * 2  # as the message says
 
 
@@ -229,7 +229,7 @@ FUNCTIONS |= {"sync_params": dist.sync_params}
 def test_what_is_refused_is_refused_on_all_ranks():
     """What one rank passes, or all (odd = 3): none of the ranks gets a result, and none waits for the others."""
     here = dist.get_rank()
-    a_dtensor = "can't take a DTensor: pass .full_tensor(), the whole, or .to_local(), a part"
+    a_dtensor = "can't take a DTensor: pass .full_tensor(), or .to_local(), this rank's part"
     refused = {
         "DTensor": (dtensor(), a_dtensor),
         "no tensor": (None, "takes tensors, not NoneType (use torch.as_tensor)"),
