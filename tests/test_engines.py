@@ -1,19 +1,29 @@
-"""mnist_horovod.py and mnist_xla.py: the same training under other engines, each in an environment of its own.
+"""The same training under other engines, and in the process groups of other libraries.
 
-The scripts in variants/ make these environments (gigabytes, minutes of compiling); HOROVOD_ENVIRONMENT and
-XLA_ENVIRONMENT name their folders.
+Each of these packages has an environment of its own (gigabytes, minutes of compiling).  HOROVOD_ENVIRONMENT,
+XLA_ENVIRONMENT, RAY_ENVIRONMENT and ACCELERATE_ENVIRONMENT name their folders.
 """
 
 import importlib.util
 import os
 import re
+import shutil
 import subprocess
+import tempfile
+from pathlib import Path
 
 import pytest
 from world import ENVIRONMENT, ROOT, SHELL, forker
 
 SYNTHETIC = ("--dataset", "synthetic")
 PACKAGES = {"mnist_horovod": "horovod", "mnist_xla": "torch_xla"}
+VENV = "python -m venv FOLDER && FOLDER/bin/pip install torch numpy"
+INSTALL = {
+    "HOROVOD": "bash variants/install_horovod.sh FOLDER",
+    "XLA": "bash variants/install_xla.sh FOLDER",
+    "RAY": f'{VENV} "ray[train]"',
+    "ACCELERATE": f"{VENV} accelerate",
+}
 HOROVODRUN = ("horovodrun", "-np", "2", "--gloo", "python", "-m", "variants.mnist_horovod")
 
 
@@ -33,7 +43,7 @@ def run_with(engine, *command, **variables):
     """(exit code, stdout, stderr) of a program in the engine's environment."""
     variable = f"{engine}_ENVIRONMENT"
     if variable not in os.environ:
-        pytest.skip(f"{variable} is not set: bash variants/install_{engine.lower()}.sh FOLDER")
+        pytest.skip(f"{variable}=FOLDER is not set: {INSTALL[engine]}")
     env = ENVIRONMENT | {"PATH": f"{os.environ[variable]}/bin:{os.environ['PATH']}"} | variables
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=1500)
     return done.returncode, done.stdout, done.stderr
@@ -71,3 +81,29 @@ def test_xla_trains_as_ddp_does():
     place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
     code, out, err = run_with("XLA", *script, PJRT_DEVICE="CPU", **place)
     assert code == 2 and "start it with python, not with a launcher" in err
+
+
+# Ray listens on all networks: here only on a loopback of its own, if the system has namespaces for users.
+OWN_NETWORK = ("unshare", "-rnu", "sh", "-c", 'hostname localhost && ip link set lo up && exec "$@"', "sh")
+QUIET = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_TRAIN_ENABLE_PRINT_PATCH": "0"}
+TORCHRUN = ("torchrun", "--standalone", "--nproc_per_node=2")
+GROUP = "distributed: 2 processes, gloo, cpu, in another library's group\n"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2000)
+@pytest.mark.parametrize("library", ["RAY", "ACCELERATE"])
+def test_min_ddp_trains_in_the_group_of_another_library_and_leaves_it_there(library):
+    start = TORCHRUN if library == "ACCELERATE" else ("python",)
+    if library == "RAY" and shutil.which("unshare") and subprocess.run([*OWN_NETWORK, "true"]).returncode == 0:
+        start = (*OWN_NETWORK, *start)
+    with tempfile.TemporaryDirectory() as folder:  # tmp_path is too long for the names of Ray's sockets
+        variables = QUIET | {"PYTHONPATH": str(ROOT), "HOME": folder, "TMPDIR": folder}
+        code, out, err = run_with(library, *start, "tests/anothers_group.py", library, folder, **variables)
+        assert code == 0, out + err
+        printed = [Path(folder, str(rank)).read_text() for rank in range(2)]
+    five_lines = forker().run("min_DDP.py", "--nproc", 2).out.partition("\n")[2]
+    assert five_lines.count("epoch ") == 5
+    first, last = "rank {}: sum 3, mean 0.5, share {}\n", "afterwards: 6, in the same group\n"
+    assert printed[0] == GROUP + first.format(0, [0, 2, 4]) + GROUP + five_lines + last
+    assert printed[1] == first.format(1, [1, 3, 5]) + last
