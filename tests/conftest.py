@@ -11,9 +11,14 @@ from tqdm import tqdm  # noqa: E402
 
 import distributed_launcher as launcher  # noqa: E402
 
-launcher.fork_is_safe = lambda: True  # pytest-xdist's own thread only waits
 torch.set_num_threads(1)  # no OpenMP pool; `launch` gives each worker its own number of threads
 tqdm.monitor_interval = 0  # no thread that watches over progress bars
+
+
+@pytest.fixture
+def forks(monkeypatch):
+    """For a test that calls `launch` in pytest's own process: pytest-xdist's thread there only waits."""
+    monkeypatch.setattr(launcher, "fork_is_safe", lambda: True)
 
 
 @pytest.fixture(autouse=True)

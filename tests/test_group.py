@@ -189,7 +189,7 @@ def _in_anothers_group(rank, n, printed):
     return sums, share, twice, torch_dist.is_initialized()
 
 
-def test_a_group_that_another_library_has_made_is_used_and_left_to_its_owner():
+def test_a_group_that_another_library_has_made_is_used_and_left_to_its_owner(forks):
     ours, theirs = multiprocessing.get_context("fork").Pipe()
     sums, share, twice, is_left = dist.launch(_in_anothers_group, theirs, nproc=3)
     assert (sums, share, is_left) == ([3, 3], [0, 3, 6], False)

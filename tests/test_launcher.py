@@ -409,7 +409,7 @@ def _who(rank, n, *args):
     [(1, 6, "max 100000", 1), (2, 6, "max 100000", 3), (2, 64, "550000 100000", 3)],
 )
 def test_the_ranks_are_as_those_of_torchrun_and_one_process_is_this_one(
-    monkeypatch, tmp_path, n, cores, quota, its_threads
+    forks, monkeypatch, tmp_path, n, cores, quota, its_threads
 ):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(cores), raising=False)
     monkeypatch.setattr(launcher, "CPU_QUOTA", tmp_path / "cpu.max")
