@@ -5,7 +5,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from timeline.data import BORN, COLLECTIVES, KEPT, KINDS, PARTS, Message, Picture, ms, size_of
+from timeline.data import BORN, KEPT, KINDS, PARTS, Message, Picture, ms, size_of
 from timeline.say import message_sums, of_ranks
 from timeline.svg import LEFT, WIDTH, Drawing, text_width
 
@@ -117,9 +117,8 @@ def draw_messages(drawing: Drawing, messages: list[Message]) -> None:
     largest = max((message.bytes or 0 for message in messages), default=0)
     for message in messages:
         times = map(drawing.x, message.times)
-        name = COLLECTIVES.get(message.kind, message.kind)
         size = message.bytes or 0
-        text = f"{name} {size_of(size)}" if size > largest / 10 else ""
+        text = f"{message.name} {size_of(size)}" if size > largest / 10 else ""
         box = Box(*times, text)
         free = [row for row in rows if row[-1].end + 1 < box.issued]
         if free:

@@ -6,8 +6,10 @@ from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
+import numpy
+
 from timeline.compare import align_clocks, match_messages
-from timeline.data import KINDS, Block, Message, Recording, Span
+from timeline.data import KINDS, Block, CoreWait, Message, Recording, Span
 from timeline.lanes import filled, inside, parts_of
 
 
@@ -20,12 +22,20 @@ class Step(NamedTuple):
     idle: list[Span]  # inside of them: the GPU has nothing to compute
     spent: Counter  # by part
     waits_for: Counter  # other ranks; None: for no rank, as bytes moved or a queue was full
-    without_core: int
+    no_core: Counter  # by part: for how long it was ready to run, but had no CPU core
     messages: list[Message]
 
     @property
     def length(self) -> int:
         return self.end - self.begin
+
+    @property
+    def without_core(self) -> float:
+        return self.no_core.total()
+
+    def work(self, part: str) -> float:
+        """What is left of a part without the time in which the rank had no core."""
+        return self.spent[part] - self.no_core[part]
 
 
 Measure = Callable[[Step], float]
@@ -123,7 +133,6 @@ def step_of(recording: Recording, number: int) -> Step:
     for part in parts:
         spent[part.what] += part.length
     messages = [message for message in recording["messages"] if message.step == number]
-    core = recording["core_waits"][number : number + 2]
     return Step(
         begin,
         end,
@@ -131,9 +140,20 @@ def step_of(recording: Recording, number: int) -> Step:
         inside(recording["idle"], begin, end),
         spent,
         waits_for(parts, messages),
-        core[1] - core[0] if len(core) == 2 else 0,
+        no_core(parts, recording["core_waits"]),
         messages,
     )
+
+
+def no_core(parts: list[Span], waits: list[CoreWait]) -> Counter:
+    """For how long the rank had no core in each part: between two notes as much in each moment."""
+    lost: Counter = Counter()
+    if waits:
+        borders = [parts[0].begin, *(part.end for part in parts)]
+        totals = numpy.interp(borders, *zip(*waits, strict=True)).tolist()
+        for part, before, after in zip(parts, totals, totals[1:], strict=False):
+            lost[part.what] += after - before
+    return lost
 
 
 def waits_for(parts: list[Span], messages: list[Message]) -> Counter:
