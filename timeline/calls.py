@@ -2,9 +2,8 @@
 
 import contextlib
 import functools
-import os
-import sys
 import time
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch import distributed as torch_dist
 from timeline.data import Message, Noted
 from timeline.messages import kind_of
 
-CHECK = "distributed.py", "_check_same_call"  # the function that compares the ranks' calls
+CHECK = "/distributed.py", "_check_same_call"  # the function that compares the ranks' calls
 
 
 class Calls:
@@ -71,13 +70,8 @@ class Calls:
 
 def is_check() -> bool:
     """Whether a call comes from CHECK."""
-    frame: Any = sys._getframe()
-    while frame:
-        code = frame.f_code
-        if code.co_name == CHECK[1] and os.path.basename(code.co_filename) == CHECK[0]:
-            return True
-        frame = frame.f_back
-    return False
+    codes = (frame.f_code for frame, _ in traceback.walk_stack(None))
+    return any(code.co_name == CHECK[1] and code.co_filename.endswith(CHECK[0]) for code in codes)
 
 
 @functools.cache

@@ -6,7 +6,6 @@ torch's profiler notes the rest; events.py reads both.
 import contextlib
 import functools
 import itertools
-import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -229,10 +228,7 @@ class Recorder(Observer):
 def core_wait(thread: int) -> int:
     """How long the thread was ready to run, but had no core; 0 where Linux doesn't tell."""
     try:
-        file = os.open(f"/proc/self/task/{thread}/schedstat", os.O_RDONLY)
+        with open(f"/proc/self/task/{thread}/schedstat", "rb", buffering=0) as file:
+            return int(file.read().split()[1])
     except OSError:
         return 0
-    try:
-        return int(os.read(file, 100).split()[1])
-    finally:
-        os.close(file)

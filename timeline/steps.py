@@ -66,11 +66,8 @@ class Table(NamedTuple):
         return list(map(list, zip(*others, strict=True)))
 
     def waits_for(self, rank: int) -> list[float]:
-        """How long the other ranks waited for this one in each step, on average."""
-        waits = []
-        for others in self.others(rank):
-            waits.append(statistics.mean(step.waits_for[rank] for step in others))
-        return waits
+        """How long another rank waited for this one in each step, at most."""
+        return [max(step.waits_for[rank] for step in others) for others in self.others(rank)]
 
     def late_ranks(self) -> list[tuple[int, float]]:
         """The rank for which the others waited longest in each step, and how long."""
@@ -82,11 +79,9 @@ class Table(NamedTuple):
         return late
 
     def more(self, rank: int, of: Measure) -> list[float]:
-        """What this rank has more than the others in each step, on average."""
-        mores = []
-        for own, others in zip(self.ranks[rank], self.others(rank), strict=True):
-            mores.append(of(own) - statistics.mean(map(of, others)))
-        return mores
+        """What this rank has more than each other rank in each step."""
+        pairs = zip(self.ranks[rank], self.others(rank), strict=True)
+        return [of(own) - max(map(of, others)) for own, others in pairs]
 
     def least(self, of: Measure) -> float:
         """The median of all steps, on the rank where it is least."""
@@ -146,13 +141,16 @@ def step_of(recording: Recording, number: int) -> Step:
 
 
 def no_core(parts: list[Span], waits: list[CoreWait]) -> Counter:
-    """For how long the rank had no core in each part: between two notes as much in each moment."""
+    """For how long the rank had no core in each part: between two notes as much in each moment.
+
+    A note whose time is earlier than its reading, as the rank had no core between, tells too much.
+    """
     lost: Counter = Counter()
     if waits:
         borders = [parts[0].begin, *(part.end for part in parts)]
         totals = numpy.interp(borders, *zip(*waits, strict=True)).tolist()
         for part, before, after in zip(parts, totals, totals[1:], strict=False):
-            lost[part.what] += after - before
+            lost[part.what] += min(after - before, part.length)
     return lost
 
 

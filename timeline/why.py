@@ -88,26 +88,17 @@ def always_slow(table: Table) -> list[Reason]:
     for part in OWN_PARTS:
         if statistics.median(table.more(slow, spent_in(part))) >= shortest:
             parts.append(part)
-    spent = spent_in(*parts)
-    mores = table.more(slow, spent)
+    mores = table.more(slow, spent_in(*parts))
     more = statistics.median(mores)
     usual = sorted(mores)[len(mores) // 4]  # three of four steps have more
     if not parts or wait < shortest or not wait / 2 <= more <= 2 * wait or usual < more / 2:
         return []
-    more_of_each, wait_of_each = [], []
-    for rank, steps in table.ranks.items():
-        if rank != slow:
-            pairs = [*zip(table.ranks[slow], steps, strict=True)]
-            more_of_each.append(
-                statistics.median(spent(own) - spent(other) for own, other in pairs)
-            )
-            wait_of_each.append(statistics.median(step.waits_for[slow] for step in steps))
-    text = f"rank {slow} spends {ms_range(more_of_each)} ms more in {' and '.join(parts)} than the "
-    text += "other ranks"
+    text = f"rank {slow} spends {ms(more)} ms more in {' and '.join(parts)} than the other ranks"
     core = statistics.median(table.more(slow, without_core))
     if core > more / 2:
         text += f" ({ms(min(core, more))} ms of it without a CPU core)"
-    return [Reason(f"{text}, which wait {ms_range(wait_of_each)} ms per step for it")]
+    at_most = "up to " if len(table.ranks) > 2 else ""
+    return [Reason(f"{text}, which wait {at_most}{ms(wait)} ms per step for it")]
 
 
 def slow_in_some(table: Table) -> list[Reason]:
