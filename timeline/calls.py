@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -70,7 +71,7 @@ class Calls:
 
 def is_check() -> bool:
     """Whether a call comes from CHECK."""
-    codes = (frame.f_code for frame, _ in traceback.walk_stack(None))
+    codes = (frame.f_code for frame, _ in traceback.walk_stack(sys._getframe()))
     return any(code.co_name == CHECK[1] and code.co_filename.endswith(CHECK[0]) for code in codes)
 
 
