@@ -20,22 +20,7 @@ process does then; a hatch of its own says that a phase launches no kernel.  Whe
 kernels run, the GPU waits.  All this was tried on synthetic traces and on simulated GPUs.
 """
 
-# The files, as the data flow; each imports only those above it:
-#
-#   data.py       what is passed from one file to the next
-#   lanes.py      spans in the order of time
-#   gpu.py, messages.py, waits.py, memory.py    each reads one thing in what torch's profiler noted
-#   events.py     makes a rank's Recording of that and of what is Noted
-#   profiler.py   starts torch's; calls.py: messages, as they are called
-#   record.py     notes, while the program runs; at its end it calls events.py
-#   compare.py    all Recordings: one clock, matching messages, who waited for whom
-#   steps.py      the Table: what each rank did in each step, compared
-#   habit.py      what only some steps have: by chance, or not
-#   why.py        what one rank spends more than the others, or what all spend
-#   say.py        that, and the rest, in sentences
-#   figures.py    the same as JSON, and what became slower
-#   picture.py    a Picture of a step that is worth a look
-#   draw.py, svg.py    the Picture as SVG
-#   trace.py      the Picture as JSON, for Perfetto
-#   show.py       all of it, for the processes of a run
-#   __main__.py   the command line
+# The files in the order of the data; each imports only those before it, and says in its first line
+# what it does: data, lanes, gpu, messages, waits, memory, events, profiler, calls, record; compare,
+# steps, habit, why, say, figures, picture, svg, draw, trace, show.  record notes while the program
+# runs, and calls events at its end; the files after it look at all ranks.

@@ -33,7 +33,7 @@ def figures_of(
         for part in PARTS:
             times[part] = [in_ms(step.spent[part]) for step in steps]
         times["messages"] = [in_ms(step.waits_for[None]) for step in steps]
-        times["without_core"] = [in_ms(step.without_core) for step in steps]
+        times["without_core"] = [in_ms(step.without_core()) for step in steps]
         work = {part: [in_ms(step.work(part)) for step in steps] for part in OWN_PARTS}
         exact = exact_figures(steps, table.recordings[place]["memory"])
         ranks.append({"rank": number, **times, "work": work, "exact": exact})
@@ -69,7 +69,7 @@ def in_ms(nanoseconds: float) -> float:
 
 
 def read_figures(file: str) -> dict[str, Any]:
-    """What --json has written; ValueError, KeyError, TypeError or OSError if it is none."""
+    """What --json has written; an error such as KeyError or TypeError if it is none."""
     found = json.loads(Path(file).read_text(encoding="utf-8"))
     compare(found, found, 0)
     return found
@@ -93,12 +93,10 @@ class Change(NamedTuple):
 
 def compare(before: dict, after: dict, tolerance: float) -> tuple[str, int]:
     """What became slower or more, in words, and the exit code.  tolerance: in percent of a step."""
-    for name in ("processes", "device"):
-        if before[name] != after[name]:
-            return f"not compared: {name}: {before[name]} before, now {after[name]}", NOT_KNOWN
-    programs = [program_of(found["program"]) for found in (before, after)]
-    if programs[0] != programs[1]:
-        return f"not compared: {programs[0]} before, now {programs[1]}", NOT_KNOWN
+    was, now = what_ran(before), what_ran(after)
+    for name in was:
+        if was[name] != now[name]:
+            return f"not compared: {name}: {was[name]} before, now {now[name]}", NOT_KNOWN
     text, code = compare_times(before, after, tolerance)
     exact, is_more = compare_exactly(before["ranks"], after["ranks"])
     if before["program"] != after["program"]:
@@ -106,8 +104,10 @@ def compare(before: dict, after: dict, tolerance: float) -> tuple[str, int]:
     return text + exact, MORE if is_more else code
 
 
-def program_of(command: list[str]) -> str:
-    return command[1] if command[0] == "-m" else Path(command[0]).name
+def what_ran(found: dict) -> dict[str, Any]:
+    first, *others = found["program"]
+    program = others[0] if first == "-m" else Path(first).name
+    return {"program": program, "processes": found["processes"], "device": found["device"]}
 
 
 def compare_times(before: dict, after: dict, tolerance: float) -> tuple[str, int]:
@@ -121,13 +121,13 @@ def compare_times(before: dict, after: dict, tolerance: float) -> tuple[str, int
     def share_of(time: float) -> str:
         return f"{time:.1f} ms ({100 * time / usual:.0f} %)"
 
-    if abs(change.more) > tolerance / 100 * usual:
-        text = (
-            f"{'slower' if change.more > 0 else 'faster'} by {share_of(abs(change.more))} in a step"
-        )
+    least = tolerance / 100 * usual
+    if abs(change.more) > least:
+        word = "slower" if change.more > 0 else "faster"
         noise = f"noise: {change.noise:.1f} ms, tolerance: {tolerance:g} %"
-        return f"{text} ({noise}): {parts}", MORE if change.more > 0 else 0
-    coarse = [part for part, noise in noises.items() if noise > tolerance / 100 * usual]
+        text = f"{word} by {share_of(abs(change.more))} in a step ({noise}): {parts}"
+        return text, MORE if change.more > 0 else 0
+    coarse = [part for part, noise in noises.items() if noise > least]
     if coarse:
         texts = [f"{share_of(noises[part])} in {part}" for part in coarse]
         text = f"can't tell: differences below {', '.join(texts)} don't show on this machine"
@@ -174,7 +174,7 @@ def part_changes(before: list[dict], after: list[dict]) -> list[Change]:
     changes = []
     for old, new in zip(before, after, strict=True):
         for part in COMPARED:
-            then, now = (rank["work"].get(part) or rank[part] for rank in (old, new))
+            then, now = ((rank | rank["work"])[part] for rank in (old, new))
             changes.append(change_of(then, now)._replace(part=part, rank=new["rank"]))
     return changes
 

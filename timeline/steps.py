@@ -29,7 +29,6 @@ class Step(NamedTuple):
     def length(self) -> int:
         return self.end - self.begin
 
-    @property
     def without_core(self) -> float:
         return self.no_core.total()
 

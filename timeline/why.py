@@ -47,10 +47,6 @@ def spent_in(*parts: str) -> Measure:
     return lambda step: sum(step.spent[part] for part in parts)
 
 
-def without_core(step: Step) -> float:
-    return step.without_core
-
-
 def in_some_steps(
     table: Table, subject: str, series: dict[str, list[float]], is_chance: IsChance
 ) -> list[Reason]:
@@ -94,7 +90,7 @@ def always_slow(table: Table) -> list[Reason]:
     if not parts or wait < shortest or not wait / 2 <= more <= 2 * wait or usual < more / 2:
         return []
     text = f"rank {slow} spends {ms(more)} ms more in {' and '.join(parts)} than the other ranks"
-    core = statistics.median(table.more(slow, without_core))
+    core = statistics.median(table.more(slow, Step.without_core))
     if core > more / 2:
         text += f" ({ms(min(core, more))} ms of it without a CPU core)"
     at_most = "up to " if len(table.ranks) > 2 else ""
@@ -135,7 +131,7 @@ def late_by_turns(table: Table) -> list[Reason]:
     most = max(Counter(rank for rank, _ in late).values())
     if table.arrows or usual < MUCH * length or most > 0.75 * len(late):
         return []
-    if table.least(without_core) > usual / 2:
+    if table.least(Step.without_core) > usual / 2:
         return []  # they take turns on the cores
     text = f"in each step another rank is late, and the others wait {ms(usual)} of {ms(length)} ms"
     text += (
@@ -193,7 +189,7 @@ def what_all_spend(table: Table) -> list[Reason]:
     if idle > MUCH * length:
         text = f"the GPU has nothing to compute for {ms(idle)} of {ms(length)} ms: kernels are "
         texts.append(f"{text}launched too slowly, or none")
-    core = table.least(without_core)
+    core = table.least(Step.without_core)
     if core > MUCH / 2 * length and not (messages > MUCH * length and count >= MANY):
         text = (
             f"{who(table)} is ready to run, but has no CPU core for {ms(core)} of {ms(length)} ms"
