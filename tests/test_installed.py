@@ -70,7 +70,7 @@ def test_the_commands_run_from_any_folder(environment, train):
     torchrun = [environment / "python", "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     for tool in ["--no-python", environment / "ddp-timeline"], ["-m", "ddp_by_diff.timeline"]:
         code, said = call(*torchrun, *tool, "train.py", cwd=train)
-        assert code == 0 and "1 all-reduce 144 B" in said, said
+        assert code == 0 and "1 all-reduce, 144 B" in said, said
         assert (train / "timeline.svg").exists() and (train / "timeline.json").exists()
     code, said = call(*torchrun, "--no-python", environment / "ddp-equivalence", "train.py", cwd=train)
     assert code == 0 and "THE SAME" in said, said

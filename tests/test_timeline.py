@@ -155,7 +155,7 @@ def test_a_delay_is_the_others_waiting_and_its_rank_is_named(tmp_path):
     assert waited[1] >= 0.5 * DELAY  # on a busy machine rank 0, too, may go on late
     slept = [end - begin for what, begin, end in found["ranks"][1]["parts"] if what == "forward"]
     assert max(slept) >= DELAY
-    assert "for rank 1 in 4 of 4 steps" in said(found)["waiting"]
+    assert said(found)["waiting"].startswith("last to arrive: rank 1 in 4 of 4 steps (the others waited ")
     for one in recordings(small, tmp_path)[::2]:  # DDP waits in C++, at the end of backward: on all other ranks
         parts = lanes.parts_of(one["lane"], one["cuts"][one["first"]], one["cuts"][-1])
         after = {next_to.what for part, next_to in zip(parts, parts[1:], strict=False) if part.what == "waiting"}
@@ -318,9 +318,6 @@ SMALL = 4 * (4 * 64 + 64 + 64 * 2 + 2)
 PART = 4 * -(-WEIGHTS // N)
 OUTPUTS, CUT_1, CUT_2 = (4 * BATCH * floats for floats in (10, 16 * (SIDE // 2) ** 2, 32 * (SIDE // 4) ** 2))
 GATHERED = [p for layer in (LAYERS[0], LAYERS[4], LAYERS[9]) for p in layer.parameters()]
-ROW = 8192 // N // 16 * 16  # of a rank in the checks of distributed.py: 16 bytes, and what travels with them
-CHECKS = "alltoall", N * ROW
-LARGE = [p for p in LAYERS.parameters() if p.nbytes > ROW - 16]
 
 MESSAGES = {  # of rank 0 in two steps: (how many, bytes) of each kind
     "small": {"allreduce": (6, 2 * SMALL)},  # three buckets
@@ -328,8 +325,8 @@ MESSAGES = {  # of rank 0 in two steps: (how many, bytes) of each kind
     "mnist_overlap": {"allreduce": (20, 2 * 4 * WEIGHTS)},
     "mnist_zero": {"reducescatter": (2, 2 * N * PART), "allgather": (2, 2 * PART)},
     "mnist_accumulate": {"allreduce": (2, 2 * 4 * WEIGHTS)},  # DDP's one bucket, in the last of four micro-batches
-    "mnist_local_sgd": {"allreduce": (len(LARGE), sum(p.nbytes for p in LARGE))},  # every second step
-    "mnist_tensor_parallel": {"allreduce": (2, 2 * CUT_1)},  # the outputs, 1,200 bytes, travel with their check
+    "mnist_local_sgd": {"allreduce": (10, 4 * WEIGHTS)},  # every second step
+    "mnist_tensor_parallel": {"allreduce": (4, 2 * (CUT_1 + OUTPUTS))},
     # Forward gathers the root and three layers, backward these again.
     "mnist_fsdp": {
         "allgather": (14, 2 * (share(LAYERS.parameters()) + share(GATHERED))),
@@ -350,8 +347,7 @@ def sums(recording, steps=2):
     """(how many, bytes) of each kind, in the first recorded steps of a rank."""
     counts, sizes = Counter(), Counter()
     for message in recording["messages"]:
-        is_check = (message.kind, message.bytes) == CHECKS
-        if 0 <= message.step - recording["first"] < steps and not is_check:
+        if 0 <= message.step - recording["first"] < steps and not message.is_check:
             counts[message.kind] += 1
             sizes[message.kind] += message.bytes or 0
     return {kind: (counts[kind], sizes[kind]) for kind in counts}
@@ -363,8 +359,24 @@ def are_expected(recording, name):
     if profiler.HAS_MESSAGE_HOOKS:
         return found == expected
     text = said(picture(*program_of(name)))["messages"]
-    assert "(size not seen)" in text or "no messages" in text  # every second step of local SGD has none
+    assert "size not seen" in text or "no messages" in text  # every second step of local SGD has none
     return all(found[kind] == (expected[kind][0], 0) for kind in expected if kind != "allgather")
+
+
+def checked():
+    """dist.reduce compares the ranks' calls by a message of its own."""
+    layer = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(layer.parameters(), 0.1)
+    for _ in range(12):
+        layer(torch.ones(5, 4)).sum().backward()
+        dist.reduce(torch.ones(1000))
+        optimizer.step()
+
+
+@pytest.mark.skipif(not profiler.HAS_MESSAGE_HOOKS, reason="torch 2.14 tells who calls")
+def test_a_check_of_the_ranks_calls_is_no_message_of_the_program():
+    text = said(picture(checked))["messages"]
+    assert text.startswith("per rank: 1 check, 16 B; 1 all-reduce, "), text
 
 
 @pytest.mark.parametrize("name", MESSAGES)
@@ -571,7 +583,7 @@ def test_the_trace_is_torchs_own_of_each_rank_on_one_clock():
 
 def test_the_picture_is_whole_and_small():
     pictures = [picture(small), picture(variant, "variants.mnist_by_hand", shown=2)]
-    shown = re.search("steps ([0-9]+) to ([0-9]+), nearest to the median", said(pictures[1])["step"])
+    shown = re.search("drawn: steps ([0-9]+) to ([0-9]+), ", said(pictures[1])["step"])
     assert int(shown[2]) == int(shown[1]) + 1
     pictures[0]["command"] += " \a\udc80"  # a flag may hold anything
     svg = draw.draw(pictures)
@@ -592,6 +604,13 @@ def test_the_picture_is_whole_and_small():
     assert words.count("rank 0") == 2 and "one step: " in words and "2 steps: " in words
     assert [line.split(":")[0] for line in root[1].text.split(". ")].count("memory") == 2
     assert "memory weights optimizer state gradients" in words  # the legend
+
+
+def test_arrows_lie_beneath_the_labels_of_messages():
+    shown = picture(small)
+    shown["arrows"] = [{"from": 0, "to": 2, "begin": 0, "end": shown["end"]}]
+    drawn = [element.get("class") for element in ElementTree.fromstring(draw.draw([shown]).encode())]
+    assert "arrow" in drawn and drawn.index("arrow") < drawn.index("soft small over")
 
 
 @pytest.mark.slow
@@ -638,7 +657,7 @@ def program(folder, *flags, options=(), text=PROGRAM, nproc=1, **more):
 
 def test_a_program_that_knows_nothing_of_it(tmp_path):
     done = program(tmp_path, 100, "--out", options=["--steps", 1, "--out", "mine"], nproc=2)
-    assert done.code == 0 and " ".join(done.out.split()).count("does each rank train for itself") == 1
+    assert done.code == 0 and " ".join(done.out.split()).count("Does each rank train on its own") == 1
     assert "made" not in done.out  # it was left
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.json", "mine.svg", "train.py"]
     spans = json.loads((tmp_path / "mine.json").read_text())["traceEvents"]
@@ -660,7 +679,7 @@ HANGS = "timeline: rank 0 made no step for 0.5 s, after 8; it stands in train.py
 @pytest.mark.parametrize(
     ("flags", "options", "code", "says"),
     [
-        ((8,), ["--steps", 4], 0, "of 2 recorded"),  # fewer than asked for
+        ((8,), ["--steps", 4], 0, "of 2 recorded steps"),  # fewer than asked for
         ((5,), ["--steps", 4], 1, "timeline: the program made 5 steps; --steps 4 records from step 7 on"),
         ((0,), [], 1, "timeline: no optimizer of torch.optim made a step"),
         ((3, "fail"), [], 1, "ValueError: as planned"),

@@ -52,7 +52,6 @@ def recorded(trace, spans, cuts, rank=0, ranks=1):
     noted.spans = [Span(what, begin * 1000, end * 1000) for what, begin, end in spans]
     noted.cuts = [cut * 1000 for cut in cuts]
     noted.marks = [None] * len(cuts)
-    noted.core_waits = [0] * len(cuts)
     return recording_of(noted, trace)
 
 
@@ -200,7 +199,7 @@ def test_messages_are_matched_by_group_and_number():
     assert waits == [70_000, 0], "from 20 to 90 us"
     (step,) = table.ranks[0]
     assert [message.last for message in step.messages][:1] == [1]
-    text = "1 all-reduce 8 B, 2 all-gathers 16 B together, when 2 of them ran was not seen"
+    text = "1 all-reduce, 8 B; 2 all-gathers, 16 B together; when 2 of them ran was not seen"
     assert message_sums({"messages": step.messages}) == text
 
 

@@ -12,31 +12,15 @@ rank: forward, backward, optimizer, waiting; below them messages and memory.  ti
 torch's own trace of all ranks, for https://ui.perfetto.dev; with --ops each operation, too.
 docs/timeline.md says how to read it.
 
-A step lies between two steps of the optimizer that came first.  It begins where the DataLoader is
-asked for the next batch, if it is.  The first steps are left out, the next ones run without the
-recorder, then some are recorded, then the program is left.  Before torch 2.14 sizes of messages
-are not seen; there and on a GPU each operation is recorded.
+A step begins after the optimizer step before it, where the DataLoader is asked for the next batch,
+if there is one.  The first steps are left out, the next ones run without profiling, then some are
+recorded, then the program is left.  Before torch 2.14 the sizes of messages are not seen.
 On a GPU a lane shows what its kernels do.  Where it has nothing to compute, the lane shows what the
 process does then; a hatch of its own says that a phase launches no kernel.  Where only NCCL's
 kernels run, the GPU waits.  All this was tried on synthetic traces and on simulated GPUs.
 """
 
-# The files, as the data flow; each imports only those above it:
-#
-#   data.py       what is passed from one file to the next
-#   lanes.py      spans in the order of time
-#   gpu.py, messages.py, waits.py, memory.py    each reads one thing in what torch's profiler noted
-#   events.py     makes a rank's Recording of that and of what is Noted
-#   profiler.py   starts torch's; calls.py: messages, as they are called
-#   record.py     notes, while the program runs; at its end it calls events.py
-#   compare.py    all Recordings: one clock, matching messages, who waited for whom
-#   steps.py      the Table: what each rank did in each step, compared
-#   habit.py      what only some steps have: by chance, or not
-#   why.py        what one rank spends more than the others, or what all spend
-#   say.py        that, and the rest, in sentences
-#   figures.py    the same as JSON, and what became slower
-#   picture.py    a Picture of a step that is worth a look
-#   draw.py, svg.py    the Picture as SVG
-#   trace.py      the Picture as JSON, for Perfetto
-#   show.py       all of it, for the processes of a run
-#   __main__.py   the command line
+# The files in the order of the data; each imports only those before it, and says in its first line
+# what it does: data, lanes, gpu, messages, waits, memory, events, profiler, calls, record; compare,
+# steps, habit, why, say, figures, picture, svg, draw, trace, show.  record notes while the program
+# runs, and calls events at its end; the files after it look at all ranks.

@@ -19,15 +19,20 @@ def parse_args() -> argparse.Namespace:
     parser = command.new_parser("timeline", timeline.__doc__)
     default = "(default: %(default)s)"
     add = parser.add_argument
-    add("--steps", type=int, default=20, help=f"to record {default}")
-    add("--ops", action="store_true", help="note torch's operations, too, for OUT.json")
-    add("--steps-shown", type=int, default=1, help=f"in the picture {default}")
-    add("--out", default="timeline", help=f"writes OUT.svg and OUT.json {default}")
-    add("--nproc", type=int, help="processes (default: one per GPU; without a GPU, 2)")
+    add("--steps", type=int, default=20, help=f"number of steps to record {default}")
+    add("--ops", action="store_true", help="also record PyTorch's operations, in OUT.json")
+    add("--steps-shown", type=int, default=1, help=f"number of steps in the picture {default}")
+    add("--out", default="timeline", help=f"write OUT.svg and OUT.json {default}")
+    add("--nproc", type=int, help="number of processes (default: one per GPU, or 2 without a GPU)")
     add("--patience", type=float, default=300, help=f"seconds to wait for a step {default}")
-    add("--json", metavar="FILE", help="write the figures as one object of JSON, too")
-    add("--against", metavar="FILE", help="such an object: exit with 1 if the step is slower now")
-    add("--tolerance", type=float, default=5, help=f"percent that a step may be slower {default}")
+    add("--json", metavar="FILE", help="also write the figures to FILE, as JSON")
+    add("--against", metavar="FILE", help="compare with a FILE of --json: exit with 1 if slower")
+    add(
+        "--tolerance",
+        type=float,
+        default=5,
+        help=f"slowdown, in percent, that is accepted {default}",
+    )
     args = command.read(parser)
     args.out = command.output_path(parser, f"{args.out}.svg").removesuffix(".svg")
     args.json = args.json and command.output_path(parser, args.json)

@@ -2,7 +2,9 @@
 
 import contextlib
 import functools
+import sys
 import time
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -12,15 +14,19 @@ from torch import distributed as torch_dist
 from timeline.data import Message, Noted
 from timeline.messages import kind_of
 
+CHECK = "/distributed.py", "_check_same_call"  # the function that compares the ranks' calls
+
 
 class Calls:
     """Notes each call of a message: the groups' hooks tell of it (torch 2.14).
 
-    note_memory(kind, tensors) is called with the message's buffers.
+    note_memory(kind, tensors) is called with the message's buffers, note_core_wait() where DDP
+    begins to wait.
     """
 
-    def __init__(self, noted: Noted, note_memory: Callable) -> None:
+    def __init__(self, noted: Noted, note_memory: Callable, note_core_wait: Callable) -> None:
         self.noted, self.note_memory = noted, note_memory
+        self.note_core_wait = note_core_wait
         self.note_end: Any = None  # note_graph_end, that torch.compile leaves alone
 
     def begin(self, undo: contextlib.ExitStack) -> None:
@@ -44,6 +50,7 @@ class Calls:
             peer=ranks[args.root] if name in ("SEND", "RECV") else None,
             bytes=sum(map(size_in_bytes, tensors)),
             runs=len(tensors) if name == "REDUCE_SCATTER" else 1,  # gloo: an all-reduce of each
+            is_check=is_check(),
         )
         self.noted.calls.append(call)
         self.note_memory("message buffers", [*inputs, *outputs])
@@ -56,9 +63,16 @@ class Calls:
         What is queued now comes after that.
         """
         self.noted.graph_ends.append(time.time_ns())
+        self.note_core_wait()
         if not is_last:
             again = functools.partial(self.note_end, is_last=True)
             torch.autograd.Variable._execution_engine.queue_callback(again)
+
+
+def is_check() -> bool:
+    """Whether a call comes from CHECK."""
+    codes = (frame.f_code for frame, _ in traceback.walk_stack(sys._getframe()))
+    return any(code.co_name == CHECK[1] and code.co_filename.endswith(CHECK[0]) for code in codes)
 
 
 @functools.cache

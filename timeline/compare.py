@@ -2,7 +2,7 @@
 
 from collections import Counter, defaultdict
 
-from timeline.data import Message, Recording, ms
+from timeline.data import CoreWait, Message, Recording, ms
 
 END_TOGETHER = ("allreduce", "allgather", "barrier")  # on all ranks at the same time
 
@@ -11,7 +11,8 @@ def earlier(recording: Recording, by: int) -> Recording:
     """The same, with all times `by` nanoseconds earlier."""
     cuts = [cut - by for cut in recording["cuts"]]
     trace = [event | {"begin": event["begin"] - by} for event in recording["trace"]]
-    moved = {"cuts": cuts, "trace": trace}
+    waits = [CoreWait(wait.time - by, wait.total) for wait in recording["core_waits"]]
+    moved = {"cuts": cuts, "trace": trace, "core_waits": waits}
     for name in ("lane", "idle", "memory", "messages"):
         moved[name] = [one.earlier(by) for one in recording[name]]
     return recording | moved

@@ -5,6 +5,7 @@ All times are nanoseconds: since 1970, and in a Picture from its left end.
 
 import dataclasses
 import math
+from collections.abc import Iterable
 from typing import Any, NamedTuple, TypedDict
 
 WARM_UP = 3  # steps
@@ -19,6 +20,13 @@ COLLECTIVES = {
     "reducescatter": "reduce-scatter",
     "alltoall": "all-to-all",
 }
+
+
+class CoreWait(NamedTuple):
+    """How long the program's thread has been ready to run, but had no CPU core, up to a time."""
+
+    time: int
+    total: int
 
 
 class Span(NamedTuple):
@@ -63,10 +71,15 @@ class Message(NamedTuple):
     until: int = 0  # the last rank has come, and bytes begin to move,
     end: int = 0  # the bytes have arrived; no later than `begin`: not seen when it ran
     runs: int = 1  # how often gloo's algorithm runs
+    is_check: bool = False  # distributed.py compares the ranks' calls by it
 
     @property
     def times(self) -> tuple[int, ...]:
         return self[7:11]
+
+    @property
+    def name(self) -> str:
+        return "check" if self.is_check else COLLECTIVES.get(self.kind, self.kind)
 
     @property
     def was_seen(self) -> bool:
@@ -74,7 +87,7 @@ class Message(NamedTuple):
         return self.begin < self.end
 
     def earlier(self, by: int) -> "Message":
-        return Message(*self[:7], *(time - by for time in self.times), self.runs)
+        return Message(*self[:7], *(time - by for time in self.times), *self[11:])
 
 
 @dataclasses.dataclass
@@ -91,7 +104,7 @@ class Noted:
     spans: list[Span] = dataclasses.field(default_factory=list)  # may lie inside each other
     cuts: list[int] = dataclasses.field(default_factory=list)  # where steps begin
     marks: list[Any] = dataclasses.field(default_factory=list)  # there: events of CUDA, or None
-    core_waits: list[int] = dataclasses.field(default_factory=list)  # there: see core_wait
+    core_waits: list[CoreWait] = dataclasses.field(default_factory=list)
     calls: list[Message] = dataclasses.field(default_factory=list)  # not known yet: when they ran
     graph_ends: list[int] = dataclasses.field(default_factory=list)  # of backwards with messages
     tensors: list[tuple[int, dict]] = dataclasses.field(default_factory=list)  # see note_memory
@@ -116,7 +129,7 @@ class Recording(TypedDict):
     memory: list[Block]
     reserved: int  # bytes that torch's allocator has taken from a GPU
     trace: list[dict]  # torch's own events, for Perfetto
-    core_waits: list[int]  # at each cut: how long the program's thread has waited for a core
+    core_waits: list[CoreWait]
     worker_starts: list[int]  # the steps in which a DataLoader starts its workers, if it has some
 
 
@@ -134,6 +147,13 @@ def recorded_steps(count: int) -> tuple[int, int]:
 
 def ms(nanoseconds: float, digits: int = 1) -> str:
     return f"{nanoseconds / 1e6:.{digits}f}"
+
+
+def ms_range(nanoseconds: Iterable[float]) -> str:
+    """The smallest and the largest, such as 0.2 to 60.3; one number if they are printed alike."""
+    values = [*nanoseconds]
+    ends = [ms(min(values)), ms(max(values))]
+    return " to ".join(ends if ends[0] != ends[1] else ends[:1])
 
 
 def size_of(count: float) -> str:

@@ -5,7 +5,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from timeline.data import BORN, COLLECTIVES, KEPT, KINDS, PARTS, Message, Picture, ms, size_of
+from timeline.data import BORN, KEPT, KINDS, PARTS, Message, Picture, ms, size_of
 from timeline.say import message_sums, of_ranks
 from timeline.svg import LEFT, WIDTH, Drawing, text_width
 
@@ -51,14 +51,17 @@ def draw_picture(drawing: Drawing, picture: Picture, peaks: list[int]) -> None:
     drawing.y += 17
     drawing.text(12, drawing.y, of_ranks(ranks, message_sums)[:110], "soft")
     drawing.y += 8
-    tops = {}
+    tops, beneath = {}, len(drawing.lines)
     for rank in ranks:
         tops[rank["rank"]] = drawing.y
         draw_rank(drawing, rank)
         if picture["arrows"] and rank is not ranks[-1]:
             drawing.y += 26
+    lanes = drawing.lines[beneath:]
+    del drawing.lines[beneath:]
     for arrow in picture["arrows"]:
         draw_arrow(drawing, arrow, tops)
+    drawing.lines += lanes  # after the arrows, which would strike out their labels
     for rank, memory in memory_lanes(ranks):
         draw_memory(drawing, rank, memory, peaks)
     drawing.y += 6
@@ -117,9 +120,8 @@ def draw_messages(drawing: Drawing, messages: list[Message]) -> None:
     largest = max((message.bytes or 0 for message in messages), default=0)
     for message in messages:
         times = map(drawing.x, message.times)
-        name = COLLECTIVES.get(message.kind, message.kind)
         size = message.bytes or 0
-        text = f"{name} {size_of(size)}" if size > largest / 10 else ""
+        text = f"{message.name} {size_of(size)}" if size > largest / 10 else ""
         box = Box(*times, text)
         free = [row for row in rows if row[-1].end + 1 < box.issued]
         if free:
@@ -132,7 +134,7 @@ def draw_messages(drawing: Drawing, messages: list[Message]) -> None:
 
 
 def draw_row(drawing: Drawing, row: list[Box]) -> None:
-    """A line in the queue, a pale box while it waits for a rank, a full one while bytes move."""
+    """A line in the queue, a pale box while it waits for a rank, a full one in transfer."""
     top, height = drawing.y, ROW - 2
     queues = [(box.issued, box.begin) for box in row if box.begin - box.issued > 0.5]
     stays = [(box.begin, box.until) for box in row if box.until - box.begin > 0.5]
@@ -145,7 +147,7 @@ def draw_row(drawing: Drawing, row: list[Box]) -> None:
         if box.end - box.until > width + 4:
             drawing.text((box.until + box.end) / 2, top + 9, box.text, "middle dark small")
         elif box.text and box.end + width + 8 < limit:
-            drawing.text(box.end + 4, top + 9, box.text, "soft small")
+            drawing.text(box.end + 4, top + 9, box.text, "soft small over")
 
 
 # ------------------------------------------------------------------------------------------- memory
@@ -200,7 +202,7 @@ def draw_legend(drawing: Drawing, ranks: list[dict], has_arrows: bool) -> None:
         time.append(("b i", "the GPU has nothing to compute"))
     draw_legend_row(drawing, "time", time)
     if has_messages:
-        states = [("queue", "in the queue"), ("stays", "waits for a rank"), ("m", "bytes move")]
+        states = [("queue", "in the queue"), ("stays", "waits for a rank"), ("m", "in transfer")]
         draw_legend_row(drawing, "messages", states)
     if kinds:
         memory = [(CLASSES[kind], kind) for kind in KINDS if kind in kinds]

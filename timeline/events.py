@@ -9,7 +9,7 @@ from typing import Any
 import numpy
 import torch
 
-from timeline.data import WARM_UP, Noted, Recording, Span, counted
+from timeline.data import WARM_UP, CoreWait, Noted, Recording, Span, counted
 from timeline.gpu import gpu_cuts, gpu_lane, gpu_work, is_nccl
 from timeline.lanes import flat
 from timeline.memory import NUMBERS, memory_of, reserved_of
@@ -35,7 +35,10 @@ def recording_of(noted: Noted, profiler: Any) -> Recording:
     cuts = gpu_cuts(work, noted.cuts) if work else noted.cuts
     is_seen = noted.device in NUMBERS
     memory = memory_of(events, noted, spans, messages) if is_seen else []
+    core_waits = noted.core_waits
     if work:  # from the process's steps to those of its GPU
+        times = numpy.interp([wait.time for wait in core_waits], noted.cuts, cuts)
+        core_waits = [*map(CoreWait, times.tolist(), (wait.total for wait in core_waits))]
         for block in memory:
             times = numpy.interp((block.born, block.freed), noted.cuts, cuts)
             block.born, block.freed = times.tolist()
@@ -57,7 +60,7 @@ def recording_of(noted: Noted, profiler: Any) -> Recording:
         "memory": memory,
         "reserved": reserved_of(events),
         "trace": [event for event in events if event["ph"] in "XsfM"],  # spans, arrows, names
-        "core_waits": noted.core_waits,
+        "core_waits": core_waits,
         "worker_starts": noted.worker_starts,
     }
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 CHANCE = 0.01  # what is more probable without a cause is not named
+LONG = 10  # usual steps: a pause that comes by chance is seldom longer
 
 IsChance = Callable[[list[int], float], bool]  # of places of steps, and how much more they have
 
@@ -14,7 +15,7 @@ class Habit(NamedTuple):
     """Which steps have far more of something."""
 
     places: list[int]  # none: no step, but for chance
-    more: float  # so much on average
+    mores: list[float]  # so much, each
     others: list[int]  # places of the other steps, without chance
 
 
@@ -26,13 +27,14 @@ def habit_of(values: list[float], least: float, is_chance: IsChance) -> Habit:
     others = [*range(len(values))]
     while far := far_above(values, others):
         rest = [place for place in others if place not in far]
-        more = mean_at(values, far) - mean_at(values, rest)
-        if more * len(far) < least * len(values):
+        usual = mean_at(values, rest)
+        mores = [values[place] - usual for place in far]
+        if sum(mores) < least * len(values):
             break
         others = rest
-        if not is_chance(far, more):
-            return Habit(far, more, others)
-    return Habit([], 0, others)
+        if not is_chance(far, statistics.mean(mores)):
+            return Habit(far, mores, others)
+    return Habit([], [], others)
 
 
 def far_above(values: list[float], places: list[int]) -> list[int]:
@@ -52,11 +54,14 @@ def mean_at(values: list[float], places: list[int]) -> float:
     return statistics.mean(values[place] for place in places)
 
 
-def is_rare(places: list[int], others: int, ranks: int, steps: int) -> bool:
+def is_rare(places: list[int], length: float, others: int, ranks: int, steps: int) -> bool:
     """Whether pauses that come by chance, to any rank, would seldom come to one like this.
 
-    others: how many come to other ranks.  Regular intervals are rare, too.
+    length: of a pause, in usual steps; others: how many come to other ranks.  Regular intervals
+    are rare, too, and so are long pauses, if no other rank has some.  Once is chance.
     """
+    if len(places) < 2:
+        return False
     count, share = len(places) + others, 1 / ranks
     probability = 0.0
     for mine in range(len(places), count + 1):
@@ -65,7 +70,9 @@ def is_rare(places: list[int], others: int, ranks: int, steps: int) -> bool:
     regular = []  # from the first steps to the last
     for interval in range(1, steps):
         regular += [[*range(first, steps, interval)] for first in range(interval)]
-    alike = [some for some in regular if len(some) == len(places) > 1]
+    alike = [some for some in regular if len(some) == len(places)]
     if places in alike and others < len(places) / 2:
         probability *= len(alike) / math.comb(steps, len(places))
+    if not others:
+        probability *= min(1, LONG / length) ** len(places)
     return probability <= CHANCE

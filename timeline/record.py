@@ -19,7 +19,7 @@ from instruments.meeting import Place
 from instruments.observer import Observer, parameters_of
 from instruments.program import Finished
 from timeline.calls import Calls
-from timeline.data import Noted, Recording, Span, recorded_steps
+from timeline.data import CoreWait, Noted, Recording, Span, recorded_steps
 from timeline.events import recording_of
 from timeline.profiler import HAS_MESSAGE_HOOKS, Profiler
 
@@ -51,7 +51,7 @@ class Recorder(Observer):
         self.is_first_batch = False  # the step's first
         self.backward_thread = 0  # autograd's own for a GPU
         self.profiler = Profiler(ops)
-        self.calls = Calls(self.noted, self.note_memory)
+        self.calls = Calls(self.noted, self.note_memory, self.note_core_wait)
         self.held: dict[tuple[int, int], tuple[set, set]] = {}  # see tensors_of
 
     @property
@@ -86,10 +86,18 @@ class Recorder(Observer):
     # --------------------------------------------------------------------------------------- time
 
     def begin(self, what: str, when: int | None = None) -> None:
+        self.note_core_wait()
         self.open.append((what, when or time.time_ns()))
 
     def end(self) -> None:
         self.noted.spans.append(Span(*self.open.pop(), time.time_ns()))
+        self.note_core_wait()
+
+    def note_core_wait(self) -> None:
+        """Note it at most once in a millisecond, because to read it takes 20 microseconds."""
+        waits, now = self.noted.core_waits, time.time_ns()
+        if self.profiler.has_started and (not waits or now > waits[-1].time + 1_000_000):
+            waits.append(CoreWait(now, core_wait(self.noted.thread)))
 
     @contextlib.contextmanager
     def spanning(self, what: str, when: int | None = None) -> Iterator[None]:
@@ -156,7 +164,6 @@ class Recorder(Observer):
         if optimizer is self.hooks.optimizer:
             self.noted.cuts.append(self.next_cut or time.time_ns())
             self.noted.marks.append(self.next_mark)
-            self.noted.core_waits.append(core_wait())
             self.noted.device = parameters_of(optimizer)[0].device.type
             if self.step > self.noted.last:
                 raise Finished
@@ -218,10 +225,10 @@ class Recorder(Observer):
         self.noted.tensors.append((time.time_ns(), addresses))
 
 
-def core_wait() -> int:
-    """How long this thread was ready to run, but had no core; 0 where Linux doesn't tell."""
+def core_wait(thread: int) -> int:
+    """How long the thread was ready to run, but had no core; 0 where Linux doesn't tell."""
     try:
-        with open("/proc/thread-self/schedstat") as file:
+        with open(f"/proc/self/task/{thread}/schedstat", "rb", buffering=0) as file:
             return int(file.read().split()[1])
     except OSError:
         return 0

@@ -5,9 +5,9 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 
 from instruments.command import Line
-from timeline.data import COLLECTIVES, KINDS, PARTS, Picture, Recording, counted, ms, size_of
+from timeline.data import KINDS, PARTS, Picture, Recording, counted, ms, ms_range, size_of
 from timeline.steps import Table
-from timeline.why import Reason, steps_named
+from timeline.why import MUCH, Reason, steps_named
 
 
 def findings(
@@ -15,29 +15,30 @@ def findings(
 ) -> list[Line]:
     ranks = picture["ranks"]
     lines = [Line("step", length_of_step(picture, table, reasons))]
+    if reasons and not table.is_unseen:
+        lines.append(Line("why", "; ".join(reason.text for reason in reasons)))
+    if len(ranks) > 1:
+        lines.append(Line("waiting", who_came_last(table)))
     drawn = set()
     for rank in ranks:
         lines.append(Line(f"rank {rank['rank']}", part_sums(rank, len(ranks) > 1)))
         drawn |= {part.what for part in rank["parts"]}
-    if len(ranks) > 1:
-        lines.append(Line("waiting", who_came_last(table)))
-    if reasons and not table.is_unseen:
-        lines.append(Line("why", "; ".join(reason.text for reason in reasons)))
     lines.append(Line("messages", of_ranks(ranks, message_sums)))
-    lines.append(Line("memory", f"at most, {of_ranks(ranks, memory_sums)}"))
+    lines.append(Line("memory", f"peak {of_ranks(ranks, memory_sums)}"))
     if table.clocks:
         lines.append(Line("clocks", table.clocks))
     missing = set(range(recordings[0]["ranks"])) - table.ranks.keys()
     if missing:
         names = ", ".join(f"rank {rank}" for rank in sorted(missing))
-        lines.append(Line("ranks", f"without {names}: no recorded step came from there"))
+        lines.append(Line("ranks", f"without {names}, which recorded no step"))
     unseen = [part for part in ("forward", "backward") if part not in drawn]
     if unseen:
-        text = f"{' and '.join(unseen)} not seen, and drawn as other: torch.compile and torch.func "
-        lines.append(Line("warning", f"{text}hide what they run"))
+        text = f"{' and '.join(unseen)} not seen, and drawn as other, because torch.compile and "
+        lines.append(Line("warning", f"{text}torch.func hide what they run"))
     elif len(ranks) > 1 and not any(recording["messages"] for recording in recordings):
-        text = "no message was seen in the recorded steps: does each rank train for itself? "
-        lines.append(Line("warning", f"{text}equivalence/ says it; --nproc 1 records one process"))
+        text = "no communication was seen in the recorded steps. Does each rank train on its own? "
+        text += "Check with equivalence/, or record one process with --nproc 1"
+        lines.append(Line("warning", text))
     return lines
 
 
@@ -45,19 +46,20 @@ def findings(
 
 
 def length_of_step(picture: Picture, table: Table, reasons: list[Reason]) -> str:
+    """The median first; the mean, too, if it is far from that; then which step is drawn."""
+    usual, mean = table.usual_length, statistics.mean(table.lengths)
+    text = f"median {ms(usual)} ms"
+    if abs(mean - usual) > MUCH * usual:
+        text += f", mean {ms(mean)} ms"
+    bare = f"{ms(statistics.median(table.bare))} ms of {len(table.bare)} without profiling"
     number, shown = picture["steps"]
     which = f"step {number + 1}"
     if shown > 1:
         which = f"steps {number + 1} to {number + shown}"
-    count = len(table.lengths)
-    chosen = f"nearest to the median of {count} recorded"
-    if some := steps_named(reasons):
-        chosen = f"as it shows what `why` says of {len(some)} of {count} recorded"
-    return (
-        f"{ms(picture['length'])} ms: {which}, {chosen} (median of a step: "
-        f"{ms(table.usual_length)} ms; of {len(table.bare)} without the recorder: "
-        f"{ms(statistics.median(table.bare))} ms)"
-    )
+    drawn = f"drawn: {which}, {ms(picture['length'])} ms"
+    if steps_named(reasons):
+        drawn += ", as it shows what `why` says"
+    return f"{text} of {counted(len(table.lengths), 'recorded step')} ({bare}); {drawn}"
 
 
 def part_sums(rank: dict, has_others: bool) -> str:
@@ -70,7 +72,7 @@ def part_sums(rank: dict, has_others: bool) -> str:
         text += f", in {ms(idle)} of which the GPU has nothing to compute"
     waits = []
     for other, duration in rank["waits_for"]:
-        what = "while bytes move" if other is None else f"for rank {other}"
+        what = "for the transfer" if other is None else f"for rank {other}"
         waits.append(f"{ms(duration)} {what}")
     if waits and has_others:
         text += f" (waiting: {', '.join(waits)})"
@@ -78,21 +80,20 @@ def part_sums(rank: dict, has_others: bool) -> str:
 
 
 def message_sums(rank: dict) -> str:
-    """Such as: 2 broadcasts 400 B together, 1 all-reduce 116 kB."""
+    """Such as: 2 broadcasts, 400 B together; 1 all-reduce, 116 kB."""
     sizes = defaultdict(list)
     for message in rank["messages"]:
         if message.kind != "recv":
-            sizes[message.kind].append(message.bytes)
+            sizes[message.name].append(message.bytes)
     texts = []
-    for kind, some in sizes.items():
+    for name, some in sizes.items():
         together = " together" if len(some) > 1 else ""
-        name = counted(len(some), COLLECTIVES.get(kind, kind))
-        size = "(size not seen)" if None in some else f"{size_of(sum(some))}{together}"
-        texts.append(f"{name} {size}")
+        size = "size not seen" if None in some else f"{size_of(sum(some))}{together}"
+        texts.append(f"{counted(len(some), name)}, {size}")
     unseen = sum(not message.was_seen for message in rank["messages"])
     if unseen:
         texts.append(f"when {unseen} of them ran was not seen")
-    return ", ".join(texts) or ("no messages" if rank["trace"] else "not seen")
+    return "; ".join(texts) or ("no messages" if rank["trace"] else "not seen")
 
 
 def memory_sums(rank: dict) -> str:
@@ -110,7 +111,7 @@ def of_ranks(ranks: list[dict], text_of: Callable[[dict], str]) -> str:
     if len(ranks) == 1:
         return text_of(ranks[0])
     if len(set(texts.values())) == 1:
-        return f"each rank: {text_of(ranks[0])}"
+        return f"per rank: {text_of(ranks[0])}"
     return "; ".join(f"rank {number}: {text}" for number, text in texts.items())
 
 
@@ -118,17 +119,17 @@ def of_ranks(ranks: list[dict], text_of: Callable[[dict], str]) -> str:
 
 
 def who_came_last(table: Table) -> str:
-    """The ranks for which the others waited longest, and in how many of the recorded steps."""
+    """In how many of the recorded steps the others waited longest for a rank, and how long each."""
     if table.is_unseen:
-        return "not seen, as the profiler tells no times of messages"
-    waited = defaultdict(list)
-    for rank, wait in table.late_ranks():
+        return "not seen, because the profiler tells no times of messages"
+    steps, waits = Counter(), defaultdict(list)
+    for place, (rank, wait) in enumerate(table.late_ranks()):
         if wait:
-            waited[rank].append(wait)
+            steps[rank] += 1
+            waits[rank] += [step.waits_for[rank] for step in table.others(rank)[place]]
     texts = []
-    for rank, waits in sorted(waited.items(), key=lambda item: -len(item[1])):
-        count = f"{len(waits)} of {len(table.lengths)} steps"
-        texts.append(f"for rank {rank} in {count}, {ms(statistics.mean(waits))} ms each")
-    if not texts:
-        return "no rank waited for another"
-    return f"the others waited longest {'; '.join(texts)}"
+    for rank, count in steps.most_common():
+        who = "" if texts else "the others waited "
+        where = f"rank {rank} in {count} of {len(table.lengths)} steps"
+        texts.append(f"{where} ({who}{ms_range(waits[rank])} ms)")
+    return f"last to arrive: {', '.join(texts)}" if texts else "no rank waited for another"

@@ -78,6 +78,6 @@ def read_before(file: str) -> dict:
     """The figures in the file of --against; or one line, and exit code 2."""
     try:
         return read_figures(file)
-    except (OSError, ValueError, KeyError, TypeError) as problem:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as problem:
         why = f"{type(problem).__name__}: {problem}"
         refuse("timeline", f"{file} can't be read as what --json writes ({why})")

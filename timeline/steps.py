@@ -6,8 +6,10 @@ from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
+import numpy
+
 from timeline.compare import align_clocks, match_messages
-from timeline.data import KINDS, Block, Message, Recording, Span
+from timeline.data import KINDS, Block, CoreWait, Message, Recording, Span
 from timeline.lanes import filled, inside, parts_of
 
 
@@ -20,12 +22,19 @@ class Step(NamedTuple):
     idle: list[Span]  # inside of them: the GPU has nothing to compute
     spent: Counter  # by part
     waits_for: Counter  # other ranks; None: for no rank, as bytes moved or a queue was full
-    without_core: int
+    no_core: Counter  # by part: for how long it was ready to run, but had no CPU core
     messages: list[Message]
 
     @property
     def length(self) -> int:
         return self.end - self.begin
+
+    def without_core(self) -> float:
+        return self.no_core.total()
+
+    def work(self, part: str) -> float:
+        """What is left of a part without the time in which the rank had no core."""
+        return self.spent[part] - self.no_core[part]
 
 
 Measure = Callable[[Step], float]
@@ -56,11 +65,8 @@ class Table(NamedTuple):
         return list(map(list, zip(*others, strict=True)))
 
     def waits_for(self, rank: int) -> list[float]:
-        """How long the other ranks waited for this one in each step, on average."""
-        waits = []
-        for others in self.others(rank):
-            waits.append(statistics.mean(step.waits_for[rank] for step in others))
-        return waits
+        """How long another rank waited for this one in each step, at most."""
+        return [max(step.waits_for[rank] for step in others) for others in self.others(rank)]
 
     def late_ranks(self) -> list[tuple[int, float]]:
         """The rank for which the others waited longest in each step, and how long."""
@@ -72,11 +78,9 @@ class Table(NamedTuple):
         return late
 
     def more(self, rank: int, of: Measure) -> list[float]:
-        """What this rank has more than the others in each step, on average."""
-        mores = []
-        for own, others in zip(self.ranks[rank], self.others(rank), strict=True):
-            mores.append(of(own) - statistics.mean(map(of, others)))
-        return mores
+        """What this rank has more than each other rank in each step."""
+        pairs = zip(self.ranks[rank], self.others(rank), strict=True)
+        return [of(own) - max(map(of, others)) for own, others in pairs]
 
     def least(self, of: Measure) -> float:
         """The median of all steps, on the rank where it is least."""
@@ -123,7 +127,6 @@ def step_of(recording: Recording, number: int) -> Step:
     for part in parts:
         spent[part.what] += part.length
     messages = [message for message in recording["messages"] if message.step == number]
-    core = recording["core_waits"][number : number + 2]
     return Step(
         begin,
         end,
@@ -131,9 +134,23 @@ def step_of(recording: Recording, number: int) -> Step:
         inside(recording["idle"], begin, end),
         spent,
         waits_for(parts, messages),
-        core[1] - core[0] if len(core) == 2 else 0,
+        no_core(parts, recording["core_waits"]),
         messages,
     )
+
+
+def no_core(parts: list[Span], waits: list[CoreWait]) -> Counter:
+    """For how long the rank had no core in each part: between two notes as much in each moment.
+
+    A note whose time is earlier than its reading, as the rank had no core between, tells too much.
+    """
+    lost: Counter = Counter()
+    if waits:
+        borders = [parts[0].begin, *(part.end for part in parts)]
+        totals = numpy.interp(borders, *zip(*waits, strict=True)).tolist()
+        for part, before, after in zip(parts, totals, totals[1:], strict=False):
+            lost[part.what] += min(after - before, part.length)
+    return lost
 
 
 def waits_for(parts: list[Span], messages: list[Message]) -> Counter:

@@ -32,7 +32,7 @@ RULES = """text{font:13px system-ui,sans-serif;fill:$ink}.title{font-weight:600;
 .stays{fill:$message;fill-opacity:.18;stroke:$edge;stroke-dasharray:2.5 1.5}
 .line{stroke:$soft;fill:none}.hatch{stroke:$hatch}.idle{stroke:$page;stroke-width:3}
 .arrow{stroke:$edge;stroke-width:1.4;marker-end:url(#head)}
-.layer{stroke:$page;stroke-width:.7}"""
+.layer{stroke:$page;stroke-width:.7}.over{stroke:$page;stroke-width:4;paint-order:stroke}"""
 DEFINITIONS = """<defs><pattern id="hatch" width="6" height="6" patternUnits="userSpaceOnUse"
 patternTransform="rotate(45)"><path class="hatch" d="M0,0v6"/></pattern>
 <pattern id="idle" width="5" height="5" patternUnits="userSpaceOnUse"><path class="idle"

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from timeline.data import PARTS, ms
+from timeline.data import PARTS, ms, ms_range
 from timeline.habit import IsChance, habit_of, is_rare, mean_at
 from timeline.steps import MANY, Measure, Step, Table
 
@@ -47,25 +47,23 @@ def spent_in(*parts: str) -> Measure:
     return lambda step: sum(step.spent[part] for part in parts)
 
 
-def without_core(step: Step) -> float:
-    return step.without_core
-
-
 def in_some_steps(
     table: Table, subject: str, series: dict[str, list[float]], is_chance: IsChance
 ) -> list[Reason]:
     """What only some steps have; series: of each part.  Parts with the same steps are joined."""
     least = LEAST * statistics.mean(table.lengths)
-    parts, more = defaultdict(list), Counter()
+    parts, mores = defaultdict(list), {}
     for part, values in series.items():
         habit = habit_of(values, least, is_chance)
         if habit.places:
-            parts[tuple(habit.places)].append(part)
-            more[tuple(habit.places)] += habit.more
+            places = tuple(habit.places)
+            parts[places].append(part)
+            before = mores.get(places, [0] * len(places))
+            mores[places] = [*map(sum, zip(before, habit.mores, strict=True))]
     reasons = []
     for places, names in parts.items():
         steps = [table.first + place for place in places]
-        text = f"{subject} spends {ms(more[places])} ms more in {' and '.join(names)} in "
+        text = f"{subject} spends {ms_range(mores[places])} ms more in {' and '.join(names)} in "
         text += f"{len(places)} of {len(table.lengths)} steps"
         if "loading" in names and table.worker_starts.issuperset(steps):
             text += ", where its DataLoader starts workers (persistent_workers=True keeps them)"
@@ -91,11 +89,12 @@ def always_slow(table: Table) -> list[Reason]:
     usual = sorted(mores)[len(mores) // 4]  # three of four steps have more
     if not parts or wait < shortest or not wait / 2 <= more <= 2 * wait or usual < more / 2:
         return []
-    text = f"rank {slow} spends {ms(more)} ms more in {' and '.join(parts)} than the others"
-    core = statistics.median(table.more(slow, without_core))
+    text = f"rank {slow} spends {ms(more)} ms more in {' and '.join(parts)} than the other ranks"
+    core = statistics.median(table.more(slow, Step.without_core))
     if core > more / 2:
-        text += f" ({ms(min(core, more))} ms of it without a core)"
-    return [Reason(f"{text}, who wait {ms(wait)} ms a step for it")]
+        text += f" ({ms(min(core, more))} ms of it without a CPU core)"
+    at_most = "up to " if len(table.ranks) > 2 else ""
+    return [Reason(f"{text}, which wait {at_most}{ms(wait)} ms per step for it")]
 
 
 def slow_in_some(table: Table) -> list[Reason]:
@@ -104,8 +103,8 @@ def slow_in_some(table: Table) -> list[Reason]:
     slow = max(waits, key=waits.__getitem__)
     extras = {}  # time without a core is chance
     for rank, part in itertools.product(table.ranks, OWN_PARTS):
-        mores = zip(table.more(rank, spent_in(part)), table.more(rank, without_core), strict=True)
-        extras[rank, part] = [max(0, more - max(0, core)) for more, core in mores]
+        mores = table.more(rank, lambda step, part=part: step.work(part))
+        extras[rank, part] = [max(0, more) for more in mores]
 
     def is_chance(places: list[int], more: float) -> bool:
         others = set()  # pauses of other ranks, in any part
@@ -114,7 +113,9 @@ def slow_in_some(table: Table) -> list[Reason]:
                 others |= {(rank, place) for place, value in enumerate(values) if value > more / 2}
         steps = len(table.lengths)
         is_waited_for = waits[slow] >= more * len(places) / steps / 2
-        return not is_waited_for or not is_rare(places, len(others), len(table.ranks), steps)
+        length = more / table.usual_length
+        rare = is_rare(places, length, len(others), len(table.ranks), steps)
+        return not is_waited_for or not rare
 
     own = {part: extras[slow, part] for part in OWN_PARTS}
     return in_some_steps(table, f"rank {slow}", own, is_chance)
@@ -130,11 +131,13 @@ def late_by_turns(table: Table) -> list[Reason]:
     most = max(Counter(rank for rank, _ in late).values())
     if table.arrows or usual < MUCH * length or most > 0.75 * len(late):
         return []
-    if table.least(without_core) > usual / 2:
+    if table.least(Step.without_core) > usual / 2:
         return []  # they take turns on the cores
-    text = f"another rank is late in each step, and the others wait {ms(usual)} of {ms(length)} ms"
-    text += " for it: the work of a batch differs, they take turns at a lock"
-    return [Reason(f"{text}, or the machine is shared")]
+    text = f"in each step another rank is late, and the others wait {ms(usual)} of {ms(length)} ms"
+    text += (
+        " for it. Does the work of a batch differ, do the ranks take turns at a lock, or is the "
+    )
+    return [Reason(f"{text}machine shared?")]
 
 
 # ----------------------------------------------------------------------------- what all ranks spend
@@ -145,8 +148,7 @@ def what_all_spend_in_some(table: Table) -> list[Reason]:
     least = defaultdict(list)  # a pause is as long as the shortest of the ranks'
     for steps in zip(*table.ranks.values(), strict=True):
         for part in OWN_PARTS:
-            own = [max(0, step.spent[part] - step.without_core) for step in steps]
-            least[part].append(min(own))
+            least[part].append(min(step.work(part) for step in steps))
     return in_some_steps(table, who(table), least, once)
 
 
@@ -180,16 +182,19 @@ def what_all_spend(table: Table) -> list[Reason]:
     messages = table.least(lambda step: step.waits_for[None])
     count = table.least(lambda step: len(step.messages))
     if messages > MUCH * length:
-        many = f"{count:.0f} " if count >= MANY else ""
-        text = f"{many}messages take {ms(messages)} of {ms(length)} ms in which {who(table)} does "
-        texts.append(f"{text}nothing else")
+        many = f" in {count:.0f} messages" if count >= MANY else ""
+        text = f"communication{many} takes {ms(messages)} of {ms(length)} ms and is not overlapped "
+        texts.append(f"{text}with computation")
     idle = table.least(idle_in)
     if idle > MUCH * length:
         text = f"the GPU has nothing to compute for {ms(idle)} of {ms(length)} ms: kernels are "
         texts.append(f"{text}launched too slowly, or none")
-    core = table.least(without_core)
+    core = table.least(Step.without_core)
     if core > MUCH / 2 * length and not (messages > MUCH * length and count >= MANY):
-        texts.append(f"{who(table)} is ready, but has no core for {ms(core)} of {ms(length)} ms")
+        text = (
+            f"{who(table)} is ready to run, but has no CPU core for {ms(core)} of {ms(length)} ms"
+        )
+        texts.append(text)
     return [Reason(text) for text in texts]
 
 
