@@ -16,12 +16,15 @@ from equivalence.batches import digests_of_examples, to_plain
 from equivalence.limits import FOLLOWED, OFTEN
 from equivalence.loaders import Loaders, without_subsets
 from equivalence.notes import Notes, digest_of_ends
-from equivalence.record import print_into
-from equivalence.verdict import SAME, Answer, Link, Verdict, problem, unknown
+from equivalence.observe import print_into
+from equivalence.verdict import SAME, Answer, Link, Reason, Verdict, problem, unknown
 
 FIRST = 64  # examples that tell whether the second epoch has another order
 GOLDEN = 0x9E3779B97F4A7C15  # times a number, modulo 2**64: as good as random
-NO_LOADER = "no DataLoader was seen: batches that a program makes in its loop can't be followed"
+NO_LOADER = Reason(
+    "no DataLoader was seen: batches that a program makes in its loop can't be followed",
+    "in a copy, load the data with a DataLoader",
+)
 OTHER_LOADERS = "only the first DataLoader was followed: others, too, gave batches to train with"
 REMEDY = "give each rank its share, once (a DistributedSampler, or islice of a stream)"
 

@@ -8,10 +8,13 @@ from equivalence.facts import PARTS, UNCLEAR, Facts
 from equivalence.limits import ALIKE, OFTEN
 from equivalence.notes import Event
 from equivalence.tensors import tensors_in
-from equivalence.verdict import Link, some_of
+from equivalence.verdict import Link, Reason, some_of
 
 LABEL = "examples"
-NO_BATCHES = "no batches were seen, or not in each step"
+NO_BATCHES = Reason(
+    "no batches were seen, or not in each step",
+    "in a copy, load the data with a DataLoader, or hand them to the model as its inputs",
+)
 SAMPLER = "give each its share (a DistributedSampler)"
 
 
@@ -27,7 +30,7 @@ def copies(facts: Facts) -> Link:
 def examples(facts: Facts, total: int = 0) -> Link:
     """Whether each example is on one rank.  total: examples of one process in a step, or 0."""
     if not facts.keys:
-        return Link(LABEL, True, NO_BATCHES)
+        return Link(LABEL, True, NO_BATCHES.sentence)
     if facts.model == PARTS:
         return of_parts(facts)
     spread = {}

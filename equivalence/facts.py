@@ -9,7 +9,7 @@ import torch
 from equivalence import limits, vectors
 from equivalence.batches import count_examples
 from equivalence.notes import Event, Notes
-from equivalence.tensors import digest, tensors_in
+from equivalence.tensors import digest
 from equivalence.vectors import Vector, put_together, unequal_names
 
 # What the ranks have:
@@ -83,19 +83,6 @@ class Facts:
         if not self.keys:
             return 1
         return max(sum(self.examples(rank, k) for rank in self.distinct) for k in self.steps)
-
-    def share_in_turn(self, step: int, turn: int) -> int:
-        """The place in `distinct` of the rank whose share is computed alone, in order of batch size
-        (padding changes the smallest one most); if all are equal, another rank in each step."""
-        sizes = []
-        step = min(step, len(self.steps) - 1)
-        for place, rank in enumerate(self.distinct):
-            values = []
-            for key in self.keys:
-                values += [event.value for event in self.events(rank, key, step)]
-            size = sum(tensor.numel() for tensor in tensors_in(values))
-            sizes.append((size, (place - step) % len(self.distinct)))
-        return sizes.index(sorted(sizes)[turn])
 
     @cached_property
     def is_same_work(self) -> bool:
@@ -174,6 +161,11 @@ class Facts:
             return GOT
         return OWN if any(rank.steps[0].got for rank in self.ranks) else NONE_GOT
 
+    @property
+    def stage_2(self) -> str:
+        """The name of stage 2; another one if the ranks' own gradients were not seen."""
+        return "gradients" if self.gradients == GOT else "one batch"
+
     def is_forced(self, step: int) -> bool:
         """Whether one process's optimizer can be given the gradients that the ranks' got."""
         is_repeated = any(step.is_repeated for step in self.ranks[0].steps)
@@ -209,11 +201,6 @@ class Facts:
     def rounding_limit(self) -> float:
         """The largest difference that can be rounding."""
         return limits.MOST_COARSE if self.is_coarse else limits.MOST
-
-    @property
-    def number_format(self) -> torch.dtype:
-        """The number format in which the model computes: its last digit rounds."""
-        return torch.bfloat16 if self.is_coarse else torch.float32
 
     def whole(self, what: str, name: str, step: int, shape: torch.Size) -> torch.Tensor | None:
         """A tensor of the ranks' "weights" or "got", put together if they have parts of it."""

@@ -4,38 +4,83 @@ from functools import cached_property
 
 from instruments.command import Line
 
-from equivalence import causes, weights
-from equivalence.averaging import OWN_PARAMETERS, averaging, in_weights
+from equivalence import one_batch, weights
+from equivalence.averaging import OWN_PARAMETERS, averaging, in_weights, of_the_mean
+from equivalence.copies_or_parts import copies_or_parts, facts_of, first_infinite
 from equivalence.examples import NO_BATCHES, copies, examples
 from equivalence.facts import GOT, NONE_GOT, OWN, UNCLEAR, Facts
-from equivalence.layers import NORM_BUFFERS
 from equivalence.notes import Alone, Notes
-from equivalence.one_batch import Look, Looks
-from equivalence.options import options
-from equivalence.verdict import SAME, Answer, Link, Verdict, conclude, problem
-from equivalence.view import copies_or_parts, facts_of, first_infinite
+from equivalence.one_batch import Look
+from equivalence.optimizer_options import options
+from equivalence.verdict import (
+    SAME,
+    Answer,
+    Link,
+    Reason,
+    Verdict,
+    conclude,
+    inconclusive,
+    problem,
+    some_of,
+    unknown,
+)
 
-PARTS_UNCLEAR = "it is not known how the ranks' parts make one model (FSDP1? Use fully_shard)"
-MODEL_UNCLEAR = "the ranks' weights differ from the start"
-NOT_ASKED = "whether one process computes the same (one batch, weights) was not asked"
+NO_STEP = Reason(
+    "no step of an optimizer of torch.optim was seen, and no weight changes",
+    "start the training function under torchrun, in the program's first thread",
+)
+BY_HAND = Reason(
+    "the weights change, but no step of an optimizer of torch.optim was seen",
+    "in a copy, let torch.optim.SGD make the update, in the first thread, and not compiled",
+)
+PARTS_UNCLEAR = Reason(
+    "the ranks' weights differ from the start, and together they are not one process's",
+    "if they are parts of one model, shard it with fully_shard or DTensor in a copy",
+)
+MODEL_UNCLEAR = Reason(
+    "the ranks' weights differ from the start", "leave out --only: one process's weights tell"
+)
+OTHER_GRADIENTS = Reason(
+    "one process's optimizer receives other gradients than the ranks'", "settle the others first"
+)
+NO_COUNTERPART = "in a copy, call the same module in both, and use fully_shard in place of FSDP1"
+NOT_ASKED = "whether one process computes the same (one batch, weights, what clipping makes)"
+
+
+def few_steps(ranks: list[Notes], length: int) -> Answer:
+    """The answer if not all ranks made enough steps."""
+    made = [len(rank.counts) for rank in ranks]
+    if max(made) == 0:
+        return unknown(BY_HAND if any(rank.has_changed for rank in ranks) else NO_STEP)
+    each = ", ".join(f"rank {rank.rank}: {len(rank.counts)}" for rank in ranks)
+    few = f"not all ranks made {length + 1} steps of an optimizer ({each})"
+    if bad := first_infinite(ranks, min(made)):
+        return unknown(Reason(f"gradients: {bad.sentence}; {few}", bad.way_on))
+    if min(made) > 1 and len(ranks) > 1:
+        link = copies(facts_of(ranks, min(made) - 1))
+        if not link.is_right:
+            return Answer(problem([link], "one process"), [link], [Line("note", few)])
+    way_on = "let the program train longer, or give fewer --steps"
+    if len(set(made)) > 1:
+        way_on = "let all ranks make a step, or none, so that each makes as many"
+    return unknown(Reason(few, way_on))
 
 
 def only_averaging(ranks: list[Notes], length: int) -> Answer:
     """The answer to --only averaging: no run in one process."""
     facts = facts_of(ranks, length)
-    why = {UNCLEAR: MODEL_UNCLEAR, GOT: causes.NOT_SEEN, NONE_GOT: OWN_PARAMETERS}
-    unseen = why.get(facts.model) or why.get(facts.gradients)
-    first = Link("averaging", None, why=f"{unseen}: leave out --only")
-    if not unseen:
-        first = averaging(facts, None, weights.Changes("one process was not asked"))
-    if first.text and first.is_right is None:  # no other link will tell
-        first = first._replace(is_right=False, why="")
+    not_seen = one_batch.NOT_COMPARABLE[-1]
+    why = {UNCLEAR: MODEL_UNCLEAR, GOT: not_seen, NONE_GOT: OWN_PARAMETERS}
+    if unseen := why.get(facts.model) or why.get(facts.gradients):
+        first = inconclusive("averaging", unseen)
+    else:
+        first = of_the_mean(facts, None, is_all=True)
     links = [examples(facts), copies(facts), options(facts, None, []), first]
     text = f"AVERAGING RIGHT in the {length} steps compared: the ranks have one model, and average"
-    text += f" their gradients; the test notices differences larger than {first.limit:.0e}"
+    text += f" their gradients (differences below {first.limit:.0e} would not be detected)"
     other = "ranks that train one model with the mean of their gradients"
     verdict = problem(links, other) or Verdict(SAME, text)
-    return Answer(verdict, links, [Line("note", NOT_ASKED)])
+    return Answer(verdict, links, [Line("not checked", NOT_ASKED)])
 
 
 class Judge:
@@ -49,19 +94,13 @@ class Judge:
             self.own_data = runs.alone(facts, "own data")
             facts = copies_or_parts(facts, self.own_data)
         self.facts: Facts = facts
-        self.looks = Looks(facts, runs)
 
     # --------------------------------------------------------------------------- what was measured
 
     @cached_property
-    def why_no_batch(self) -> str:
-        """Why the ranks' batches can't be joined; "" if they can be."""
-        return "" if self.facts.keys else NO_BATCHES
-
-    @cached_property
     def look(self) -> Look | None:
-        """The look at a run with all examples in one batch."""
-        return None if self.why_no_batch else self.looks.at(self.facts)
+        """The look at a run with all examples in one batch; None if no batches were seen."""
+        return one_batch.look_at(self.runs, self.facts) if self.facts.keys else None
 
     @cached_property
     def complete_look(self) -> Look | None:
@@ -75,30 +114,30 @@ class Judge:
             return self.complete_look.alone
         return self.own_data or self.runs.alone(self.facts, "own data")
 
-    def why_no_run(self, alone: Alone | None) -> str:
-        """Why the run can't be compared; "" if it can."""
+    def why_no_run(self, alone: Alone | None) -> Reason | None:
+        """Why the run can't be compared; None if it can."""
         if alone is None:
             return self.runs.failure
-        names = ", ".join(alone.unmatched[:3])
-        return f"one process has weights that no rank has: {names}" if names else ""
+        if not alone.unmatched:
+            return None
+        names = some_of(alone.unmatched)
+        sentence = f"the ranks have no weights with the names and shapes of one process's {names}"
+        return Reason(sentence, NO_COUNTERPART)
 
     @cached_property
     def batch_and_look(self) -> tuple[Link, Look | None]:
-        """Link 2, and the look in which it is right: perhaps one without BatchNorm or dropout."""
-        facts, look = self.facts, self.look
-        reason = self.why_no_batch
+        """Stage 2, and the look in which it is right: perhaps one without BatchNorm or dropout."""
+        facts, look, reason = self.facts, self.look, None if self.facts.keys else NO_BATCHES
         if not reason and not (self.complete_look and look.is_given):
-            reason = causes.why_not_joined(facts)
+            reason = one_batch.why_not_joined(facts)
         reason = reason or self.why_no_run(look.alone)
-        if not reason and not self.runs.per_step and not in_the_same_steps(look):
-            reason = "one process takes batches in other steps (does a GradScaler skip steps?)"
+        if not reason and not self.runs.per_step:
+            reason = why_other_steps(look)
         if not reason and not look.steps:
             reason = MODEL_UNCLEAR
         if reason:
-            return causes.unknown(facts, reason), None
-        if look.is_right:
-            return causes.right(look), look
-        return causes.different(self.looks, look)
+            return inconclusive(facts.stage_2, reason), None
+        return one_batch.one_batch(self.runs, look)
 
     @cached_property
     def changes(self) -> weights.Changes:
@@ -109,9 +148,9 @@ class Judge:
         if all(self.facts.is_forced(k) for k in self.facts.steps):
             return weights.all_changes(self.facts, self.alone, None)
         if right is None:
-            return weights.Changes("one process's optimizer gets other gradients than the ranks'")
-        right = self.looks.with_rounding(right)
-        return weights.all_changes(right.facts, right.alone, right.perturbed)
+            return weights.Changes(OTHER_GRADIENTS)
+        right = one_batch.with_rounding(self.runs, right)
+        return weights.all_changes(right.facts, right.alone, right.exact)
 
     @cached_property
     def settings(self) -> Link:
@@ -122,8 +161,8 @@ class Judge:
     def links(self) -> list[Link]:
         """The links of the chain; the first one tells if the optimizers' gradients are right."""
         if self.facts.model == UNCLEAR:
-            label = causes.label(self.facts)
-            return [Link(name, None, why=PARTS_UNCLEAR) for name in ("averaging", label, "weights")]
+            names = "averaging", self.facts.stage_2, "weights"
+            return [inconclusive(name, PARTS_UNCLEAR) for name in names]
         batch, right = self.batch_and_look
         links = [batch]
         if self.facts.gradients == OWN:
@@ -136,12 +175,12 @@ class Judge:
         """All links, the verdict from them, and notes on buffers and random numbers."""
         facts, length = self.facts, len(self.facts.steps)
         if bad := first_infinite(facts.ranks, length):
-            links = [examples(facts), copies(facts), Link("gradients", None, why=bad)]
+            links = [examples(facts), copies(facts), inconclusive("gradients", bad)]
             return Answer(conclude(links, length), links, [])
         total = self.complete_look.total if self.complete_look else 0
         links = [examples(facts, total), copies(facts), self.settings, *self.links()]
         others = self.buffers(links)
-        verdict = conclude(links, length, " (but for buffers)" * bool(others))
+        verdict = conclude(links, length, " (and except for buffers)" * bool(others))
         return Answer(verdict, links, others + random_numbers(facts) + worker_seeds(facts))
 
     def buffers(self, links: list[Link]) -> list[Line]:
@@ -149,18 +188,24 @@ class Judge:
         is_wrong = any(link.is_right is False and link.label == "averaging" for link in links)
         if is_wrong or not self.complete_look:
             return []
-        left_out = NORM_BUFFERS if "BatchNorm" in self.facts.kinds else ()
-        limit = self.batch_and_look[0].limit
-        return weights.buffers(self.facts, self.complete_look.alone, limit, left_out)
+        link, _ = self.batch_and_look
+        return weights.buffers(self.facts, self.complete_look.alone, link.limit, link.is_right)
 
 
-def in_the_same_steps(look: Look) -> bool:
-    """Whether one process takes the batches in the steps in which the ranks take theirs."""
+def why_other_steps(look: Look) -> Reason | None:
+    """Why batches can't be compared step by step; None if one process takes them in these steps."""
     many, alone = look.facts.ranks[0], look.alone.notes
     if many.counts == alone.counts:
-        return True
+        return None
     ahead = [key for key in look.facts.keys if many.reads_ahead(key) or alone.reads_ahead(key)]
-    return bool(ahead) and all(many.per_step(key) == alone.per_step(key) for key in look.facts.keys)
+    if ahead and all(many.per_step(key) == alone.per_step(key) for key in look.facts.keys):
+        return None
+    key, step = look.facts.keys[0], 0
+    while step < len(look.facts.steps) and many.counts[step] == alone.counts[step]:
+        step += 1
+    taken = [notes.counts[step].get(key, 0) for notes in (many, alone)]
+    sentence = f"step {step + 1} comes after {taken[0]} batches, in one process after {taken[1]}"
+    return Reason(sentence, "in a copy, let each batch make a step: no GradScaler, no accumulation")
 
 
 def random_numbers(facts: Facts) -> list[Line]:

@@ -105,8 +105,7 @@ class Step:
     weights: Vector = field(default_factory=dict)  # before it; buffers, too
     own: Vector = field(default_factory=dict)  # gradients, before any message
     got: Vector = field(default_factory=dict)  # gradients, as the optimizer got them
-    unclipped: Vector = field(default_factory=dict)  # gradients before clip_grad_norm_
-    is_changed: bool = False  # something else changed gradients after clip_grad_norm_
+    unclipped: Vector = field(default_factory=dict)  # before clipping, if that changes them
     options: dict[str, dict[str, Any]] = field(default_factory=dict)  # by parameter
     inputs: str = ""  # a digest of what the models were called with
     draws: set[str] = field(default_factory=set)  # generators used after the batch
@@ -129,8 +128,12 @@ class Notes:
     events: dict[str, list[Event]] = field(default_factory=dict)
     counts: list[dict[str, int]] = field(default_factory=list)  # of events, when optimizers stepped
     parameters: list[str] = field(default_factory=list)  # names; a step's other weights are buffers
+    has_buffers_of_first: bool = False  # DDP gives it rank 0's, after they were noted
+    norm_buffers: set[str] = field(default_factory=set)  # of BatchNorm layers
     parts: set[str] = field(default_factory=set)  # parameters of which a layer has a part (DTensor)
     kinds: set[str] = field(default_factory=set)  # "BatchNorm", "dropout", of layers that train
+    has_changed: bool = False  # a weight has, and no optimizer has made a step
+    has_clipped: bool = False  # torch's clip_grad_norm_ or clip_grad_value_ was called
     is_coarse: bool = False  # a module computes in bfloat16 or float16
     has_coarse_optimizer: bool = False  # an optimizer does (see coarse.py)
     # Of each loader, by its name:
@@ -172,6 +175,7 @@ class Alone(NamedTuple):
     is_joined: bool  # it was given the ranks' batches as one; else its own were the same
     is_mixed: bool  # both in one step
     rows: dict[str, int]  # examples of its own batches in the first step, by key
+    batches: dict  # what the program got, by key and number, and the random state after it
 
 
 # ------------------------------------------------------------------------------- large tensors

@@ -5,18 +5,25 @@ import dataclasses
 import os
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from instruments.meeting import Folder, Place
 from instruments.observer import Observer
 from instruments.rank import Job, be_rank, collect, leave
 from instruments.ranks import be_started_rank, import_launcher
 
+from equivalence.copies_or_parts import facts_of
 from equivalence.facts import Facts
 from equivalence.notes import Alone, Notes
-from equivalence.record import observers
+from equivalence.observe import observers
 from equivalence.source import Given, Source
-from equivalence.verdict import refusal_in
-from equivalence.view import facts_of
+from equivalence.verdict import Reason, refusal_in
+
+FAILED = ("failed", "stuck")  # endings
+RUN_IT = (
+    "run the program in one process, with --alone and the flags that it needs there (--json FILE "
+    "holds the whole error)"
+)
 
 
 class Runs:
@@ -26,7 +33,7 @@ class Runs:
         self.args, self.folder, self.processes = args, folder, processes
         self.per_step: dict[str, int] = {}  # batches in one process, if other than with all ranks
         self.problem = ""  # what the program printed, if it failed
-        self.failure = "the program failed in one process"
+        self.failure = Reason("the tool's own run in one process made too few steps", RUN_IT)
         self.is_hopeless = False  # another run would end, or wait, at the same place
 
     def with_all_ranks(self, left_out: tuple, known: Facts) -> Facts | None:
@@ -39,9 +46,9 @@ class Runs:
         is_complete = is_complete and all(len(rank.counts) > self.args.steps for rank in ranks)
         return facts_of(ranks, self.args.steps, known) if is_complete else None
 
-    def alone(self, facts: Facts, kind: str, left_out: tuple = (), turn: int = 0) -> Alone | None:
+    def alone(self, facts: Facts, kind: str, left_out: tuple = (), **given: Any) -> Alone | None:
         """A run in one process; None if the program failed, or made too few steps."""
-        given = Given(facts, kind, left_out, turn, self.per_step)
+        given = Given(facts, kind, left_out, per_step=self.per_step, **given)
         result = self.run_alone(given)
         if result is not None and not self.per_step:
             self.per_step = other_per_step(facts.ranks[0], result.notes)
@@ -59,12 +66,14 @@ class Runs:
         arguments = (given, f"{out}/out", str(self.folder))
         job = Job("equivalence", command, self.args.patience, observers_alone, arguments)
         notes, error = self.run(be_alone, job, 1)
-        if error or not notes or notes[0].ending in ("failed", "stuck"):
+        if given.kind != "in float64" and (error or not notes or notes[0].ending in FAILED):
             refusal = refusal_in(error)
-            self.failure = refusal or self.failure
             self.is_hopeless = bool(refusal) or bool(notes) and notes[0].ending == "stuck"
             printed = "".join(map(end_of, sorted(Path(out).glob("out*"))))
             self.problem = f"{printed}{error}\n"
+            last = error.strip().rpartition("\n")[2]
+            failure = Reason(f"the tool's own run failed: {last}", RUN_IT)
+            self.failure = Reason(refusal, "") if refusal else failure
         return notes[0].value if notes else None
 
     def run(self, be_process: object, job: Job, count: int) -> tuple[list, str]:

@@ -10,6 +10,7 @@ import torch
 from instruments.observer import Observer
 from instruments.program import Refused
 from torch import distributed as torch_dist
+from torch import nn
 
 from equivalence.batches import (
     count_examples,
@@ -17,14 +18,19 @@ from equivalence.batches import (
     from_plain,
     is_made_of,
     join,
+    mapped,
     plain_copy,
+    to_plain,
 )
+from equivalence.exact import InFloat64, in_float64
 from equivalence.facts import Facts
-from equivalence.notes import Alone, Event, Notes, RandomState
+from equivalence.notes import Alone, Event, Notes, RandomState, random_state
 from equivalence.tensors import digest, local
-from equivalence.vectors import perturbed, put_together
+from equivalence.vectors import put_together
 
-FORCED = ("all examples", "own data")  # kinds of runs whose optimizer gets the ranks' gradients
+# Kinds of runs: those whose optimizer gets the ranks' gradients, ...
+FORCED = ("all examples", "own data", "given state")
+GIVEN = ("one share", "given state")  # those that get the ranks' buffers in each step
 
 
 class Batch(NamedTuple):
@@ -52,11 +58,14 @@ class Given:
     kind: str
     # all examples  in one batch; and the gradients that the ranks' optimizers got
     # own data      the program's own batches, as one can't be made; and these gradients
-    # perturbed     all examples in another order, and each weight changed in its last digit
-    # one share     one rank's examples, padded to the longest of all (Facts.share_in_turn)
+    # given state   the batches of an earlier run, and in each step the ranks' buffers
+    # in float64    the batches of an earlier run, in float64
+    # other order   all examples, in another order
+    # one share     one rank's examples, padded to the longest of all
     left_out: tuple = ()  # kinds of layers
-    turn: int = 0
+    rank: int = 0  # whose share: its place in Facts.distinct
     per_step: dict[str, int] = dataclasses.field(default_factory=dict)  # of runs.py
+    batches: dict = dataclasses.field(default_factory=dict)  # of the earlier run (Alone.batches)
 
     def batch(self, key: str, number: int) -> Batch | None:
         """The batch that replaces the run's batch of this number; None: it keeps its own."""
@@ -79,14 +88,14 @@ class Given:
             return None
         only = None
         if self.kind == "one share":
-            only = self.facts.share_in_turn(number // max(1, ranks_take), self.turn)
+            only = self.rank
             if only >= len(events):
                 return None
         return self.union(events, only, number)
 
     def union(self, events: list[Event], only: int | None, number: int) -> Batch:
         """One batch of the ranks' events, or of the examples of one: see batches.join."""
-        order = torch.Generator().manual_seed(number) if self.kind == "perturbed" else None
+        order = torch.Generator().manual_seed(number) if self.kind == "other order" else None
         state = events[only or 0].state
         values = [event.value for event in events]
         is_equal = len(values) > 1 and len({digest(value) for value in values}) == 1
@@ -104,7 +113,9 @@ class Given:
         """A tensor of the ranks' "weights" or "got"; of one rank, if its examples are computed."""
         if self.kind != "one share":
             return self.facts.whole(what, name, step, shape)
-        rank = self.facts.distinct[self.facts.share_in_turn(step, self.turn)]
+        rank = self.facts.distinct[self.rank]
+        if name not in self.facts.trained and rank.has_buffers_of_first:
+            rank = self.facts.ranks[0]
         return put_together([getattr(rank.steps[step], what).get(name)], shape)
 
 
@@ -119,7 +130,13 @@ class Source(Observer):
         self.joined_in = -1  # and in which one was replaced
         self.is_mixed = False
         self.rows: Counter = Counter()
+        self.batches: dict[tuple[str, int], tuple] = {}  # what the program got, and the state
         self.is_global = False  # the program itself takes as many examples as all ranks together
+
+    def installed(self) -> None:
+        if self.given.kind == "in float64":
+            torch.set_default_dtype(torch.float64)
+            self.hooks.undo.enter_context(InFloat64())
 
     def patches(self) -> list[tuple[Any, str, Callable]]:
         return [(torch_dist, "init_process_group", self.group_begins)]
@@ -139,16 +156,32 @@ class Source(Observer):
         self, key: str, number: int, step: int, value: Any, iterator: Any, examples: list | None
     ) -> tuple[Any, RandomState] | None:
         """The batch in place of the run's own, and the random state after it; None: its own."""
+        if (key, number) in self.given.batches:
+            plain, state = self.given.batches[key, number]
+            return self.in_format(from_plain(plain, own=value)), state
         batch = self.given.batch(key, number)
         if batch is None:
             return None
         if self.keeps_own(batch, step, value, iterator, examples):
             if number < self.given.facts.per_step(key):  # of the first step
                 self.rows[key] += len(examples or []) or count_examples(value)
-            return None
-        if batch.examples:
-            return iterator._collate_fn(plain_copy(batch.examples)), batch.state
-        return from_plain(batch.value, own=value), batch.state
+            given = None
+        elif batch.examples:
+            given = iterator._collate_fn(plain_copy(batch.examples)), batch.state
+        else:
+            given = from_plain(batch.value, own=value), batch.state
+        if self.given.kind == "all examples":
+            value, state = given or (value, random_state())
+            self.batches[key, number] = to_plain(value), state
+        return given
+
+    def in_format(self, value: Any) -> Any:
+        """The value, in float64 if this run is."""
+        return mapped(in_float64, [value]) if self.given.kind == "in float64" else value
+
+    def forward_begins(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple:
+        kwargs.update(self.in_format(kwargs))
+        return self.in_format(args)
 
     def keeps_own(
         self, batch: Batch, step: int, value: Any, iterator: Any, examples: list | None
@@ -168,15 +201,18 @@ class Source(Observer):
         return False
 
     def set_weight(self, name: str, step: int, tensor: torch.Tensor) -> None:
-        """Set a weight or buffer to the ranks' value."""
+        """Set a weight to the ranks' value.  What no optimizer trains is set once: it goes on here.
+
+        A buffer (a codebook, a queue, a running mean) is moved by the program itself.
+        """
         value = self.given.value("weights", name, step, tensor.shape)
-        self.matched[name] = self.matched.get(name, False) or value is not None
-        if value is None:
+        goes_on = name not in self.given.facts.trained and self.given.kind not in GIVEN
+        is_set = self.matched.get(name, False)
+        self.matched[name] = is_set or value is not None
+        if value is None or goes_on and is_set:
             return
-        if self.given.kind == "perturbed":
-            value = perturbed(value, self.given.facts.number_format)
-        with torch.no_grad():
-            local(tensor).copy_(value)
+        with torch.no_grad():  # .data: the program may have used the weight in a graph (a penalty)
+            local(tensor).data.copy_(value)
 
     def set_gradient(self, name: str, step: int, parameter: torch.Tensor) -> None:
         """Set a parameter's gradient to the one that the ranks' optimizers got."""
@@ -189,7 +225,8 @@ class Source(Observer):
         """The run's notes, and what it was given."""
         noted.events = {}
         unmatched = sorted(name for name, is_matched in self.matched.items() if not is_matched)
-        return Alone(noted, unmatched, self.joined_in >= 0, self.is_mixed, dict(self.rows))
+        is_joined, rows = self.joined_in >= 0, dict(self.rows)
+        return Alone(noted, unmatched, is_joined, self.is_mixed, rows, self.batches)
 
 
 def put_gradient(parameter: torch.Tensor, value: torch.Tensor) -> None:

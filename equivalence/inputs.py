@@ -10,7 +10,7 @@ from distributed import unwrap_model
 from instruments.observer import Observer
 from torch import nn
 
-from equivalence.batches import to_plain
+from equivalence.batches import mapped, to_plain
 from equivalence.loaders import Loaders
 from equivalence.notes import Event, RandomState, random_state, set_random_state
 from equivalence.tensors import digest, tensors_in
@@ -27,6 +27,7 @@ class Data(Observer):
         self.loaders = Loaders(steps.noted)
         self.has_teacher = False  # a model was called without gradients, since this step began
         self.known_state: RandomState | None = None  # at the step's last event
+        self.outputs: dict[int, list] = {}  # by model: the tensors that its last call has returned
         steps.at_new_step.append(self.new_step)
 
     def new_step(self) -> None:
@@ -97,10 +98,28 @@ class Data(Observer):
         if not self.steps.has_loader and is_data:  # and not what another model has computed
             self.note_draws()
             name = f"inputs of {type(unwrap_model(module)).__name__}"
-            replaced, new_kwargs = self.note_event(name, (args, dict(kwargs)))
+            own = (args, dict(kwargs))
+            given = self.note_event(name, mapped(self.data_of, [own]))
+            replaced, new_kwargs = mapped(self.or_state, [own, given])
             kwargs.update(new_kwargs)
         self.steps.step.inputs += digest((replaced or args, dict(kwargs)))
         return replaced
+
+    def is_state(self, leaf: Any) -> bool:
+        """Whether a leaf of a model's inputs is what a model has returned (an LSTM's state)."""
+        known = [tensor for some in self.outputs.values() for tensor in some]
+        is_full = isinstance(leaf, torch.Tensor) and leaf.numel() > 0
+        return is_full and any(tensor.data_ptr() == leaf.data_ptr() for tensor in known)
+
+    def data_of(self, leaves: list, key: Any) -> Any:
+        return torch.zeros(()) if self.is_state(leaves[0]) else leaves[0]
+
+    def or_state(self, leaves: list, key: Any) -> Any:
+        return leaves[0] if self.is_state(leaves[0]) else leaves[1]
+
+    def forward_ends(self, module: nn.Module, args: tuple, output: Any) -> None:
+        if not self.steps.has_loader and torch.is_grad_enabled():
+            self.outputs[id(module)] = [tensor.detach() for tensor in tensors_in(output)]
 
     def gradients_are_there(self, optimizer: Any, is_again: bool) -> None:
         if not is_again:
