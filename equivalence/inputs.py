@@ -24,7 +24,7 @@ class Data(Observer):
 
     def __init__(self, steps: Any) -> None:
         self.steps = steps
-        self.loaders = Loaders(steps.noted)
+        self.loaders = Loaders(steps.noted.loaders)
         self.has_teacher = False  # a model was called without gradients, since this step began
         self.known_state: RandomState | None = None  # at the step's last event
         self.outputs: dict[int, list] = {}  # by model: the tensors that its last call has returned
@@ -127,4 +127,4 @@ class Data(Observer):
 
     def notes(self, is_own_thread: bool) -> None:
         if is_own_thread:
-            self.steps.noted.dataset_digests = self.loaders.dataset_digests()
+            self.loaders.look_into_data()

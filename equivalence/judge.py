@@ -225,8 +225,8 @@ def random_numbers(facts: Facts) -> list[Line]:
 
 def worker_seeds(facts: Facts) -> list[Line]:
     """A note, if loader workers of ranks with different examples draw the same random numbers."""
-    seeds = [tuple(rank.worker_seeds.values()) for rank in facts.distinct]
-    if len(seeds) < 2 or not seeds[0] or len(set(seeds)) > 1:
+    seeds = [{loader.worker_seed for loader in rank.loaders.values()} for rank in facts.distinct]
+    if len(seeds) < 2 or seeds[0] <= {None} or any(some != seeds[0] for some in seeds):
         return []
     text = "the loader workers of all ranks draw the same random numbers (augmentation): give each"
     return [Line("note", f"{text} rank's DataLoader a generator with a seed of its own")]

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from equivalence.clipping import Clipping
-from equivalence.coarse import CoarseOptimizers
+from equivalence.formats import CoarseOptimizers
 from equivalence.gradients import Gradients
 from equivalence.inputs import Data
 from equivalence.layers import BATCH_NORM, Layers

@@ -9,7 +9,7 @@ from equivalence.facts import GOT, PARTS, Facts
 from equivalence.notes import Alone, Notes
 from equivalence.vectors import Vector
 from equivalence.verdict import Figures, Link, Reason, inconclusive, some_of
-from equivalence.weights import other_state
+from equivalence.weights import UNMEASURED, other_state
 
 TOGETHER = "the loss or a layer depends on the composition or the size of the batch"
 OF_PARTS = "the ranks compute parts of one batch, and their gradients don't add up to the batch's"
@@ -27,18 +27,12 @@ class Apart(NamedTuple):
     far: float
     limit: float  # up to this it is rounding
     name: str = ""
+    step: int = 0
+    factors: list[float] = []  # of the ranks' gradients, so that they add up to one process's
 
     @property
     def is_right(self) -> bool:
         return self.far <= self.limit
-
-
-class Measurement(NamedTuple):
-    """The distance of the ranks' gradients from one process's, in one step."""
-
-    step: int
-    apart: Apart
-    factors: list[float]  # of the ranks' gradients, so that they add up to one process's
 
 
 class Look(NamedTuple):
@@ -48,19 +42,15 @@ class Look(NamedTuple):
     left_out: tuple  # kinds of layers that were switched off in both
     alone: Alone | None
     exact: Alone | None = None  # a run with the same batches, in float64
-    steps: tuple[Measurement, ...] = ()
+    steps: tuple[Apart, ...] = ()  # the ranks' gradients and one process's, in each step
 
     @property
     def is_right(self) -> bool:
-        return bool(self.steps) and all(step.apart.is_right for step in self.steps)
-
-    @property
-    def worst_step(self) -> Measurement:
-        return max(self.steps, key=lambda step: step.apart.far / step.apart.limit)
+        return bool(self.steps) and all(step.is_right for step in self.steps)
 
     @property
     def worst(self) -> Apart:
-        return self.worst_step.apart
+        return max(self.steps, key=lambda step: step.far / step.limit)
 
     @property
     def figures(self) -> Figures:
@@ -79,7 +69,7 @@ class Look(NamedTuple):
 
     @property
     def limit(self) -> float:
-        return max(step.apart.limit for step in self.steps)
+        return max(step.limit for step in self.steps)
 
     @property
     def factors(self) -> list[list[float]]:
@@ -149,7 +139,7 @@ def scales(facts: Facts, wanted: Vector, parts: list[Vector]) -> dict[str, float
     return {name: max(least, sizes.get(name, 0.0)) for name in wanted}
 
 
-def measure(look: Look, step: int, rounding: dict[str, float]) -> Measurement:
+def measure(look: Look, step: int, rounding: dict[str, float]) -> Apart:
     """The distance in a step: of the mean, or of a better combination if that is right."""
     facts, names = look.facts, look.facts.comparable_names(step)
     parts = facts.owns[step] if facts.gradients != GOT else []
@@ -157,7 +147,7 @@ def measure(look: Look, step: int, rounding: dict[str, float]) -> Measurement:
     actual, wanted = (vectors.only(side, names) for side in sides(facts, look.alone.notes, step))
     size, count = scales(facts, wanted, parts), len(parts)
     apart = furthest_apart(facts, actual, wanted, rounding, size)
-    even = Measurement(step, apart, [1 / count for _ in parts])
+    even = apart._replace(step=step, factors=[1 / count for _ in parts])
     if apart.is_right or not parts:
         return even
     fit = vectors.fit(wanted, parts)
@@ -167,7 +157,7 @@ def measure(look: Look, step: int, rounding: dict[str, float]) -> Measurement:
     factors = ones if vectors.numbers_are_near(fit.factors, ones, limits.FACTOR) else fit.factors
     left = furthest_apart(facts, vectors.combine(parts, factors), wanted, rounding, size)
     is_better = left.is_right and left.far <= apart.far / limits.CLEARLY
-    return Measurement(step, left, factors) if is_better else even
+    return left._replace(step=step, factors=factors) if is_better else even
 
 
 def sides(facts: Facts, alone: Notes, step: int) -> tuple[Vector, Vector]:
@@ -265,7 +255,7 @@ def unexplained(runs: Any, look: Look, text: str) -> Link:
     if multiple := multiples(look):  # no batch that was joined wrongly makes these
         what = "what the optimizers receive" if is_direct else "the mean of the ranks' gradients"
         return Link(look.facts.stage_2, False, f"WRONG: {what} is {multiple}")
-    goes_on = not look.steps[0].step and look.steps[0].apart.is_right
+    goes_on = not look.steps[0].step and look.steps[0].is_right
     if goes_on and (names := buffers_that_differ(runs, look)):
         return wrong(f"{STATE}: {some_of(names)}")
     if reason := first_of(NOT_JOINED_WELL, runs, look):
@@ -285,7 +275,7 @@ def unexplained(runs: Any, look: Look, text: str) -> Link:
 
 def multiples(look: Look) -> str:
     """Each tensor as a multiple of one process's, in words."""
-    actual, wanted = sides(look.facts, look.alone.notes, look.worst_step.step)
+    actual, wanted = sides(look.facts, look.alone.notes, look.worst.step)
     names: dict[float, list[str]] = {}
     for name, goal in wanted.items():
         fit = vectors.fit({name: actual.get(name, goal * 0)}, [{name: goal}])
@@ -332,28 +322,16 @@ def shares_give_their_own(runs: Any, look: Look) -> bool | None:
 # ------------------------------------------------------- why a difference may prove nothing
 
 
-def draws(runs: Any, look: Look) -> bool:
-    return any(rank.steps[0].draws for rank in look.facts.ranks)
-
-
 def may_be_rounding(runs: Any, look: Look) -> bool:
     is_measured = look.exact or look.facts.is_coarse
     return not is_measured and look.worst.far <= look.facts.rounding_limit
-
-
-def is_not_seen(runs: Any, look: Look) -> bool:
-    return look.facts.gradients == GOT and look.facts.model != PARTS
-
-
-def takes_other_batches(runs: Any, look: Look) -> bool:
-    return bool(runs.per_step) and not look.is_given
 
 
 def depends_on_order(runs: Any, look: Look) -> bool:
     """Whether the same examples have another gradient in another order, in a step that differs."""
     if look.is_given:
         return False
-    step = next(step for step in look.steps if not step.apart.is_right)
+    step = next(step for step in look.steps if not step.is_right)
     other = runs.alone(look.facts, "other order", look.left_out)
     if other is None:
         return True
@@ -362,11 +340,16 @@ def depends_on_order(runs: Any, look: Look) -> bool:
     rounding = roundings(look) if look.exact else {}
     size = scales(look.facts, wanted, [])
     apart = furthest_apart(look.facts, reordered, wanted, rounding, size)
-    return not apart.is_right and step.apart.far <= limits.YARDSTICKS * apart.far
+    return not apart.is_right and step.far <= limits.YARDSTICKS * apart.far
 
 
-def is_mixed(runs: Any, look: Look) -> bool:
-    return not look.is_given and look.alone.is_mixed
+def takes_other_batches(runs: Any, look: Look) -> bool:
+    is_other = look.facts.gradients == GOT or runs.per_step or look.alone.is_mixed
+    return bool(is_other) and not look.is_given
+
+
+def has_other_parts(runs: Any, look: Look) -> bool:
+    return look.facts.gradients == GOT and not are_joined_rightly(look.facts, look.alone)
 
 
 def numbers_groups(runs: Any, look: Look) -> bool:
@@ -374,14 +357,6 @@ def numbers_groups(runs: Any, look: Look) -> bool:
         return False
     events = [events[0] for rank in look.facts.ranks for events in rank.events.values() if events]
     return any(counts_up(event.value) for event in events if not event.examples)
-
-
-def has_other_batches(runs: Any, look: Look) -> bool:
-    return look.facts.gradients == GOT and not look.is_given
-
-
-def has_other_parts(runs: Any, look: Look) -> bool:
-    return look.facts.gradients == GOT and not are_joined_rightly(look.facts, look.alone)
 
 
 RUN_FAILED = "the program failed in a run of its own"
@@ -396,41 +371,27 @@ NOT_COMPARABLE = [
     Reason(
         "each step draws random numbers, and one process draws others",
         "in a copy of the program, multiply the noise by 0, or draw it once before the loop",
-        draws,
+        lambda runs, look: any(rank.steps[0].draws for rank in look.facts.ranks),
     ),
-    Reason(
-        "the difference may be rounding, and can't be measured as the program fails in float64",
-        "make a copy compute in float64: torch.set_default_dtype(torch.float64), double data",
-        may_be_rounding,
-    ),
+    UNMEASURED._replace(test=may_be_rounding),
     Reason(
         "the ranks' own gradients were not seen",
         "in a copy, call loss.backward() for an optimizer's own parameters, uncompiled",
-        is_not_seen,
+        lambda runs, look: look.facts.gradients == GOT and look.facts.model != PARTS,
     ),
 ]
 # Then the one batch that was made of the ranks' batches, or the one model of their parts, may be
 # wrong.
 NOT_JOINED_WELL = [
     Reason(
-        "one process has other batches than the ranks together",
-        "let one process have the global batch: --alone, with its flag for the batch size",
-        has_other_batches,
+        "one process takes other batches in a step than the ranks together",
+        "let it take the global batch: --alone, with its flags for the batch size and accumulation",
+        takes_other_batches,
     ),
     Reason(
         "one process begins with other weights than the ranks' parts make",
         "in a copy, draw the whole model's weights on each rank, and let it keep its part",
         has_other_parts,
-    ),
-    Reason(
-        "one process takes another number of batches in a step",
-        "let it take as many as a rank: --alone, with its flag for gradient accumulation",
-        takes_other_batches,
-    ),
-    Reason(
-        "some batches in one process are the program's own, and others are not",
-        "in a copy, take all data of a step from one DataLoader",
-        is_mixed,
     ),
     Reason(
         "a tensor numbers groups of rows, and can't be joined with another rank's",

@@ -97,8 +97,10 @@ def sizes(facts: Facts, alone: Notes) -> tuple[int, int]:
     if not facts.keys or len(alone.counts) < 2:
         return 0, 0
     key = facts.keys[0]
-    size = alone.batch_sizes.get(key, 0)
-    many = sum(rank.batch_sizes.get(key, 0) for rank in facts.distinct)
+    if not all(key in notes.loaders for notes in (alone, *facts.distinct)):
+        return 0, 0
+    size = alone.loaders[key].batch_size
+    many = sum(rank.loaders[key].batch_size for rank in facts.distinct)
     if not size or not many:
         return 0, 0
     return size * alone.per_step(key), many * facts.per_step(key)

@@ -22,8 +22,8 @@ from equivalence.batches import (
     plain_copy,
     to_plain,
 )
-from equivalence.exact import InFloat64, in_float64
 from equivalence.facts import Facts
+from equivalence.formats import InFloat64, in_float64
 from equivalence.notes import Alone, Event, Notes, RandomState, random_state
 from equivalence.tensors import digest, local
 from equivalence.vectors import put_together

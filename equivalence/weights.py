@@ -13,7 +13,7 @@ from equivalence.verdict import Figures, Link, Reason, inconclusive, some_of
 
 LABEL = "weights"
 UNMEASURED = Reason(
-    "one process's optimizer uses its own gradients, and their rounding could not be measured",
+    "the difference may be rounding, which was not measured, as the program fails in float64",
     "make a copy compute in float64: torch.set_default_dtype(torch.float64), double data",
 )
 UNCHANGED = Reason("no step changes the weights", "give --steps 10, or leave out the warm-up")

@@ -1,10 +1,14 @@
-"""A run in float64: how far one process's float32 step is from it is that step's rounding."""
+"""Number formats: a run in float64, which tells rounding; optimizers that compute in 16 bits."""
 
 from typing import Any
 
 import numpy
 import torch
+from instruments.observer import Observer
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from equivalence.limits import COARSE
+from equivalence.notes import Notes
 
 DRAWN = {"rand", "randn", "normal", "bernoulli", "multinomial", "rand_like", "randn_like"}
 DRAWN_INTO = {"normal_", "uniform_", "bernoulli_", "exponential_", "log_normal_", "cauchy_"}
@@ -49,3 +53,31 @@ def in_float64(leaves: list, key: Any = None) -> Any:
         return leaf.double()
     is_array = isinstance(leaf, numpy.ndarray) and leaf.dtype.kind == "f"
     return leaf.astype("float64") if is_array else leaf
+
+
+class Formats(TorchDispatchMode):
+    """A block in which `are_coarse` notes whether torch makes numbers in bfloat16 or float16."""
+
+    are_coarse = False
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: Any = None):  # noqa: ANN204
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.is_floating_point():
+            self.are_coarse |= torch.finfo(result.dtype).eps > COARSE
+        return result
+
+
+class CoarseOptimizers(Observer):
+    """Notes whether an optimizer computes in 16 bits, in the run in one process."""
+
+    def __init__(self, noted: Notes) -> None:
+        self.noted, self.formats = noted, Formats()
+
+    def optimizer_begins(self, optimizer: Any) -> None:
+        if not self.hooks.is_in("optimizer"):
+            self.formats.__enter__()
+
+    def optimizer_ends(self, optimizer: Any) -> None:
+        if not self.hooks.is_in("optimizer"):
+            self.formats.__exit__(None, None, None)
+            self.noted.has_coarse_optimizer = self.formats.are_coarse
