@@ -367,7 +367,7 @@ def equal_in_words(fit: Fit, gradients: WrongGradients) -> str:
     if abs(times - 1) < limits.FACTOR:
         return f"{of_one}, and something else ({fit.left:.0e})"
     if abs(times - count) < limits.FACTOR * count:
-        return f"{count} times {of_one}: summed, not averaged{rest}"
+        return f"{count} times {of_one}: the ranks' sum, not their mean{rest}"
     if abs(times * count - 1) < limits.FACTOR:
         is_sum = vectors.numbers_are_near(proper, [1.0] * count, limits.FACTOR)
         why = f"{DIVIDED} {count}" if is_sum else "divided by the number of processes twice"

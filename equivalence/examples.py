@@ -157,23 +157,35 @@ def examples(facts: Facts, total: int = 0) -> Link:
         some = [facts.examples(rank, k) for rank in facts.ranks]
         spread[max(some) - min(some)] = some
     most = spread[max(spread)]
-    text = " + ".join(map(str, most)) + " per step"
+    text = " + ".join(map(str, most)) + per_step(facts)
     if facts.is_same_work:
         who = "both ranks" if len(facts.ranks) == 2 else f"all {len(facts.ranks)} ranks"
         who = "some ranks" if len(facts.distinct) > 1 else who
         loaders = [rank.loaders.get(facts.keys[0]) for rank in facts.ranks]
-        text += f", but {who} have the same examples, so the work is done again: {remedy(loaders)}"
+        text += (
+            f", but {who} have the same {facts.unit}, so the work is done again: {remedy(loaders)}"
+        )
         return Link(LABEL, False, text)
     if len(facts.distinct) < len(facts.ranks):
         return Link(LABEL, True, f"{text}: each rank takes its part of the same batch")
     if 0 < total < sum(most):
-        return Link(LABEL, True, f"{text}: each rank takes its part of the same {total} examples")
+        return Link(
+            LABEL, True, f"{text}: each rank takes its part of the same {total} {facts.unit}"
+        )
     return of_shares(facts, text)
+
+
+def per_step(facts: Facts) -> str:
+    return " rows per step" if facts.unit == "rows" else " per step"
 
 
 def of_parts(facts: Facts) -> Link:
     """Examples of ranks that have parts of one model: stage 2 tells whether they are right."""
-    text = " + ".join(str(facts.examples(rank, 0)) for rank in facts.distinct) + " per step"
+    text = (
+        " + ".join(str(facts.examples(rank, 0)) for rank in facts.distinct)
+        + " rows" * (facts.unit == "rows")
+        + " per step"
+    )
     shared = f"all {len(facts.ranks)}" if len(facts.distinct) == 1 else "some"
     if len(facts.distinct) < len(facts.ranks):
         text += f", the same on {shared} ranks, which share one model"

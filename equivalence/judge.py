@@ -69,8 +69,7 @@ def few_steps(ranks: list[Notes], length: int) -> Answer:
 def only_averaging(ranks: list[Notes], length: int) -> Answer:
     """The answer to --only averaging: no run in one process."""
     facts = facts_of(ranks, length)
-    not_seen = one_batch.NOT_COMPARABLE[-1]
-    why = {UNCLEAR: MODEL_UNCLEAR, GOT: not_seen, NONE_GOT: OWN_PARAMETERS}
+    why = {UNCLEAR: MODEL_UNCLEAR, GOT: one_batch.NOT_SEEN, NONE_GOT: OWN_PARAMETERS}
     if unseen := why.get(facts.model) or why.get(facts.gradients):
         first = inconclusive("averaging", unseen)
     else:
@@ -154,7 +153,9 @@ class Judge:
 
     @cached_property
     def settings(self) -> Link:
-        return options(self.facts, self.alone.notes if self.alone else None, self.command)
+        own_total = self.complete_look.own_total if self.complete_look else 0
+        notes = self.alone.notes if self.alone else None
+        return options(self.facts, notes, self.command, own_total)
 
     # -------------------------------------------------------------------------------- what is asked
 
@@ -181,7 +182,8 @@ class Judge:
         links = [examples(facts, total), copies(facts), self.settings, *self.links()]
         others = self.buffers(links)
         verdict = conclude(links, length, " (and except for buffers)" * bool(others))
-        return Answer(verdict, links, others + random_numbers(facts) + worker_seeds(facts))
+        notes = batch_sizes(self.complete_look) + random_numbers(facts) + worker_seeds(facts)
+        return Answer(verdict, links, others + notes)
 
     def buffers(self, links: list[Link]) -> list[Line]:
         """A note on buffers that differ, unless a wrong averaging explains it."""
@@ -206,6 +208,14 @@ def why_other_steps(look: Look) -> Reason | None:
     taken = [notes.counts[step].get(key, 0) for notes in (many, alone)]
     sentence = f"step {step + 1} comes after {taken[0]} batches, in one process after {taken[1]}"
     return Reason(sentence, "in a copy, let each batch make a step: no GradScaler, no accumulation")
+
+
+def batch_sizes(look: Look | None) -> list[Line]:
+    """A note, if one process with the same flags takes another number of examples in a step."""
+    if not look or not look.alone.is_joined or look.own_total in (0, look.total):
+        return []
+    text = f"one process with the same flags takes {look.own_total} examples per step"
+    return [Line("batch size", f"{text}, the {len(look.facts.ranks)} processes {look.total}")]
 
 
 def random_numbers(facts: Facts) -> list[Line]:

@@ -142,8 +142,7 @@ def loader_of(iterator: Any, largest: int) -> Loader:
     """What is known of a loader when its first epoch begins."""
     batches, dataset = iterator._index_sampler, iterator._dataset
     sampler = getattr(batches, "sampler", None)
-    noted = Loader(getattr(batches, "batch_size", None) or 0)
-    noted.redraws = bool(getattr(sampler, "replacement", False))
+    noted = Loader(redraws=bool(getattr(sampler, "replacement", False)))
     if isinstance(sampler, torch_data.DistributedSampler):
         place = f"rank {sampler.rank} of {sampler.num_replicas}"
         noted.sampler = f"{place}, seed {sampler.seed}, epoch {sampler.epoch}"

@@ -83,7 +83,6 @@ class Pick(NamedTuple):
 class Loader:
     """A DataLoader, and what it reads, on one rank."""
 
-    batch_size: int = 0  # 0: not known
     sampler: str = ""  # a DistributedSampler's options, in words
     is_known: bool = False  # the sampler is torch's own, and takes each example once in an epoch
     redraws: bool = False  # the sampler may take an example again
@@ -215,7 +214,7 @@ class Alone(NamedTuple):
     unmatched: list[str]  # weights that the ranks don't have, or not in this shape
     is_joined: bool  # it was given the ranks' batches as one; else its own were the same
     is_mixed: bool  # both in one step
-    rows: dict[str, int]  # examples of its own batches in the first step, by key
+    rows: dict[str, int]  # examples that it would take itself in the first step, by key
     batches: dict  # what the program got, by key and number, and the random state after it
 
 

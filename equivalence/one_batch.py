@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 from equivalence import limits, vectors
 from equivalence.batches import counts_up, unequal_rows
 from equivalence.copies_or_parts import are_joined_rightly
-from equivalence.facts import GOT, PARTS, Facts
+from equivalence.facts import GOT, Facts
 from equivalence.notes import Alone, Notes
 from equivalence.vectors import Vector
 from equivalence.verdict import Figures, Link, Reason, inconclusive, some_of
@@ -64,8 +64,12 @@ class Look(NamedTuple):
     @property
     def total(self) -> int:
         """The number of examples in a step of one process."""
-        own = self.alone.rows.get(self.facts.keys[0], 0)
-        return self.facts.total if self.alone.is_joined or not own else own
+        return self.facts.total if self.alone.is_joined else self.own_total or self.facts.total
+
+    @property
+    def own_total(self) -> int:
+        """The number of examples that one process takes by itself; 0 if it is not known."""
+        return self.alone.rows.get(self.facts.keys[0], 0)
 
     @property
     def limit(self) -> float:
@@ -206,12 +210,12 @@ def one_batch(runs: Any, look: Look) -> tuple[Link, Look | None]:
     """
     facts, figures, is_direct = look.facts, look.figures, look.facts.gradients == GOT
     if look.is_right:
-        text = f"this mean equals the gradient of all {look.total} examples in one batch"
+        text = f"this mean equals the gradient of all {look.total} {facts.unit} in one batch"
         if is_direct:
             text = "the optimizers receive one process's gradients"
         text = f"ok: {text} {figures}"
         return Link(facts.stage_2, True, text, look.limit, figures=figures), look
-    text = f"this mean differs from the gradient of all {look.total} examples in one batch"
+    text = f"this mean differs from the gradient of all {look.total} {facts.unit} in one batch"
     if is_direct:
         text = "what the optimizers receive differs from one process's gradients"
     text += f" {figures}" + f", in {look.worst.name}" * bool(look.worst.name)
@@ -266,7 +270,7 @@ def unexplained(runs: Any, look: Look, text: str) -> Link:
         return wrong()
     is_own = shares_give_their_own(runs, look)
     if is_own:
-        state = f"{STATE}, and is no buffer: step 1 is right, and later ones are not"
+        state = f"{STATE}: step 1 is right, and later ones are not"
         return wrong(state if goes_on else TOGETHER, f"; {ALONE_RIGHT}")
     if look.is_given and is_own is not None:  # nothing was joined
         return wrong(OWN_DIFFERS)
@@ -359,6 +363,10 @@ def numbers_groups(runs: Any, look: Look) -> bool:
     return any(counts_up(event.value) for event in events if not event.examples)
 
 
+NOT_SEEN = Reason(
+    "the ranks' own gradients were not seen",
+    "in a copy, call loss.backward() for the optimizer's own parameters, and do not compile",
+)
 RUN_FAILED = "the program failed in a run of its own"
 
 
@@ -370,19 +378,15 @@ def first_of(reasons: list[Reason], runs: Any, look: Look) -> Reason | None:
 NOT_COMPARABLE = [
     Reason(
         "each step draws random numbers, and one process draws others",
-        "in a copy of the program, multiply the noise by 0, or draw it once before the loop",
+        "in a copy of the program, multiply the noise by 0",
         lambda runs, look: any(rank.steps[0].draws for rank in look.facts.ranks),
     ),
     UNMEASURED._replace(test=may_be_rounding),
-    Reason(
-        "the ranks' own gradients were not seen",
-        "in a copy, call loss.backward() for an optimizer's own parameters, uncompiled",
-        lambda runs, look: look.facts.gradients == GOT and look.facts.model != PARTS,
-    ),
 ]
 # Then the one batch that was made of the ranks' batches, or the one model of their parts, may be
 # wrong.
 NOT_JOINED_WELL = [
+    NOT_SEEN._replace(test=lambda runs, look: look.facts.gradients == GOT and not look.facts.parts),
     Reason(
         "one process takes other batches in a step than the ranks together",
         "let it take the global batch: --alone, with its flags for the batch size and accumulation",

@@ -1,11 +1,12 @@
 """Options of the optimizers (learning rates and others): equal on all ranks and in one process?"""
 
+import itertools
 from typing import Any, NamedTuple
 
 from equivalence import limits
 from equivalence.facts import Facts
 from equivalence.notes import Notes
-from equivalence.verdict import Link
+from equivalence.verdict import Link, Reason, inconclusive
 
 
 class Difference(NamedTuple):
@@ -17,8 +18,11 @@ class Difference(NamedTuple):
     other: Any
 
 
-def options(facts: Facts, alone: Notes | None, command: list[str]) -> Link:
-    """The optimizers' options; right, but with a text, if only a schedule differs a little."""
+def options(facts: Facts, alone: Notes | None, command: list[str], own_total: int = 0) -> Link:
+    """The optimizers' options; right, but with a text, if only a schedule differs a little.
+
+    own_total: the examples that one process takes in a step by itself; 0: not known.
+    """
     for k in facts.steps:
         first = facts.ranks[0].steps[k].options
         for rank in facts.ranks[1:]:
@@ -27,38 +31,40 @@ def options(facts: Facts, alone: Notes | None, command: list[str]) -> Link:
                 return Link(label(key), False, f"{text}, in step {k + 1}")
     for k in facts.steps if alone else []:
         for difference in unlike(of_all(facts, k), alone.steps[k].options):
-            return unlike_one_process(facts, alone, command, k, difference)
+            text, is_scheduled = unlike_one_process(facts, alone, k, difference)
+            if not is_scheduled or own_total in (0, facts.total):
+                return Link(label(difference.key), False, text)
+            return scheduled(difference, text, command, own_total, facts.total)
     return Link("options", True)
 
 
 def unlike_one_process(
-    facts: Facts, alone: Notes, command: list[str], step: int, difference: Difference
-) -> Link:
-    """The link of an option that has another value in one process."""
+    facts: Facts, alone: Notes, step: int, difference: Difference
+) -> tuple[str, bool]:
+    """The difference in words; and whether the option changes from step to step."""
     name, key, value, alone_value = difference
     what = "" if key == "lr" else f"{key} of {name} is "
     text = f"{what}{show(value)} with {len(facts.ranks)} processes, {show(alone_value)} with one"
-    are_numbers = isinstance(value, int | float) and isinstance(alone_value, int | float)
-    if are_numbers and key == "lr" and alone_value:
+    if key == "lr" and alone_value:
         text += f" ({value / alone_value:.4g} times)"
-    text += f", in step {step + 1}"
-    size, total = sizes(facts, alone)
-    if size == total or not is_scheduled(facts, alone, name, key):
-        return Link(label(key), False, text)
-    text += f"; one process takes {size} examples in a step, all ranks {total}"
-    if are_numbers and abs(value - alone_value) <= limits.SCHEDULE * abs(alone_value):
-        return Link(label(key), True, f"{text}: a schedule counts the steps of an epoch")
-    flag = batch_flag(command, size) or "--batch-size"
-    text += f', and a schedule may count steps: give --alone="{flag} {total}"'
-    return Link(label(key), None, text, why=text)
+    values = [(of_all(facts, k)[name][key], alone.steps[k].options[name][key]) for k in facts.steps]
+    return f"{text}, in step {step + 1}", len(set(values)) > 1
 
 
-def is_scheduled(facts: Facts, alone: Notes, name: str, key: str) -> bool:
-    """Whether the option changes from step to step."""
-    values = set()
-    for k in facts.steps:
-        values.add((of_all(facts, k)[name][key], alone.steps[k].options[name][key]))
-    return len(values) > 1
+def scheduled(
+    difference: Difference, text: str, command: list[str], own_total: int, total: int
+) -> Link:
+    """The link, if a schedule may count the steps of an epoch, which have other sizes."""
+    name, value, alone_value = label(difference.key), difference.value, difference.other
+    text += f"; one process takes {own_total} examples per step, all ranks {total}"
+    is_number = isinstance(alone_value, int | float)
+    if is_number and abs(value - alone_value) <= limits.SCHEDULE * abs(alone_value):
+        return Link(name, True, f"{text}: a schedule counts the steps of an epoch")
+    flags = [flag for flag, size in itertools.pairwise(command) if size == str(own_total)]
+    way_on = f"give --alone with the flag for its batch size, and {total}"
+    if flags:
+        way_on = f'give --alone="{flags[0]} {total}"'
+    return inconclusive(name, Reason("a schedule may count the steps of an epoch", way_on), text)
 
 
 def of_all(facts: Facts, step: int) -> dict[str, dict[str, Any]]:
@@ -67,14 +73,6 @@ def of_all(facts: Facts, step: int) -> dict[str, dict[str, Any]]:
     for rank in facts.ranks:
         table = rank.steps[step].options | table
     return table
-
-
-def batch_flag(command: list[str], size: int) -> str:
-    """The program's flag that was given the batch size; "" if none was."""
-    for flag, value in zip(command, command[1:], strict=False):
-        if value == str(size) and flag.startswith("-"):
-            return flag
-    return ""
 
 
 def label(key: str) -> str:
@@ -90,20 +88,6 @@ def unlike(table: dict, other_table: dict) -> list[Difference]:
             if theirs != value and not is_start:
                 differences.append(Difference(name, key, value, theirs))
     return differences
-
-
-def sizes(facts: Facts, alone: Notes) -> tuple[int, int]:
-    """The examples in a step of one process by itself, and of all ranks; 0, 0: not known."""
-    if not facts.keys or len(alone.counts) < 2:
-        return 0, 0
-    key = facts.keys[0]
-    if not all(key in notes.loaders for notes in (alone, *facts.distinct)):
-        return 0, 0
-    size = alone.loaders[key].batch_size
-    many = sum(rank.loaders[key].batch_size for rank in facts.distinct)
-    if not size or not many:
-        return 0, 0
-    return size * alone.per_step(key), many * facts.per_step(key)
 
 
 def show(value: Any) -> str:

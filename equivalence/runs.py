@@ -1,7 +1,6 @@
 """Runs: more of them, after run A, in one process or with all ranks."""
 
 import argparse
-import dataclasses
 import os
 import tempfile
 from pathlib import Path
@@ -16,7 +15,7 @@ from equivalence.copies_or_parts import facts_of
 from equivalence.facts import Facts
 from equivalence.notes import Alone, Notes
 from equivalence.observe import observers
-from equivalence.source import Given, Source
+from equivalence.source import Source
 from equivalence.verdict import Reason, refusal_in
 
 FAILED = ("failed", "stuck")  # endings
@@ -48,25 +47,25 @@ class Runs:
 
     def alone(self, facts: Facts, kind: str, left_out: tuple = (), **given: Any) -> Alone | None:
         """A run in one process; None if the program failed, or made too few steps."""
-        given = Given(facts, kind, left_out, per_step=self.per_step, **given)
-        result = self.run_alone(given)
+        given |= {"left_out": left_out}
+        result = self.run_alone(Source(facts, kind, self.per_step, **given))
         if result is not None and not self.per_step:
             self.per_step = other_per_step(facts.ranks[0], result.notes)
             if self.per_step:
-                result = self.run_alone(dataclasses.replace(given, per_step=self.per_step))
+                result = self.run_alone(Source(facts, kind, self.per_step, **given))
         if result is None or len(result.notes.counts) <= self.args.steps:
             return None
         return result
 
-    def run_alone(self, given: Given) -> Alone | None:
+    def run_alone(self, source: Source) -> Alone | None:
         if self.is_hopeless:
             return None
         command = [*self.args.command, *self.args.alone]
         out = tempfile.mkdtemp(prefix="alone-", dir=self.folder)
-        arguments = (given, f"{out}/out", str(self.folder))
+        arguments = (source, f"{out}/out", str(self.folder))
         job = Job("equivalence", command, self.args.patience, observers_alone, arguments)
         notes, error = self.run(be_alone, job, 1)
-        if given.kind != "in float64" and (error or not notes or notes[0].ending in FAILED):
+        if source.kind != "in float64" and (error or not notes or notes[0].ending in FAILED):
             refusal = refusal_in(error)
             self.is_hopeless = bool(refusal) or bool(notes) and notes[0].ending == "stuck"
             printed = "".join(map(end_of, sorted(Path(out).glob("out*"))))
@@ -101,11 +100,11 @@ def end_of(path: Path) -> str:
 
 
 def observers_alone(
-    place: Place, given: Given, log: str, folder: str, terminal: int
+    place: Place, source: Source, log: str, folder: str, terminal: int
 ) -> list[Observer]:
     """All observers of a run in one process."""
-    length = len(given.facts.steps)
-    return observers(place, length, log, folder, given.left_out, Source(given), terminal)
+    length = len(source.facts.steps)
+    return observers(place, length, log, folder, source.left_out, source, terminal)
 
 
 def be_alone(job: Job, folder: str) -> None:
