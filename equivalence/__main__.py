@@ -35,9 +35,9 @@ def parse_args() -> argparse.Namespace:
     add("--nproc", type=int, help="processes (default: one for each GPU; without a GPU, 2)")
     add("--steps", type=int, default=3, help="steps to compare (default: %(default)s)")
     one = parser.add_mutually_exclusive_group().add_argument
-    one("--only", choices=["averaging"], help="only this question; no run in one process")
+    one("--only", choices=["averaging"], help="make only this check, without a single-process run")
     one("--epoch", action="store_true", help="follow one epoch: each example once, on one rank?")
-    add("--alone", default="", help='flags for the run in one process: --alone="--nproc 1"')
+    add("--alone", default="", help='extra flags for the single-process run: --alone="--nproc 1"')
     add("--json", metavar="FILE", help="also write the answer into FILE, as one JSON object")
     add("--patience", type=float, default=120, help="seconds to wait for a step (%(default)s)")
     args = command.read(parser)
@@ -120,7 +120,7 @@ def answer(args: argparse.Namespace, notes: list, folder: Path) -> "Answer":
     from instruments.ranks import exit_at_sigterm
 
     from equivalence import epoch
-    from equivalence.judge import Judge, few_steps, only_averaging
+    from equivalence.judge import few_steps, judge, only_averaging
     from equivalence.runs import Runs
     from equivalence.verdict import Reason, unknown
 
@@ -137,7 +137,7 @@ def answer(args: argparse.Namespace, notes: list, folder: Path) -> "Answer":
     if args.only:
         return only_averaging(ranks, args.steps)
     runs = Runs(args, folder, len(ranks))
-    found = Judge(ranks, args.steps, runs, args.command).answer()
+    found = judge(ranks, args.steps, runs, args.command)
     return found._replace(error=runs.problem)
 
 

@@ -16,7 +16,6 @@ from equivalence.notes import Notes, Step
 from equivalence.one_batch import NOT_COMPARABLE, Look, scales
 from equivalence.vectors import Fit, Vector
 from equivalence.verdict import Figures, Link, Reason, inconclusive, made_of, percent, some_of
-from equivalence.weights import Changes
 
 Choose = Callable[[Step], Vector]  # before or after
 LABEL = "averaging"
@@ -34,26 +33,25 @@ UNEVEN = (
 DIVIDED = "the sum of the ranks' gradients is right for this loss, and the mean divides it by"
 
 
-def averaging(facts: Facts, right: Look | None, changes: Changes) -> Link:
-    """Stage 1.  right: the look in which stage 2 is right, if there is one.  changes: stage 3's."""
+def averaging(facts: Facts, right: Look | None, weights: Link) -> Link:
+    """Stage 1.  right: the look in which stage 2 is right, if there is one.  weights: stage 3."""
     link = of_the_mean(facts, right)
     if right:
         link = of_the_whole_step(right, link)
-    is_wrong = link.is_right is False and facts.is_free and not facts.unequal
-    if is_wrong and changes.is_right:  # with gradients of its own one process changes them so, too
-        text = link.text.replace("WRONG: ", "ok: ")
-        text += "; but the weights are averaged after the step, with the same result"
-        return Link(LABEL, True, text, max(changes.limit, changes.hidden))
+    is_wrong = link.is_right is False and not facts.unequal
+    if is_wrong and weights.is_right and not any(facts.is_forced(k) for k in facts.steps):
+        # With gradients of its own one process changes the weights so, too.
+        text = "ok: the weights are averaged after the step, with the same result"
+        return Link(LABEL, True, text, weights.limit)
     return link
 
 
-def in_weights(changes: Changes) -> Link:
+def in_weights(weights: Link) -> Link:
     """Stage 1 if the optimizers have parameters of their own: the weights alone can tell."""
-    if changes.why or changes.excuse and not changes.is_right:
+    if weights.is_right is None:
         return inconclusive(LABEL, OWN_PARAMETERS)
-    limit = max(changes.limit, changes.hidden) if changes.is_right else changes.worst.far
     text = f"ok: seen in the weights only, as {OWN_PARAMETERS.sentence}"
-    return Link(LABEL, True, text, limit)
+    return Link(LABEL, True, text, weights.limit)
 
 
 def of_the_mean(facts: Facts, right: Look | None, is_all: bool = False) -> Link:
@@ -64,7 +62,9 @@ def of_the_mean(facts: Facts, right: Look | None, is_all: bool = False) -> Link:
     count = len(facts.owns[0])
     factors = right.factors if right else [[1 / count] * count for _ in facts.steps]
     goals = [vectors.combine(facts.owns[k], factors[k]) for k in facts.steps]
-    gots = [got_by_each(facts, k) for k in facts.steps]
+    gots = []
+    for k in facts.steps:
+        gots.append([vectors.only(before(rank.steps[k]), facts.trained) for rank in facts.ranks])
     limit = limit_of(facts)
     bad, worst, far = furthest_from_goals(facts, gots, goals, limit)
     figures = Figures(far, limit)
@@ -104,11 +104,6 @@ def before(step: Step) -> Vector:
 def after(step: Step) -> Vector:
     """The gradients of a step, as the optimizer received them."""
     return step.got
-
-
-def got_by_each(facts: Facts, step: int) -> list[Vector]:
-    """The gradients that each rank's optimizer received in this step, before clipping."""
-    return [vectors.only(before(rank.steps[step]), facts.trained) for rank in facts.ranks]
 
 
 def limit_of(facts: Facts) -> float:

@@ -124,10 +124,8 @@ class Facts:
     @cached_property
     def first_unequal(self) -> int:
         """The first step, from 0, before which parameters differ; all steps + 1 if none do."""
-        for k in range(len(self.steps) + 1):
-            if self.unequal_before(k):
-                return k
-        return len(self.steps) + 1
+        last = len(self.steps) + 1
+        return next((k for k in range(last) if self.unequal_before(k)), last)
 
     @property
     def unequal(self) -> list[str]:
@@ -193,11 +191,6 @@ class Facts:
         return steps
 
     @property
-    def is_free(self) -> bool:
-        """Whether one process's optimizer uses its own gradients in all steps."""
-        return not any(self.is_forced(k) for k in self.steps)
-
-    @property
     def kinds(self) -> set[str]:
         """The kinds of layers that train: "BatchNorm", "dropout"."""
         return set().union(*(rank.kinds for rank in self.ranks))
@@ -215,7 +208,9 @@ class Facts:
         """A tensor of the ranks' "weights" or "got", put together if they have parts of it."""
         for ranks in self.peers, self.ranks:
             parts = [getattr(rank.steps[step], what).get(name) for rank in ranks]
-            for some in parts, without_repeated(parts):
+            # Ranks that share a batch and a part of the model have equal ones.
+            different = {digest(part): part for part in parts if part is not None}
+            for some in parts, list(different.values()):
                 if (tensor := put_together(some, shape)) is not None:
                     return tensor
         return None
@@ -227,11 +222,6 @@ def is_same(work: tuple, other: tuple) -> bool:
     if inputs != other_inputs or draws or not own or not other_own:
         return inputs == other_inputs
     return vectors.distance(own, other_own) < limits.EQUAL
-
-
-def without_repeated(tensors: list) -> list:
-    """Different tensors: ranks that share a batch and a part of the model have equal ones."""
-    return list({digest(tensor): tensor for tensor in tensors if tensor is not None}.values())
 
 
 def batches_of(rank: Notes) -> tuple:

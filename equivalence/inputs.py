@@ -98,9 +98,10 @@ class Data(Observer):
         if not self.steps.has_loader and is_data:  # and not what another model has computed
             self.note_draws()
             name = f"inputs of {type(unwrap_model(module)).__name__}"
-            own = (args, dict(kwargs))
-            given = self.note_event(name, mapped(self.data_of, [own]))
-            replaced, new_kwargs = mapped(self.or_state, [own, given])
+            own, is_state = (args, dict(kwargs)), self.is_state  # a state is not noted, or replaced
+            data = mapped(lambda some, key: torch.zeros(()) if is_state(*some) else some[0], [own])
+            pair = [own, self.note_event(name, data)]
+            replaced, new_kwargs = mapped(lambda some, key: some[not is_state(some[0])], pair)
             kwargs.update(new_kwargs)
         self.steps.step.inputs += digest((replaced or args, dict(kwargs)))
         return replaced
@@ -110,12 +111,6 @@ class Data(Observer):
         known = [tensor for some in self.outputs.values() for tensor in some]
         is_full = isinstance(leaf, torch.Tensor) and leaf.numel() > 0
         return is_full and any(tensor.data_ptr() == leaf.data_ptr() for tensor in known)
-
-    def data_of(self, leaves: list, key: Any) -> Any:
-        return torch.zeros(()) if self.is_state(leaves[0]) else leaves[0]
-
-    def or_state(self, leaves: list, key: Any) -> Any:
-        return leaves[0] if self.is_state(leaves[0]) else leaves[1]
 
     def forward_ends(self, module: nn.Module, args: tuple, output: Any) -> None:
         if not self.steps.has_loader and torch.is_grad_enabled():

@@ -1,6 +1,6 @@
 """The questions, one after the other: what can be seen of a program says which links are asked."""
 
-from functools import cached_property
+from typing import Any
 
 from instruments.command import Line
 
@@ -43,6 +43,7 @@ MODEL_UNCLEAR = Reason(
 OTHER_GRADIENTS = Reason(
     "one process's optimizer receives other gradients than the ranks'", "settle the others first"
 )
+WRONG_GRADIENTS = Reason("not compared, as the gradients are wrong", "")
 NO_COUNTERPART = "in a copy, call the same module in both, and use fully_shard in place of FSDP1"
 NOT_ASKED = "whether one process computes the same (one batch, weights, what clipping makes)"
 
@@ -82,116 +83,85 @@ def only_averaging(ranks: list[Notes], length: int) -> Answer:
     return Answer(verdict, links, [Line("not checked", NOT_ASKED)])
 
 
-class Judge:
-    """Answers all links from the ranks' notes and from runs in one process, each made once."""
+def judge(ranks: list[Notes], length: int, runs: Any, command: list[str]) -> Answer:
+    """All links, the verdict from them, and notes on buffers and random numbers."""
+    facts, own_data = facts_of(ranks, length), None
+    if bad := first_infinite(ranks, length):
+        links = [examples(facts), copies(facts), inconclusive("gradients", bad)]
+        return Answer(conclude(links, length), links, [])
+    if facts.model == UNCLEAR:
+        own_data = runs.alone(facts, "own data")
+        facts = copies_or_parts(facts, own_data)
+    look = one_batch.look_at(runs, facts) if facts.keys else None
+    reason = why_no_run(runs, look.alone) if look else NO_BATCHES
+    alone = look.alone if not reason else own_data or runs.alone(facts, "own data")
+    total, own_total = (0, 0) if reason else (look.total, look.own_total)
+    settings = options(facts, alone.notes if alone else None, command, own_total)
+    stages = stages_of(runs, facts, look, alone, settings)
+    links = [examples(facts, total), copies(facts), settings, *stages]
+    notes = random_numbers(facts) + worker_seeds(facts)
+    others: list[Line] = []
+    if not reason:
+        notes = batch_sizes(look) + notes
+        batch = next(link for link in stages if link.label == facts.stage_2)
+        if stages[0] is batch or stages[0].is_right is not False:  # else averaging explains it
+            others = weights.buffers(facts, alone, batch.limit, bool(batch.is_right))
+    verdict = conclude(links, length, " (and except for buffers)" * bool(others))
+    return Answer(verdict, links, others + notes)
 
-    def __init__(self, ranks: list[Notes], length: int, runs: object, command: list[str]) -> None:
-        self.runs, self.command = runs, command
-        facts = facts_of(ranks, length)
-        self.own_data: Alone | None = None  # a run with the program's own batches
-        if facts.model == UNCLEAR:
-            self.own_data = runs.alone(facts, "own data")
-            facts = copies_or_parts(facts, self.own_data)
-        self.facts: Facts = facts
 
-    # --------------------------------------------------------------------------- what was measured
+def stages_of(
+    runs: Any, facts: Facts, look: Look | None, alone: Alone | None, settings: Link
+) -> list[Link]:
+    """The three stages; the first one tells if the optimizers' gradients are right."""
+    if facts.model == UNCLEAR:
+        names = "averaging", facts.stage_2, "weights"
+        return [inconclusive(name, PARTS_UNCLEAR) for name in names]
+    batch, right = batch_and_look(runs, facts, look)
+    if reason := why_no_run(runs, alone):
+        last = inconclusive(weights.LABEL, reason)
+    elif all(facts.is_forced(k) for k in facts.steps):
+        last = weights.weights(facts, alone, None, settings)
+    elif right is None:
+        last = inconclusive(weights.LABEL, OTHER_GRADIENTS)
+    else:
+        right = one_batch.with_rounding(runs, right)
+        last = weights.weights(right.facts, right.alone, right.exact, settings)
+    links = [batch]
+    if facts.gradients == OWN:
+        links = [averaging(facts, right, last), batch]
+    if facts.gradients == NONE_GOT:
+        links = [in_weights(last), batch]
+    if links[0].is_right is False and last.is_right is False:  # with wrong gradients they differ
+        last = inconclusive(weights.LABEL, WRONG_GRADIENTS)
+    return [*links, last]
 
-    @cached_property
-    def look(self) -> Look | None:
-        """The look at a run with all examples in one batch; None if no batches were seen."""
-        return one_batch.look_at(self.runs, self.facts) if self.facts.keys else None
 
-    @cached_property
-    def complete_look(self) -> Look | None:
-        """The look, if its run in one process can be compared."""
-        return self.look if self.look and not self.why_no_run(self.look.alone) else None
+def why_no_run(runs: Any, alone: Alone | None) -> Reason | None:
+    """Why a run in one process can't be compared; None if it can."""
+    if alone is None:
+        return runs.failure
+    if not alone.unmatched:
+        return None
+    names = some_of(alone.unmatched)
+    sentence = f"the ranks have no weights with the names and shapes of one process's {names}"
+    return Reason(sentence, NO_COUNTERPART)
 
-    @cached_property
-    def alone(self) -> Alone | None:
-        """A run in one process, with all examples in one batch if that was possible."""
-        if self.complete_look:
-            return self.complete_look.alone
-        return self.own_data or self.runs.alone(self.facts, "own data")
 
-    def why_no_run(self, alone: Alone | None) -> Reason | None:
-        """Why the run can't be compared; None if it can."""
-        if alone is None:
-            return self.runs.failure
-        if not alone.unmatched:
-            return None
-        names = some_of(alone.unmatched)
-        sentence = f"the ranks have no weights with the names and shapes of one process's {names}"
-        return Reason(sentence, NO_COUNTERPART)
-
-    @cached_property
-    def batch_and_look(self) -> tuple[Link, Look | None]:
-        """Stage 2, and the look in which it is right: perhaps one without BatchNorm or dropout."""
-        facts, look, reason = self.facts, self.look, None if self.facts.keys else NO_BATCHES
-        if not reason and not (self.complete_look and look.is_given):
-            reason = one_batch.why_not_joined(facts)
-        reason = reason or self.why_no_run(look.alone)
-        if not reason and not self.runs.per_step:
-            reason = why_other_steps(look)
-        if not reason and not look.steps:
-            reason = MODEL_UNCLEAR
-        if reason:
-            return inconclusive(facts.stage_2, reason), None
-        return one_batch.one_batch(self.runs, look)
-
-    @cached_property
-    def changes(self) -> weights.Changes:
-        """Changes of weights: the ranks' beside those of one process."""
-        _, right = self.batch_and_look
-        if reason := self.why_no_run(self.alone):
-            return weights.Changes(reason)
-        if all(self.facts.is_forced(k) for k in self.facts.steps):
-            return weights.all_changes(self.facts, self.alone, None)
-        if right is None:
-            return weights.Changes(OTHER_GRADIENTS)
-        right = one_batch.with_rounding(self.runs, right)
-        return weights.all_changes(right.facts, right.alone, right.exact)
-
-    @cached_property
-    def settings(self) -> Link:
-        own_total = self.complete_look.own_total if self.complete_look else 0
-        notes = self.alone.notes if self.alone else None
-        return options(self.facts, notes, self.command, own_total)
-
-    # -------------------------------------------------------------------------------- what is asked
-
-    def links(self) -> list[Link]:
-        """The links of the chain; the first one tells if the optimizers' gradients are right."""
-        if self.facts.model == UNCLEAR:
-            names = "averaging", self.facts.stage_2, "weights"
-            return [inconclusive(name, PARTS_UNCLEAR) for name in names]
-        batch, right = self.batch_and_look
-        links = [batch]
-        if self.facts.gradients == OWN:
-            links = [averaging(self.facts, right, self.changes), batch]
-        if self.facts.gradients == NONE_GOT:
-            links = [in_weights(self.changes), batch]
-        return [*links, weights.weights(self.changes, links[0], self.settings)]
-
-    def answer(self) -> Answer:
-        """All links, the verdict from them, and notes on buffers and random numbers."""
-        facts, length = self.facts, len(self.facts.steps)
-        if bad := first_infinite(facts.ranks, length):
-            links = [examples(facts), copies(facts), inconclusive("gradients", bad)]
-            return Answer(conclude(links, length), links, [])
-        total = self.complete_look.total if self.complete_look else 0
-        links = [examples(facts, total), copies(facts), self.settings, *self.links()]
-        others = self.buffers(links)
-        verdict = conclude(links, length, " (and except for buffers)" * bool(others))
-        notes = batch_sizes(self.complete_look) + random_numbers(facts) + worker_seeds(facts)
-        return Answer(verdict, links, others + notes)
-
-    def buffers(self, links: list[Link]) -> list[Line]:
-        """A note on buffers that differ, unless a wrong averaging explains it."""
-        is_wrong = any(link.is_right is False and link.label == "averaging" for link in links)
-        if is_wrong or not self.complete_look:
-            return []
-        link, _ = self.batch_and_look
-        return weights.buffers(self.facts, self.complete_look.alone, link.limit, link.is_right)
+def batch_and_look(runs: Any, facts: Facts, look: Look | None) -> tuple[Link, Look | None]:
+    """Stage 2, and the look in which it is right: perhaps one without BatchNorm or dropout."""
+    if look is None:
+        return inconclusive(facts.stage_2, NO_BATCHES), None
+    reason = why_no_run(runs, look.alone)
+    if reason or not look.is_given:
+        reason = one_batch.why_not_joined(facts) or reason
+    if not reason and not runs.per_step:
+        reason = why_other_steps(look)
+    if not reason and not look.steps:
+        reason = MODEL_UNCLEAR
+    if reason:
+        return inconclusive(facts.stage_2, reason), None
+    return one_batch.one_batch(runs, look)
 
 
 def why_other_steps(look: Look) -> Reason | None:
@@ -210,9 +180,9 @@ def why_other_steps(look: Look) -> Reason | None:
     return Reason(sentence, "in a copy, let each batch make a step: no GradScaler, no accumulation")
 
 
-def batch_sizes(look: Look | None) -> list[Line]:
+def batch_sizes(look: Look) -> list[Line]:
     """A note, if one process with the same flags takes another number of examples in a step."""
-    if not look or not look.alone.is_joined or look.own_total in (0, look.total):
+    if not look.alone.is_joined or look.own_total in (0, look.total):
         return []
     text = f"one process with the same flags takes {look.own_total} examples per step"
     return [Line("batch size", f"{text}, the {len(look.facts.ranks)} processes {look.total}")]

@@ -13,7 +13,7 @@ from instruments.ranks import be_started_rank, import_launcher
 
 from equivalence.copies_or_parts import facts_of
 from equivalence.facts import Facts
-from equivalence.notes import Alone, Notes
+from equivalence.notes import Alone
 from equivalence.observe import observers
 from equivalence.source import Source
 from equivalence.verdict import Reason, refusal_in
@@ -50,8 +50,10 @@ class Runs:
         given |= {"left_out": left_out}
         result = self.run_alone(Source(facts, kind, self.per_step, **given))
         if result is not None and not self.per_step:
-            self.per_step = other_per_step(facts.ranks[0], result.notes)
-            if self.per_step:
+            many, alone = facts.ranks[0], result.notes
+            per_step = {key: alone.per_step(key) for key in many.events}
+            if any(per_step[key] not in (0, many.per_step(key)) for key in per_step):
+                self.per_step = per_step
                 result = self.run_alone(Source(facts, kind, self.per_step, **given))
         if result is None or len(result.notes.counts) <= self.args.steps:
             return None
@@ -68,8 +70,9 @@ class Runs:
         if source.kind != "in float64" and (error or not notes or notes[0].ending in FAILED):
             refusal = refusal_in(error)
             self.is_hopeless = bool(refusal) or bool(notes) and notes[0].ending == "stuck"
-            printed = "".join(map(end_of, sorted(Path(out).glob("out*"))))
-            self.problem = f"{printed}{error}\n"
+            files = sorted(Path(out).glob("out*"))
+            printed = [file.read_text(encoding="utf-8", errors="replace") for file in files]
+            self.problem = "\n".join(text[-3000:] for text in (*printed, error))
             last = error.strip().rpartition("\n")[2]
             failure = Reason(f"the tool's own run failed: {last}", RUN_IT)
             self.failure = Reason(refusal, "") if refusal else failure
@@ -87,16 +90,6 @@ class Runs:
                     raise  # after Ctrl-C or SIGTERM
                 error = str(end.code)
             return collect(Folder(place), count), error
-
-
-def other_per_step(many: Notes, alone: Notes) -> dict[str, int]:
-    """The batches in a step of one process, if all ranks take another number; else {}."""
-    per_step = {key: alone.per_step(key) for key in many.events}
-    return per_step if any(per_step[key] not in (0, many.per_step(key)) for key in per_step) else {}
-
-
-def end_of(path: Path) -> str:
-    return path.read_text(encoding="utf-8", errors="replace")[-3000:]
 
 
 def observers_alone(

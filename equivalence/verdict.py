@@ -49,10 +49,6 @@ class Link(NamedTuple):
     figures: Figures | None = None
     way_on: str = ""  # what settles it, if it is inconclusive
 
-    @property
-    def line(self) -> list[Line]:
-        return [Line(self.label, self.text)] if self.text else []
-
 
 def inconclusive(label: str, reason: Reason, text: str = "", figures: Any = None) -> Link:
     """A link without an answer.  text: what was measured all the same."""
@@ -79,8 +75,7 @@ class Answer(NamedTuple):
     def lines(self) -> list[Line]:
         lines = [Line("verdict", self.verdict.text)]
         lines += [Line("to settle it", way_on) for way_on in self.verdict.ways_on]
-        for link in self.links:
-            lines += link.line
+        lines += [Line(link.label, link.text) for link in self.links if link.text]
         return lines + self.notes
 
     def as_json(self) -> dict[str, Any]:

@@ -21,7 +21,6 @@ COARSE = Reason(
     "the optimizer computes in bfloat16 or float16",
     "compare a copy with torch.optim.SGD: then only this optimizer's own step is not compared",
 )
-WRONG_GRADIENTS = Reason("not compared, as the gradients are wrong", "")
 SCHEDULE = Reason("not compared, as a schedule may differ", "")
 
 
@@ -35,66 +34,37 @@ class Change(NamedTuple):
     step: int = 0
 
 
-class Changes(NamedTuple):
-    """Changes of all weights in all steps, in one sentence; or why they were not measured."""
-
-    why: Reason | None = None
-    text: str = ""
-    worst: Change = Change()
-    limit: float = 0.0
-    hidden: float = 0.0
-    excuse: Reason | None = None  # why a difference may be right
-
-    @property
-    def is_right(self) -> bool | None:
-        return None if self.why else self.worst.far <= self.limit
-
-
-def all_changes(facts: Facts, alone: Alone, exact: Alone | None) -> Changes:
-    """Changes of the ranks' weights beside one process's.  exact: the same run in float64."""
+def weights(facts: Facts, alone: Alone, exact: Alone | None, settings: Link) -> Link:
+    """Stage 3.  exact: the same run in float64.  settings: equal learning rates?"""
     is_forced = all(facts.is_forced(k) for k in facts.steps)
     limit = limits.UPDATED
     if not is_forced:  # one process had gradients of its own, with other rounding errors
         if exact is None and not facts.is_coarse:
-            return Changes(UNMEASURED)
+            return inconclusive(LABEL, UNMEASURED)
         rounding = between(facts, exact, alone) if exact else facts.rounding_limit
         limit = max(limit, min(facts.rounding_limit, limits.YARDSTICKS * rounding))
     changes = each_change(facts, alone)
     changed = {change.step for change in changes if change.size}
     if not changed:
-        return Changes(UNCHANGED)
+        return inconclusive(LABEL, UNCHANGED)
     worst = max(changes, key=lambda change: change.far)
-    text = "with the same gradients, " * is_forced + "the weights {} as in one process"
-    text += f" {Figures(worst.far, limit)}"
-    skipped = [str(k + 1) for k in facts.steps if k not in changed]
-    if skipped:
-        text += f"; not in step {', '.join(skipped)}, where nothing changes"
-    hidden = max(change.hidden for change in changes)
-    excuse = COARSE if alone.notes.has_coarse_optimizer else None
-    return Changes(None, text, worst, limit, hidden, excuse)
-
-
-def weights(changes: Changes, gradients: Link, settings: Link) -> Link:
-    """Stage 3.  gradients: of the optimizers, right or wrong?  settings: equal learning rates?"""
-    if changes.why:
-        return inconclusive(LABEL, changes.why)
-    far, name = changes.worst.far, changes.worst.name
-    figures = Figures(far, changes.limit)
-    if changes.is_right:
-        limit = max(changes.limit, changes.hidden)
-        text = f"ok: {changes.text.format('change')}"
+    figures = Figures(worst.far, limit)
+    skipped = ", ".join(str(k + 1) for k in facts.steps if k not in changed)
+    where = f" {figures}" + f"; not in step {skipped}, where nothing changes" * bool(skipped)
+    start = "with the same gradients, " * is_forced + "the weights"
+    if worst.far <= limit:
+        text = f"ok: {start} change as in one process{where}"
+        limit = max(limit, *(change.hidden for change in changes))
         return Link(LABEL, True, text, limit, figures=figures)
-    text = f"{changes.text.format('do not change')}; worst: {name}"
-    if changes.excuse:
-        return inconclusive(LABEL, changes.excuse, text, figures)
-    if gradients.is_right is False:
-        return inconclusive(LABEL, WRONG_GRADIENTS)
+    text = f"{start} do not change as in one process{where}; worst: {worst.name}"
+    if alone.notes.has_coarse_optimizer:
+        return inconclusive(LABEL, COARSE, text, figures)
     if settings.is_right is None:
         return inconclusive(LABEL, SCHEDULE)
-    if settings.is_right and settings.text and far <= 2 * limits.SCHEDULE:
+    if settings.is_right and settings.text and worst.far <= 2 * limits.SCHEDULE:
         text = "ok: the weights change as in one process, except for the schedule's learning rates"
-        return Link(LABEL, True, f"{text} {figures}", far, figures=figures)
-    return Link(LABEL, False, f"WRONG: {text}", far, figures=figures)
+        return Link(LABEL, True, f"{text} {figures}", worst.far, figures=figures)
+    return Link(LABEL, False, f"WRONG: {text}", worst.far, figures=figures)
 
 
 def each_change(facts: Facts, alone: Alone) -> list[Change]:

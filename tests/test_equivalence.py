@@ -606,7 +606,7 @@ for p in net.parameters(): p.register_hook(total)""",
     ),
     "averaged_weights": case(  # after a step that is linear in the gradients
         SAME_UP_TO.format(r"\de-05"),  # measured, and not only below the hard limit
-        {"averaging": "ok: " + OWN + "; but the weights are averaged after the step, with the same result"},
+        {"averaging": "ok: the weights are averaged after the step, with the same result"},
         model="net",
         stepped="for p in net.parameters(): dist.all_reduce(p.data); p.data /= n",
     ),
