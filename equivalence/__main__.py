@@ -24,8 +24,9 @@ if TYPE_CHECKING:
     from equivalence.verdict import Answer
 
 FAILED = "the program failed with several processes"
-LEFT_OUT = "not looked at: the rest of an epoch (--epoch follows it), evaluation, resume"
-NO_GRADIENTS = "gradients and weights were not looked at"
+LEFT_OUT = "the rest of the epoch (use --epoch), evaluation, resuming"
+NO_GRADIENTS = "gradients and weights"
+ONE_PROCESS = "there is only one process", "give --nproc 2"
 
 
 def parse_args() -> argparse.Namespace:
@@ -34,9 +35,9 @@ def parse_args() -> argparse.Namespace:
     add("--nproc", type=int, help="processes (default: one for each GPU; without a GPU, 2)")
     add("--steps", type=int, default=3, help="steps to compare (default: %(default)s)")
     one = parser.add_mutually_exclusive_group().add_argument
-    one("--only", choices=["averaging"], help="only this question; no run in one process")
+    one("--only", choices=["averaging"], help="make only this check, without a single-process run")
     one("--epoch", action="store_true", help="follow one epoch: each example once, on one rank?")
-    add("--alone", default="", help='flags for the run in one process: --alone="--nproc 1"')
+    add("--alone", default="", help='extra flags for the single-process run: --alone="--nproc 1"')
     add("--json", metavar="FILE", help="also write the answer into FILE, as one JSON object")
     add("--patience", type=float, default=120, help="seconds to wait for a step (%(default)s)")
     args = command.read(parser)
@@ -75,7 +76,7 @@ def compare(args: argparse.Namespace) -> int:
     from instruments.rank import Job
 
     from equivalence import epoch
-    from equivalence.record import observers
+    from equivalence.observe import observers
     from equivalence.verdict import refusal_in
 
     started = time.perf_counter()
@@ -116,37 +117,28 @@ def compare(args: argparse.Namespace) -> int:
 
 def answer(args: argparse.Namespace, notes: list, folder: Path) -> "Answer":
     """The answer from the notes of all ranks that came."""
-    from instruments.ranks import NO_STEP, exit_at_sigterm
+    from instruments.ranks import exit_at_sigterm
 
     from equivalence import epoch
-    from equivalence.judge import Judge, only_averaging
+    from equivalence.judge import few_steps, judge, only_averaging
     from equivalence.runs import Runs
-    from equivalence.verdict import unknown
-    from equivalence.view import first_infinite
+    from equivalence.verdict import Reason, unknown
 
     exit_at_sigterm()
     ranks = [note.value for note in notes]
     if args.epoch:
         return epoch.answer(ranks)
-    steps = [len(rank.counts) for rank in ranks]
-    if max(steps) == 0:
-        return unknown(NO_STEP)
     is_stuck = any(note.ending == "stuck" for note in notes)
-    if len(ranks) < ranks[0].world_size or is_stuck or min(steps) <= args.steps:
-        each = ", ".join(f"rank {rank.rank}: {len(rank.counts)}" for rank in ranks)
-        few = f"not all ranks made {args.steps + 1} steps of an optimizer ({each})"
-        if bad := first_infinite(ranks, min(steps)):
-            return unknown(f"gradients: {bad}; {few}")
-        return unknown(f"{few}: let the program train longer, or give fewer --steps")
+    is_short = min(len(rank.counts) for rank in ranks) <= args.steps
+    if len(ranks) < ranks[0].world_size or is_stuck or is_short:
+        return few_steps(ranks, args.steps)
     if len(ranks) < 2:
-        return unknown("there is only one process: give --nproc 2")
+        return unknown(Reason(*ONE_PROCESS))
     if args.only:
         return only_averaging(ranks, args.steps)
     runs = Runs(args, folder, len(ranks))
-    found = Judge(ranks, args.steps, runs, args.command).answer()
-    if found.verdict.code == 2:
-        sys.stderr.write(runs.problem)
-    return found
+    found = judge(ranks, args.steps, runs, args.command)
+    return found._replace(error=runs.problem)
 
 
 def say(args: argparse.Namespace, found: "Answer", processes: int, started: float) -> int:
@@ -155,11 +147,12 @@ def say(args: argparse.Namespace, found: "Answer", processes: int, started: floa
 
     seconds, lines = time.perf_counter() - started, found.lines()
     if found.links:
-        and_one = "" if args.only or args.epoch else " and one"
+        and_one = "" if args.only or args.epoch else " and on 1"
         length = "one epoch" if args.epoch else f"{args.steps} steps"
-        text = f"{shlex.join(args.command)}: {processes} processes{and_one}, {length}"
-        lines.insert(1, Line("program", f"{text} ({seconds:.0f} s)"))
-        lines.append(Line("note", NO_GRADIENTS if args.epoch else LEFT_OUT))
+        text = f"{shlex.join(args.command)} on {processes} processes{and_one}, {length}"
+        place = 1 + len(found.verdict.ways_on)
+        lines.insert(place, Line("program", f"{text} ({seconds:.0f} s)"))
+        lines.append(Line("not checked", NO_GRADIENTS if args.epoch else LEFT_OUT))
     command.show("")
     command.say(lines, indent=14)
     more = {"processes": processes, "steps": None if args.epoch else args.steps}

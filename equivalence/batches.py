@@ -124,6 +124,12 @@ def join(batches: list, only: int | None = None, order: torch.Generator | None =
             every = list(itertools.chain(*leaves))
             return type(leaves[0])([every[row] for row in rows] if has_rows else every)
         if not has_rows:
+            places = range(
+                leaves[0].dim() if is_tensor else 0
+            )  # of a state: (layers, examples, ...)
+            for place in places:
+                if [leaf.shape[place] for leaf in leaves] == counts:
+                    return torch.cat(leaves, place).index_select(place, rows)
             return leaves[only or 0]
         shapes = [tensor.shape[1:] for tensor in leaves]
         longest = [max(sizes) for sizes in zip(*shapes, strict=True)]

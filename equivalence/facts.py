@@ -9,7 +9,7 @@ import torch
 from equivalence import limits, vectors
 from equivalence.batches import count_examples
 from equivalence.notes import Event, Notes
-from equivalence.tensors import digest, tensors_in
+from equivalence.tensors import digest
 from equivalence.vectors import Vector, put_together, unequal_names
 
 # What the ranks have:
@@ -70,6 +70,15 @@ class Facts:
             last = first.counts[step].get(key, 0)  # a GradScaler skipped steps before this one
         return rank.events.get(key, [])[max(0, last - per_step) : last]
 
+    @cached_property
+    def unit(self) -> str:
+        """What is counted: "examples", or a tensor's "rows", if these may be steps in time."""
+        counts = set()
+        for key in self.keys:
+            counts |= {count_examples(event.value) for event in self.events(self.ranks[0], key, 0)}
+        is_sure = self.keys[0].startswith("loader") or len(counts) == 1
+        return "examples" if is_sure else "rows"
+
     def examples(self, rank: Notes, step: int) -> int:
         """The number of a rank's examples in a step, of the first key: rows, if that is all."""
         count = 0
@@ -83,19 +92,6 @@ class Facts:
         if not self.keys:
             return 1
         return max(sum(self.examples(rank, k) for rank in self.distinct) for k in self.steps)
-
-    def share_in_turn(self, step: int, turn: int) -> int:
-        """The place in `distinct` of the rank whose share is computed alone, in order of batch size
-        (padding changes the smallest one most); if all are equal, another rank in each step."""
-        sizes = []
-        step = min(step, len(self.steps) - 1)
-        for place, rank in enumerate(self.distinct):
-            values = []
-            for key in self.keys:
-                values += [event.value for event in self.events(rank, key, step)]
-            size = sum(tensor.numel() for tensor in tensors_in(values))
-            sizes.append((size, (place - step) % len(self.distinct)))
-        return sizes.index(sorted(sizes)[turn])
 
     @cached_property
     def is_same_work(self) -> bool:
@@ -128,10 +124,8 @@ class Facts:
     @cached_property
     def first_unequal(self) -> int:
         """The first step, from 0, before which parameters differ; all steps + 1 if none do."""
-        for k in range(len(self.steps) + 1):
-            if self.unequal_before(k):
-                return k
-        return len(self.steps) + 1
+        last = len(self.steps) + 1
+        return next((k for k in range(last) if self.unequal_before(k)), last)
 
     @property
     def unequal(self) -> list[str]:
@@ -174,6 +168,11 @@ class Facts:
             return GOT
         return OWN if any(rank.steps[0].got for rank in self.ranks) else NONE_GOT
 
+    @property
+    def stage_2(self) -> str:
+        """The name of stage 2; another one if the ranks' own gradients were not seen."""
+        return "gradients" if self.gradients == GOT else "one batch"
+
     def is_forced(self, step: int) -> bool:
         """Whether one process's optimizer can be given the gradients that the ranks' got."""
         is_repeated = any(step.is_repeated for step in self.ranks[0].steps)
@@ -192,11 +191,6 @@ class Facts:
         return steps
 
     @property
-    def is_free(self) -> bool:
-        """Whether one process's optimizer uses its own gradients in all steps."""
-        return not any(self.is_forced(k) for k in self.steps)
-
-    @property
     def kinds(self) -> set[str]:
         """The kinds of layers that train: "BatchNorm", "dropout"."""
         return set().union(*(rank.kinds for rank in self.ranks))
@@ -210,16 +204,13 @@ class Facts:
         """The largest difference that can be rounding."""
         return limits.MOST_COARSE if self.is_coarse else limits.MOST
 
-    @property
-    def number_format(self) -> torch.dtype:
-        """The number format in which the model computes: its last digit rounds."""
-        return torch.bfloat16 if self.is_coarse else torch.float32
-
     def whole(self, what: str, name: str, step: int, shape: torch.Size) -> torch.Tensor | None:
         """A tensor of the ranks' "weights" or "got", put together if they have parts of it."""
         for ranks in self.peers, self.ranks:
             parts = [getattr(rank.steps[step], what).get(name) for rank in ranks]
-            for some in parts, without_repeated(parts):
+            # Ranks that share a batch and a part of the model have equal ones.
+            different = {digest(part): part for part in parts if part is not None}
+            for some in parts, list(different.values()):
                 if (tensor := put_together(some, shape)) is not None:
                     return tensor
         return None
@@ -231,11 +222,6 @@ def is_same(work: tuple, other: tuple) -> bool:
     if inputs != other_inputs or draws or not own or not other_own:
         return inputs == other_inputs
     return vectors.distance(own, other_own) < limits.EQUAL
-
-
-def without_repeated(tensors: list) -> list:
-    """Different tensors: ranks that share a batch and a part of the model have equal ones."""
-    return list({digest(tensor): tensor for tensor in tensors if tensor is not None}.values())
 
 
 def batches_of(rank: Notes) -> tuple:

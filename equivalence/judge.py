@@ -1,166 +1,191 @@
 """The questions, one after the other: what can be seen of a program says which links are asked."""
 
-from functools import cached_property
+from typing import Any
 
 from instruments.command import Line
 
-from equivalence import causes, weights
-from equivalence.averaging import OWN_PARAMETERS, averaging, in_weights
+from equivalence import one_batch, weights
+from equivalence.averaging import OWN_PARAMETERS, averaging, in_weights, of_the_mean
+from equivalence.copies_or_parts import copies_or_parts, facts_of, first_infinite
 from equivalence.examples import NO_BATCHES, copies, examples
 from equivalence.facts import GOT, NONE_GOT, OWN, UNCLEAR, Facts
-from equivalence.layers import NORM_BUFFERS
 from equivalence.notes import Alone, Notes
-from equivalence.one_batch import Look, Looks
-from equivalence.options import options
-from equivalence.verdict import SAME, Answer, Link, Verdict, conclude, problem
-from equivalence.view import copies_or_parts, facts_of, first_infinite
+from equivalence.one_batch import Look
+from equivalence.optimizer_options import options
+from equivalence.verdict import (
+    SAME,
+    Answer,
+    Link,
+    Reason,
+    Verdict,
+    conclude,
+    inconclusive,
+    problem,
+    some_of,
+    unknown,
+)
 
-PARTS_UNCLEAR = "it is not known how the ranks' parts make one model (FSDP1? Use fully_shard)"
-MODEL_UNCLEAR = "the ranks' weights differ from the start"
-NOT_ASKED = "whether one process computes the same (one batch, weights) was not asked"
+NO_STEP = Reason(
+    "no step of an optimizer of torch.optim was seen, and no weight changes",
+    "start the training function under torchrun, in the program's first thread",
+)
+BY_HAND = Reason(
+    "the weights change, but no step of an optimizer of torch.optim was seen",
+    "in a copy, let torch.optim.SGD make the update, in the first thread, and not compiled",
+)
+PARTS_UNCLEAR = Reason(
+    "the ranks' weights differ from the start, and together they are not one process's",
+    "if they are parts of one model, shard it with fully_shard or DTensor in a copy",
+)
+MODEL_UNCLEAR = Reason(
+    "the ranks' weights differ from the start", "leave out --only: one process's weights tell"
+)
+OTHER_GRADIENTS = Reason(
+    "one process's optimizer receives other gradients than the ranks'", "settle the others first"
+)
+WRONG_GRADIENTS = Reason("not compared, as the gradients are wrong", "")
+NO_COUNTERPART = "in a copy, call the same module in both, and use fully_shard in place of FSDP1"
+NOT_ASKED = "whether one process computes the same (one batch, weights, what clipping makes)"
+
+
+def few_steps(ranks: list[Notes], length: int) -> Answer:
+    """The answer if not all ranks made enough steps."""
+    made = [len(rank.counts) for rank in ranks]
+    if max(made) == 0:
+        return unknown(BY_HAND if any(rank.has_changed for rank in ranks) else NO_STEP)
+    each = ", ".join(f"rank {rank.rank}: {len(rank.counts)}" for rank in ranks)
+    few = f"not all ranks made {length + 1} steps of an optimizer ({each})"
+    if bad := first_infinite(ranks, min(made)):
+        return unknown(Reason(f"gradients: {bad.sentence}; {few}", bad.way_on))
+    if min(made) > 1 and len(ranks) > 1:
+        link = copies(facts_of(ranks, min(made) - 1))
+        if not link.is_right:
+            return Answer(problem([link], "one process"), [link], [Line("note", few)])
+    way_on = "let the program train longer, or give fewer --steps"
+    if len(set(made)) > 1:
+        way_on = "let all ranks make a step, or none, so that each makes as many"
+    return unknown(Reason(few, way_on))
 
 
 def only_averaging(ranks: list[Notes], length: int) -> Answer:
     """The answer to --only averaging: no run in one process."""
     facts = facts_of(ranks, length)
-    why = {UNCLEAR: MODEL_UNCLEAR, GOT: causes.NOT_SEEN, NONE_GOT: OWN_PARAMETERS}
-    unseen = why.get(facts.model) or why.get(facts.gradients)
-    first = Link("averaging", None, why=f"{unseen}: leave out --only")
-    if not unseen:
-        first = averaging(facts, None, weights.Changes("one process was not asked"))
-    if first.text and first.is_right is None:  # no other link will tell
-        first = first._replace(is_right=False, why="")
+    why = {UNCLEAR: MODEL_UNCLEAR, GOT: one_batch.NOT_SEEN, NONE_GOT: OWN_PARAMETERS}
+    if unseen := why.get(facts.model) or why.get(facts.gradients):
+        first = inconclusive("averaging", unseen)
+    else:
+        first = of_the_mean(facts, None, is_all=True)
     links = [examples(facts), copies(facts), options(facts, None, []), first]
     text = f"AVERAGING RIGHT in the {length} steps compared: the ranks have one model, and average"
-    text += f" their gradients; the test notices differences larger than {first.limit:.0e}"
+    text += f" their gradients (differences below {first.limit:.0e} would not be detected)"
     other = "ranks that train one model with the mean of their gradients"
     verdict = problem(links, other) or Verdict(SAME, text)
-    return Answer(verdict, links, [Line("note", NOT_ASKED)])
+    return Answer(verdict, links, [Line("not checked", NOT_ASKED)])
 
 
-class Judge:
-    """Answers all links from the ranks' notes and from runs in one process, each made once."""
-
-    def __init__(self, ranks: list[Notes], length: int, runs: object, command: list[str]) -> None:
-        self.runs, self.command = runs, command
-        facts = facts_of(ranks, length)
-        self.own_data: Alone | None = None  # a run with the program's own batches
-        if facts.model == UNCLEAR:
-            self.own_data = runs.alone(facts, "own data")
-            facts = copies_or_parts(facts, self.own_data)
-        self.facts: Facts = facts
-        self.looks = Looks(facts, runs)
-
-    # --------------------------------------------------------------------------- what was measured
-
-    @cached_property
-    def why_no_batch(self) -> str:
-        """Why the ranks' batches can't be joined; "" if they can be."""
-        return "" if self.facts.keys else NO_BATCHES
-
-    @cached_property
-    def look(self) -> Look | None:
-        """The look at a run with all examples in one batch."""
-        return None if self.why_no_batch else self.looks.at(self.facts)
-
-    @cached_property
-    def complete_look(self) -> Look | None:
-        """The look, if its run in one process can be compared."""
-        return self.look if self.look and not self.why_no_run(self.look.alone) else None
-
-    @cached_property
-    def alone(self) -> Alone | None:
-        """A run in one process, with all examples in one batch if that was possible."""
-        if self.complete_look:
-            return self.complete_look.alone
-        return self.own_data or self.runs.alone(self.facts, "own data")
-
-    def why_no_run(self, alone: Alone | None) -> str:
-        """Why the run can't be compared; "" if it can."""
-        if alone is None:
-            return self.runs.failure
-        names = ", ".join(alone.unmatched[:3])
-        return f"one process has weights that no rank has: {names}" if names else ""
-
-    @cached_property
-    def batch_and_look(self) -> tuple[Link, Look | None]:
-        """Link 2, and the look in which it is right: perhaps one without BatchNorm or dropout."""
-        facts, look = self.facts, self.look
-        reason = self.why_no_batch
-        if not reason and not (self.complete_look and look.is_given):
-            reason = causes.why_not_joined(facts)
-        reason = reason or self.why_no_run(look.alone)
-        if not reason and not self.runs.per_step and not in_the_same_steps(look):
-            reason = "one process takes batches in other steps (does a GradScaler skip steps?)"
-        if not reason and not look.steps:
-            reason = MODEL_UNCLEAR
-        if reason:
-            return causes.unknown(facts, reason), None
-        if look.is_right:
-            return causes.right(look), look
-        return causes.different(self.looks, look)
-
-    @cached_property
-    def changes(self) -> weights.Changes:
-        """Changes of weights: the ranks' beside those of one process."""
-        _, right = self.batch_and_look
-        if reason := self.why_no_run(self.alone):
-            return weights.Changes(reason)
-        if all(self.facts.is_forced(k) for k in self.facts.steps):
-            return weights.all_changes(self.facts, self.alone, None)
-        if right is None:
-            return weights.Changes("one process's optimizer gets other gradients than the ranks'")
-        right = self.looks.with_rounding(right)
-        return weights.all_changes(right.facts, right.alone, right.perturbed)
-
-    @cached_property
-    def settings(self) -> Link:
-        return options(self.facts, self.alone.notes if self.alone else None, self.command)
-
-    # -------------------------------------------------------------------------------- what is asked
-
-    def links(self) -> list[Link]:
-        """The links of the chain; the first one tells if the optimizers' gradients are right."""
-        if self.facts.model == UNCLEAR:
-            label = causes.label(self.facts)
-            return [Link(name, None, why=PARTS_UNCLEAR) for name in ("averaging", label, "weights")]
-        batch, right = self.batch_and_look
-        links = [batch]
-        if self.facts.gradients == OWN:
-            links = [averaging(self.facts, right, self.changes), batch]
-        if self.facts.gradients == NONE_GOT:
-            links = [in_weights(self.changes), batch]
-        return [*links, weights.weights(self.changes, links[0], self.settings)]
-
-    def answer(self) -> Answer:
-        """All links, the verdict from them, and notes on buffers and random numbers."""
-        facts, length = self.facts, len(self.facts.steps)
-        if bad := first_infinite(facts.ranks, length):
-            links = [examples(facts), copies(facts), Link("gradients", None, why=bad)]
-            return Answer(conclude(links, length), links, [])
-        total = self.complete_look.total if self.complete_look else 0
-        links = [examples(facts, total), copies(facts), self.settings, *self.links()]
-        others = self.buffers(links)
-        verdict = conclude(links, length, " (but for buffers)" * bool(others))
-        return Answer(verdict, links, others + random_numbers(facts) + worker_seeds(facts))
-
-    def buffers(self, links: list[Link]) -> list[Line]:
-        """A note on buffers that differ, unless a wrong averaging explains it."""
-        is_wrong = any(link.is_right is False and link.label == "averaging" for link in links)
-        if is_wrong or not self.complete_look:
-            return []
-        left_out = NORM_BUFFERS if "BatchNorm" in self.facts.kinds else ()
-        limit = self.batch_and_look[0].limit
-        return weights.buffers(self.facts, self.complete_look.alone, limit, left_out)
+def judge(ranks: list[Notes], length: int, runs: Any, command: list[str]) -> Answer:
+    """All links, the verdict from them, and notes on buffers and random numbers."""
+    facts, own_data = facts_of(ranks, length), None
+    if bad := first_infinite(ranks, length):
+        links = [examples(facts), copies(facts), inconclusive("gradients", bad)]
+        return Answer(conclude(links, length), links, [])
+    if facts.model == UNCLEAR:
+        own_data = runs.alone(facts, "own data")
+        facts = copies_or_parts(facts, own_data)
+    look = one_batch.look_at(runs, facts) if facts.keys else None
+    reason = why_no_run(runs, look.alone) if look else NO_BATCHES
+    alone = look.alone if not reason else own_data or runs.alone(facts, "own data")
+    total, own_total = (0, 0) if reason else (look.total, look.own_total)
+    settings = options(facts, alone.notes if alone else None, command, own_total)
+    stages = stages_of(runs, facts, look, alone, settings)
+    links = [examples(facts, total), copies(facts), settings, *stages]
+    notes = random_numbers(facts) + worker_seeds(facts)
+    others: list[Line] = []
+    if not reason:
+        notes = batch_sizes(look) + notes
+        batch = next(link for link in stages if link.label == facts.stage_2)
+        if stages[0] is batch or stages[0].is_right is not False:  # else averaging explains it
+            others = weights.buffers(facts, alone, batch.limit, bool(batch.is_right))
+    verdict = conclude(links, length, " (and except for buffers)" * bool(others))
+    return Answer(verdict, links, others + notes)
 
 
-def in_the_same_steps(look: Look) -> bool:
-    """Whether one process takes the batches in the steps in which the ranks take theirs."""
+def stages_of(
+    runs: Any, facts: Facts, look: Look | None, alone: Alone | None, settings: Link
+) -> list[Link]:
+    """The three stages; the first one tells if the optimizers' gradients are right."""
+    if facts.model == UNCLEAR:
+        names = "averaging", facts.stage_2, "weights"
+        return [inconclusive(name, PARTS_UNCLEAR) for name in names]
+    batch, right = batch_and_look(runs, facts, look)
+    if reason := why_no_run(runs, alone):
+        last = inconclusive(weights.LABEL, reason)
+    elif all(facts.is_forced(k) for k in facts.steps):
+        last = weights.weights(facts, alone, None, settings)
+    elif right is None:
+        last = inconclusive(weights.LABEL, OTHER_GRADIENTS)
+    else:
+        right = one_batch.with_rounding(runs, right)
+        last = weights.weights(right.facts, right.alone, right.exact, settings)
+    links = [batch]
+    if facts.gradients == OWN:
+        links = [averaging(facts, right, last), batch]
+    if facts.gradients == NONE_GOT:
+        links = [in_weights(last), batch]
+    if links[0].is_right is False and last.is_right is False:  # with wrong gradients they differ
+        last = inconclusive(weights.LABEL, WRONG_GRADIENTS)
+    return [*links, last]
+
+
+def why_no_run(runs: Any, alone: Alone | None) -> Reason | None:
+    """Why a run in one process can't be compared; None if it can."""
+    if alone is None:
+        return runs.failure
+    if not alone.unmatched:
+        return None
+    names = some_of(alone.unmatched)
+    sentence = f"the ranks have no weights with the names and shapes of one process's {names}"
+    return Reason(sentence, NO_COUNTERPART)
+
+
+def batch_and_look(runs: Any, facts: Facts, look: Look | None) -> tuple[Link, Look | None]:
+    """Stage 2, and the look in which it is right: perhaps one without BatchNorm or dropout."""
+    if look is None:
+        return inconclusive(facts.stage_2, NO_BATCHES), None
+    reason = why_no_run(runs, look.alone)
+    if reason or not look.is_given:
+        reason = one_batch.why_not_joined(facts) or reason
+    if not reason and not runs.per_step:
+        reason = why_other_steps(look)
+    if not reason and not look.steps:
+        reason = MODEL_UNCLEAR
+    if reason:
+        return inconclusive(facts.stage_2, reason), None
+    return one_batch.one_batch(runs, look)
+
+
+def why_other_steps(look: Look) -> Reason | None:
+    """Why batches can't be compared step by step; None if one process takes them in these steps."""
     many, alone = look.facts.ranks[0], look.alone.notes
     if many.counts == alone.counts:
-        return True
+        return None
     ahead = [key for key in look.facts.keys if many.reads_ahead(key) or alone.reads_ahead(key)]
-    return bool(ahead) and all(many.per_step(key) == alone.per_step(key) for key in look.facts.keys)
+    if ahead and all(many.per_step(key) == alone.per_step(key) for key in look.facts.keys):
+        return None
+    key, step = look.facts.keys[0], 0
+    while step < len(look.facts.steps) and many.counts[step] == alone.counts[step]:
+        step += 1
+    taken = [notes.counts[step].get(key, 0) for notes in (many, alone)]
+    sentence = f"step {step + 1} comes after {taken[0]} batches, in one process after {taken[1]}"
+    return Reason(sentence, "in a copy, let each batch make a step: no GradScaler, no accumulation")
+
+
+def batch_sizes(look: Look) -> list[Line]:
+    """A note, if one process with the same flags takes another number of examples in a step."""
+    if not look.alone.is_joined or look.own_total in (0, look.total):
+        return []
+    text = f"one process with the same flags takes {look.own_total} examples per step"
+    return [Line("batch size", f"{text}, the {len(look.facts.ranks)} processes {look.total}")]
 
 
 def random_numbers(facts: Facts) -> list[Line]:
@@ -180,8 +205,8 @@ def random_numbers(facts: Facts) -> list[Line]:
 
 def worker_seeds(facts: Facts) -> list[Line]:
     """A note, if loader workers of ranks with different examples draw the same random numbers."""
-    seeds = [tuple(rank.worker_seeds.values()) for rank in facts.distinct]
-    if len(seeds) < 2 or not seeds[0] or len(set(seeds)) > 1:
+    seeds = [{loader.worker_seed for loader in rank.loaders.values()} for rank in facts.distinct]
+    if len(seeds) < 2 or seeds[0] <= {None} or any(some != seeds[0] for some in seeds):
         return []
     text = "the loader workers of all ranks draw the same random numbers (augmentation): give each"
     return [Line("note", f"{text} rank's DataLoader a generator with a seed of its own")]

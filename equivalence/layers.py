@@ -15,7 +15,6 @@ from equivalence.notes import Notes
 from equivalence.tensors import tensors_in
 
 BATCH_NORM = nn.modules.batchnorm._BatchNorm
-NORM_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 DROPOUT_LAYER = nn.modules.dropout._DropoutNd
 DROPS_PATHS = ("DropPath", "StochasticDepth")  # classes of timm, torchvision and others
 ATTENTION = "scaled_dot_product_attention"

@@ -1,16 +1,17 @@
 """DataLoaders of the program: which of them a batch comes from, and which examples are in it."""
 
+import contextlib
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 from torch.utils import data as torch_data
-from torch.utils.data import Subset, dataloader
+from torch.utils.data import ConcatDataset, Subset, dataloader
 from torch.utils.data._utils import collate, fetch
 
 from equivalence.batches import plain_copy
 from equivalence.limits import LARGEST_EPOCH
-from equivalence.notes import Notes, digest_of_ends, random_state
+from equivalence.notes import Loader, pick_some, random_state
 
 FIXED = (torch_data.SequentialSampler, torch_data.DistributedSampler)  # order known without a draw
 KEPT = "equivalence: a batch, and its examples"  # a class of ours could not be sent
@@ -20,9 +21,9 @@ TORCHS_COLLATE = (collate.default_collate, collate.default_convert)
 class Loaders:
     """Names of the program's DataLoaders ("loader 0" gave the first batch), and their examples."""
 
-    def __init__(self, noted: Notes, largest: int = LARGEST_EPOCH) -> None:
-        """largest: an epoch of more examples is not listed."""
-        self.noted, self.largest = noted, largest
+    def __init__(self, loaders: dict[str, Loader], largest: int = LARGEST_EPOCH) -> None:
+        """loaders: by name, which are noted here.  largest: a longer epoch is not listed."""
+        self.loaders, self.largest = loaders, largest
         self.owners: list[weakref.ref] = []  # a loader's sampler, or its iterator
         self.rounds: dict[str, int] = {}
         self.datasets: dict[str, Any] = {}
@@ -56,20 +57,15 @@ class Loaders:
         self.names[iterator] = name
         if name not in self.datasets:
             self.datasets[name] = iterator._dataset
-            self.noted.batch_sizes[name] = getattr(sampler, "batch_size", None) or 0
-            self.noted.epochs[name] = epoch_of(iterator, self.largest)
-        inner = getattr(sampler, "sampler", None)
-        if getattr(inner, "replacement", False):
-            self.noted.redraws.add(name)
+            self.loaders[name] = loader_of(iterator, self.largest)
         return name
 
-    def dataset_digests(self) -> dict[str, str]:
-        """A digest of each data set, by loader; called when the program is over."""
-        digests = {}
+    def look_into_data(self) -> None:
+        """Note a few examples of each data set; called when the program is over."""
         for name, dataset in self.datasets.items():
-            whole, _ = without_subsets(dataset, [])
-            digests[name] = digest_of_ends(whole) if self.noted.epochs[name] else ""
-        return digests
+            loader, (whole, _) = self.loaders[name], without_subsets(dataset, [])
+            if loader.length and type(whole) is not ConcatDataset:
+                loader.picks, loader.is_random = pick_some(whole)
 
     def draw(self, original: Callable, iterator: Any) -> Any:
         """Note the indices of a batch, which may be loaded later."""
@@ -125,24 +121,41 @@ class Loaders:
         if type(batch) is tuple and batch and isinstance(batch[0], str) and batch[0] == KEPT:
             _, batch, self.examples, has_drawn = batch
             if has_drawn and iterator in self.names:
-                self.noted.worker_seeds[self.names[iterator]] = iterator._base_seed
+                self.loaders[self.names[iterator]].worker_seed = iterator._base_seed
         return batch
 
 
 def without_subsets(dataset: Any, indices: list) -> tuple[Any, list]:
-    """The whole data set of a Subset, and the indices in the whole one."""
+    """The whole data set of a Subset, and the indices in the whole one.
+
+    Of a ConcatDataset none: its parts may be any part of other data.
+    """
     while type(dataset) is Subset:  # as random_split makes them
         indices = [dataset.indices[index] for index in indices]
         dataset = dataset.dataset
+    if type(dataset) is ConcatDataset:
+        return dataset, []
     return dataset, [int(index) for index in indices if isinstance(index, int)]
 
 
-def epoch_of(iterator: Any, largest: int) -> list:
-    """All indices of an epoch, if the sampler is torch's own and draws nothing; else []."""
-    sampler = getattr(iterator._index_sampler, "sampler", None)
+def loader_of(iterator: Any, largest: int) -> Loader:
+    """What is known of a loader when its first epoch begins."""
+    batches, dataset = iterator._index_sampler, iterator._dataset
+    sampler = getattr(batches, "sampler", None)
+    noted = Loader(redraws=bool(getattr(sampler, "replacement", False)))
+    if isinstance(sampler, torch_data.DistributedSampler):
+        place = f"rank {sampler.rank} of {sampler.num_replicas}"
+        noted.sampler = f"{place}, seed {sampler.seed}, epoch {sampler.epoch}"
+    if isinstance(dataset, torch_data.IterableDataset):
+        return noted
+    whole, _ = without_subsets(dataset, [])
+    with contextlib.suppress(TypeError, NotImplementedError):  # it has no length
+        noted.length = len(whole)
+    if dataset is not whole and len(dataset) <= LARGEST_EPOCH:
+        _, noted.pool = without_subsets(dataset, list(range(len(dataset))))
     if type(sampler) is torch_data.RandomSampler and not sampler.replacement:
         sampler = torch_data.SequentialSampler(sampler.data_source)  # the same, in order
-    is_own = type(iterator._index_sampler) is torch_data.BatchSampler and type(sampler) in FIXED
-    if not is_own or len(sampler) > largest:
-        return []
-    return without_subsets(iterator._dataset, list(sampler))[1]
+    noted.is_known = type(batches) is torch_data.BatchSampler and type(sampler) in FIXED
+    if noted.is_known and len(sampler) <= largest:
+        _, noted.epoch = without_subsets(dataset, list(sampler))
+    return noted

@@ -11,6 +11,7 @@ import random
 import re
 import shutil
 import threading
+from collections.abc import Mapping, ValuesView
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -70,19 +71,63 @@ class Content(pickle.Pickler):
         return None
 
 
-def digest_of_ends(dataset: Any) -> str:
-    """A digest of a data set's first and last example: equal on ranks that have the same data."""
-    state, content = random_state(), io.BytesIO()
+class Pick(NamedTuple):
+    """An example of a data set: equal on ranks that have the same data."""
+
+    number: int
+    whole: str  # a digest
+    label: str  # a digest of its numbers and words
+
+
+@dataclass
+class Loader:
+    """A DataLoader, and what it reads, on one rank."""
+
+    sampler: str = ""  # a DistributedSampler's options, in words
+    is_known: bool = False  # the sampler is torch's own, and takes each example once in an epoch
+    redraws: bool = False  # the sampler may take an example again
+    epoch: list[int] = field(default_factory=list)  # all numbers of one, if they can be listed
+    length: int = 0  # of the data set, without its Subsets; 0: it has none
+    pool: list[int] | None = None  # the numbers that a Subset has of it
+    picks: list[Pick] = field(default_factory=list)  # a few examples; []: not known
+    is_random: bool = False  # with other random numbers an example is another one
+    worker_seed: int | None = None  # of workers that draw numbers
+
+
+def pick(dataset: Any, number: int, seed: int = 0) -> Pick:
+    random.seed(seed)
+    numpy.random.seed(seed)
+    torch.manual_seed(seed)
+    content, example = io.BytesIO(), dataset[number]
+    Content(content).dump(example)
+    whole = hashlib.blake2b(content.getvalue(), digest_size=16).hexdigest()
+    return Pick(number, whole, str(labels_in(example)))
+
+
+def labels_in(example: Any) -> list:
+    """An example's own numbers and words, which no augmentation changes."""
+    if isinstance(example, torch.Tensor) and not example.dim() and not example.is_floating_point():
+        return [int(example)]
+    if isinstance(example, int | str):
+        return [example]
+    parts = example.values() if isinstance(example, Mapping) else example
+    if not isinstance(parts, list | tuple | ValuesView):
+        return []
+    return [label for part in parts for label in labels_in(part)]
+
+
+def pick_some(dataset: Any) -> tuple[list[Pick], bool]:
+    """A few examples of a data set, [] if they are never the same; and whether they are random."""
+    state = random_state()
     try:
-        random.seed(0)
-        numpy.random.seed(0)
-        torch.manual_seed(0)
-        Content(content).dump([dataset[0], dataset[len(dataset) - 1]])
+        last = len(dataset) - 1
+        picks = [pick(dataset, number) for number in sorted({last * k // 8 for k in range(9)})]
+        is_random = pick(dataset, 0, seed=1) != picks[0]
+        return picks if pick(dataset, 0) == picks[0] else [], is_random
     except Exception:  # the program's own code, or what can't be pickled
-        return ""
+        return [], False
     finally:
         set_random_state(state)
-    return hashlib.blake2b(content.getvalue(), digest_size=16).hexdigest()
 
 
 class Event(NamedTuple):
@@ -105,8 +150,7 @@ class Step:
     weights: Vector = field(default_factory=dict)  # before it; buffers, too
     own: Vector = field(default_factory=dict)  # gradients, before any message
     got: Vector = field(default_factory=dict)  # gradients, as the optimizer got them
-    unclipped: Vector = field(default_factory=dict)  # gradients before clip_grad_norm_
-    is_changed: bool = False  # something else changed gradients after clip_grad_norm_
+    unclipped: Vector = field(default_factory=dict)  # before clipping, if that changes them
     options: dict[str, dict[str, Any]] = field(default_factory=dict)  # by parameter
     inputs: str = ""  # a digest of what the models were called with
     draws: set[str] = field(default_factory=set)  # generators used after the batch
@@ -129,16 +173,15 @@ class Notes:
     events: dict[str, list[Event]] = field(default_factory=dict)
     counts: list[dict[str, int]] = field(default_factory=list)  # of events, when optimizers stepped
     parameters: list[str] = field(default_factory=list)  # names; a step's other weights are buffers
+    has_buffers_of_first: bool = False  # DDP gives it rank 0's, after they were noted
+    norm_buffers: set[str] = field(default_factory=set)  # of BatchNorm layers
     parts: set[str] = field(default_factory=set)  # parameters of which a layer has a part (DTensor)
     kinds: set[str] = field(default_factory=set)  # "BatchNorm", "dropout", of layers that train
+    has_changed: bool = False  # a weight has, and no optimizer has made a step
+    has_clipped: bool = False  # torch's clip_grad_norm_ or clip_grad_value_ was called
     is_coarse: bool = False  # a module computes in bfloat16 or float16
     has_coarse_optimizer: bool = False  # an optimizer does (see coarse.py)
-    # Of each loader, by its name:
-    batch_sizes: dict[str, int] = field(default_factory=dict)  # 0: not known
-    epochs: dict[str, list] = field(default_factory=dict)  # all indices, of torch's own samplers
-    dataset_digests: dict[str, str] = field(default_factory=dict)  # "": not known
-    worker_seeds: dict[str, int] = field(default_factory=dict)  # of workers that draw numbers
-    redraws: set[str] = field(default_factory=set)  # its sampler may take an example again
+    loaders: dict[str, Loader] = field(default_factory=dict)
 
     def in_each_step(self, key: str) -> list[int]:
         """The number of events between each step of the optimizer and the next."""
@@ -171,7 +214,8 @@ class Alone(NamedTuple):
     unmatched: list[str]  # weights that the ranks don't have, or not in this shape
     is_joined: bool  # it was given the ranks' batches as one; else its own were the same
     is_mixed: bool  # both in one step
-    rows: dict[str, int]  # examples of its own batches in the first step, by key
+    rows: dict[str, int]  # examples that it would take itself in the first step, by key
+    batches: dict  # what the program got, by key and number, and the random state after it
 
 
 # ------------------------------------------------------------------------------- large tensors

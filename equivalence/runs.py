@@ -1,22 +1,28 @@
 """Runs: more of them, after run A, in one process or with all ranks."""
 
 import argparse
-import dataclasses
 import os
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from instruments.meeting import Folder, Place
 from instruments.observer import Observer
 from instruments.rank import Job, be_rank, collect, leave
 from instruments.ranks import be_started_rank, import_launcher
 
+from equivalence.copies_or_parts import facts_of
 from equivalence.facts import Facts
-from equivalence.notes import Alone, Notes
-from equivalence.record import observers
-from equivalence.source import Given, Source
-from equivalence.verdict import refusal_in
-from equivalence.view import facts_of
+from equivalence.notes import Alone
+from equivalence.observe import observers
+from equivalence.source import Source
+from equivalence.verdict import Reason, refusal_in
+
+FAILED = ("failed", "stuck")  # endings
+RUN_IT = (
+    "run the program in one process, with --alone and the flags that it needs there (--json FILE "
+    "holds the whole error)"
+)
 
 
 class Runs:
@@ -26,7 +32,7 @@ class Runs:
         self.args, self.folder, self.processes = args, folder, processes
         self.per_step: dict[str, int] = {}  # batches in one process, if other than with all ranks
         self.problem = ""  # what the program printed, if it failed
-        self.failure = "the program failed in one process"
+        self.failure = Reason("the tool's own run in one process made too few steps", RUN_IT)
         self.is_hopeless = False  # another run would end, or wait, at the same place
 
     def with_all_ranks(self, left_out: tuple, known: Facts) -> Facts | None:
@@ -39,32 +45,37 @@ class Runs:
         is_complete = is_complete and all(len(rank.counts) > self.args.steps for rank in ranks)
         return facts_of(ranks, self.args.steps, known) if is_complete else None
 
-    def alone(self, facts: Facts, kind: str, left_out: tuple = (), turn: int = 0) -> Alone | None:
+    def alone(self, facts: Facts, kind: str, left_out: tuple = (), **given: Any) -> Alone | None:
         """A run in one process; None if the program failed, or made too few steps."""
-        given = Given(facts, kind, left_out, turn, self.per_step)
-        result = self.run_alone(given)
+        given |= {"left_out": left_out}
+        result = self.run_alone(Source(facts, kind, self.per_step, **given))
         if result is not None and not self.per_step:
-            self.per_step = other_per_step(facts.ranks[0], result.notes)
-            if self.per_step:
-                result = self.run_alone(dataclasses.replace(given, per_step=self.per_step))
+            many, alone = facts.ranks[0], result.notes
+            per_step = {key: alone.per_step(key) for key in many.events}
+            if any(per_step[key] not in (0, many.per_step(key)) for key in per_step):
+                self.per_step = per_step
+                result = self.run_alone(Source(facts, kind, self.per_step, **given))
         if result is None or len(result.notes.counts) <= self.args.steps:
             return None
         return result
 
-    def run_alone(self, given: Given) -> Alone | None:
+    def run_alone(self, source: Source) -> Alone | None:
         if self.is_hopeless:
             return None
         command = [*self.args.command, *self.args.alone]
         out = tempfile.mkdtemp(prefix="alone-", dir=self.folder)
-        arguments = (given, f"{out}/out", str(self.folder))
+        arguments = (source, f"{out}/out", str(self.folder))
         job = Job("equivalence", command, self.args.patience, observers_alone, arguments)
         notes, error = self.run(be_alone, job, 1)
-        if error or not notes or notes[0].ending in ("failed", "stuck"):
+        if source.kind != "in float64" and (error or not notes or notes[0].ending in FAILED):
             refusal = refusal_in(error)
-            self.failure = refusal or self.failure
             self.is_hopeless = bool(refusal) or bool(notes) and notes[0].ending == "stuck"
-            printed = "".join(map(end_of, sorted(Path(out).glob("out*"))))
-            self.problem = f"{printed}{error}\n"
+            files = sorted(Path(out).glob("out*"))
+            printed = [file.read_text(encoding="utf-8", errors="replace") for file in files]
+            self.problem = "\n".join(text[-3000:] for text in (*printed, error))
+            last = error.strip().rpartition("\n")[2]
+            failure = Reason(f"the tool's own run failed: {last}", RUN_IT)
+            self.failure = Reason(refusal, "") if refusal else failure
         return notes[0].value if notes else None
 
     def run(self, be_process: object, job: Job, count: int) -> tuple[list, str]:
@@ -81,22 +92,12 @@ class Runs:
             return collect(Folder(place), count), error
 
 
-def other_per_step(many: Notes, alone: Notes) -> dict[str, int]:
-    """The batches in a step of one process, if all ranks take another number; else {}."""
-    per_step = {key: alone.per_step(key) for key in many.events}
-    return per_step if any(per_step[key] not in (0, many.per_step(key)) for key in per_step) else {}
-
-
-def end_of(path: Path) -> str:
-    return path.read_text(encoding="utf-8", errors="replace")[-3000:]
-
-
 def observers_alone(
-    place: Place, given: Given, log: str, folder: str, terminal: int
+    place: Place, source: Source, log: str, folder: str, terminal: int
 ) -> list[Observer]:
     """All observers of a run in one process."""
-    length = len(given.facts.steps)
-    return observers(place, length, log, folder, given.left_out, Source(given), terminal)
+    length = len(source.facts.steps)
+    return observers(place, length, log, folder, source.left_out, source, terminal)
 
 
 def be_alone(job: Job, folder: str) -> None:

@@ -1,15 +1,15 @@
 """A source for the run in one process: it gives step k the ranks' batch, weights and gradients."""
 
-import dataclasses
 import inspect
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from instruments.observer import Observer
 from instruments.program import Refused
 from torch import distributed as torch_dist
+from torch import nn
 
 from equivalence.batches import (
     count_examples,
@@ -17,14 +17,19 @@ from equivalence.batches import (
     from_plain,
     is_made_of,
     join,
+    mapped,
     plain_copy,
+    to_plain,
 )
 from equivalence.facts import Facts
-from equivalence.notes import Alone, Event, Notes, RandomState
+from equivalence.formats import InFloat64, in_float64
+from equivalence.notes import Alone, Event, Notes, RandomState, random_state
 from equivalence.tensors import digest, local
-from equivalence.vectors import perturbed, put_together
+from equivalence.vectors import put_together
 
-FORCED = ("all examples", "own data")  # kinds of runs whose optimizer gets the ranks' gradients
+# Kinds of runs: those whose optimizer gets the ranks' gradients, ...
+FORCED = ("all examples", "own data", "given state")
+GIVEN = ("one share", "given state")  # those that get the ranks' buffers in each step
 
 
 class Batch(NamedTuple):
@@ -44,21 +49,85 @@ class Batch(NamedTuple):
         return sorted(digests_of_examples(self.value, self.examples)) == sorted(theirs)
 
 
-@dataclasses.dataclass
-class Given:
-    """What a run in one process is given."""
+class Source(Observer):
+    """What a run in one process is given: the observers ask for a step's batch and weights.
 
-    facts: Facts
-    kind: str
-    # all examples  in one batch; and the gradients that the ranks' optimizers got
-    # own data      the program's own batches, as one can't be made; and these gradients
-    # perturbed     all examples in another order, and each weight changed in its last digit
-    # one share     one rank's examples, padded to the longest of all (Facts.share_in_turn)
+    all examples  in one batch; and the gradients that the ranks' optimizers got
+    own data      the program's own batches, as one can't be made; and these gradients
+    given state   the batches of an earlier run, and in each step the ranks' buffers
+    in float64    the batches of an earlier run, in float64
+    other order   all examples, in another order
+    one share     one rank's examples, padded to the longest of all
+    """
+
     left_out: tuple = ()  # kinds of layers
-    turn: int = 0
-    per_step: dict[str, int] = dataclasses.field(default_factory=dict)  # of runs.py
+    rank = 0  # whose share: its place in Facts.distinct
+    batches: Mapping = {}  # of the earlier run (Alone.batches)
+    own_in = -1  # the last step in which a batch was left as it is
+    joined_in = -1  # and in which one was replaced
+    is_mixed = False
+    is_global = False  # the program itself takes as many examples as all ranks together
 
-    def batch(self, key: str, number: int) -> Batch | None:
+    def __init__(self, facts: Facts, kind: str, per_step: dict[str, int], **given: Any) -> None:
+        """per_step: of runs.py.  given: left_out, rank, batches."""
+        self.facts, self.kind, self.per_step = facts, kind, per_step
+        vars(self).update(given)
+        self.name = f"one process, {kind}"
+        self.matched: dict[str, bool] = {}  # whether the ranks had such a weight, in some step
+        self.rows: Counter = Counter()
+        self.noted: dict[tuple[str, int], tuple] = {}  # what the program got, and the state
+
+    def installed(self) -> None:
+        if self.kind == "in float64":
+            torch.set_default_dtype(torch.float64)
+            self.hooks.undo.enter_context(InFloat64())
+
+    def patches(self) -> list[tuple[Any, str, Callable]]:
+        return [(torch_dist, "init_process_group", self.group_begins)]
+
+    def group_begins(self, original: Callable, *args: Any, **kwargs: Any) -> None:
+        """Refuse a program that waits for more processes, as it has their number by itself."""
+        given = inspect.signature(original).bind(*args, **kwargs).arguments
+        size = given.get("world_size", 1)
+        if size > 1:
+            raise Refused(
+                f"in one process the program waits for {size} processes: give the flags with "
+                'which it does not, such as --alone="--devices 1"'
+            )
+        original(*args, **kwargs)
+
+    def batch(
+        self, key: str, number: int, step: int, value: Any, iterator: Any, examples: list | None
+    ) -> tuple[Any, RandomState] | None:
+        """The batch in place of the run's own, and the random state after it; None: its own."""
+        if (key, number) in self.batches:
+            plain, state = self.batches[key, number]
+            return self.in_format(from_plain(plain, own=value)), state
+        if number < self.per_step.get(key, self.facts.per_step(key)):  # of the first step
+            self.rows[key] += len(examples or []) or count_examples(value)
+        batch = self.joined(key, number)
+        if batch is None:
+            return None
+        if self.keeps_own(batch, step, value, iterator, examples):
+            given = None
+        elif batch.examples:
+            given = iterator._collate_fn(plain_copy(batch.examples)), batch.state
+        else:
+            given = from_plain(batch.value, own=value), batch.state
+        if self.kind == "all examples":
+            value, state = given or (value, random_state())
+            self.noted[key, number] = to_plain(value), state
+        return given
+
+    def in_format(self, value: Any) -> Any:
+        """The value, in float64 if this run is."""
+        return mapped(in_float64, [value]) if self.kind == "in float64" else value
+
+    def forward_begins(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple:
+        kwargs.update(self.in_format(kwargs))
+        return self.in_format(args)
+
+    def joined(self, key: str, number: int) -> Batch | None:
         """The batch that replaces the run's batch of this number; None: it keeps its own."""
         if self.kind == "own data":
             return None
@@ -79,14 +148,14 @@ class Given:
             return None
         only = None
         if self.kind == "one share":
-            only = self.facts.share_in_turn(number // max(1, ranks_take), self.turn)
+            only = self.rank
             if only >= len(events):
                 return None
         return self.union(events, only, number)
 
     def union(self, events: list[Event], only: int | None, number: int) -> Batch:
         """One batch of the ranks' events, or of the examples of one: see batches.join."""
-        order = torch.Generator().manual_seed(number) if self.kind == "perturbed" else None
+        order = torch.Generator().manual_seed(number) if self.kind == "other order" else None
         state = events[only or 0].state
         values = [event.value for event in events]
         is_equal = len(values) > 1 and len({digest(value) for value in values}) == 1
@@ -104,57 +173,16 @@ class Given:
         """A tensor of the ranks' "weights" or "got"; of one rank, if its examples are computed."""
         if self.kind != "one share":
             return self.facts.whole(what, name, step, shape)
-        rank = self.facts.distinct[self.facts.share_in_turn(step, self.turn)]
+        rank = self.facts.distinct[self.rank]
+        if name not in self.facts.trained and rank.has_buffers_of_first:
+            rank = self.facts.ranks[0]
         return put_together([getattr(rank.steps[step], what).get(name)], shape)
-
-
-class Source(Observer):
-    """A source that the observers ask for a step's batch, weights and gradients."""
-
-    def __init__(self, given: Given) -> None:
-        self.given = given
-        self.name = f"one process, {given.kind}"
-        self.matched: dict[str, bool] = {}  # whether the ranks had such a weight, in some step
-        self.own_in = -1  # the last step in which a batch was left as it is
-        self.joined_in = -1  # and in which one was replaced
-        self.is_mixed = False
-        self.rows: Counter = Counter()
-        self.is_global = False  # the program itself takes as many examples as all ranks together
-
-    def patches(self) -> list[tuple[Any, str, Callable]]:
-        return [(torch_dist, "init_process_group", self.group_begins)]
-
-    def group_begins(self, original: Callable, *args: Any, **kwargs: Any) -> None:
-        """Refuse a program that waits for more processes, as it has their number by itself."""
-        given = inspect.signature(original).bind(*args, **kwargs).arguments
-        size = given.get("world_size", 1)
-        if size > 1:
-            raise Refused(
-                f"in one process the program waits for {size} processes: give the flags with "
-                'which it does not, such as --alone="--devices 1"'
-            )
-        original(*args, **kwargs)
-
-    def batch(
-        self, key: str, number: int, step: int, value: Any, iterator: Any, examples: list | None
-    ) -> tuple[Any, RandomState] | None:
-        """The batch in place of the run's own, and the random state after it; None: its own."""
-        batch = self.given.batch(key, number)
-        if batch is None:
-            return None
-        if self.keeps_own(batch, step, value, iterator, examples):
-            if number < self.given.facts.per_step(key):  # of the first step
-                self.rows[key] += len(examples or []) or count_examples(value)
-            return None
-        if batch.examples:
-            return iterator._collate_fn(plain_copy(batch.examples)), batch.state
-        return from_plain(batch.value, own=value), batch.state
 
     def keeps_own(
         self, batch: Batch, step: int, value: Any, iterator: Any, examples: list | None
     ) -> bool:
         """Whether the program's own batch has the same examples: it is better than a joined one."""
-        if self.given.kind == "one share":
+        if self.kind == "one share":
             return False
         if iterator is None and batch.is_equal and self.is_global:
             return True
@@ -168,20 +196,23 @@ class Source(Observer):
         return False
 
     def set_weight(self, name: str, step: int, tensor: torch.Tensor) -> None:
-        """Set a weight or buffer to the ranks' value."""
-        value = self.given.value("weights", name, step, tensor.shape)
-        self.matched[name] = self.matched.get(name, False) or value is not None
-        if value is None:
+        """Set a weight to the ranks' value.  What no optimizer trains is set once: it goes on here.
+
+        A buffer (a codebook, a queue, a running mean) is moved by the program itself.
+        """
+        value = self.value("weights", name, step, tensor.shape)
+        goes_on = name not in self.facts.trained and self.kind not in GIVEN
+        is_set = self.matched.get(name, False)
+        self.matched[name] = is_set or value is not None
+        if value is None or goes_on and is_set:
             return
-        if self.given.kind == "perturbed":
-            value = perturbed(value, self.given.facts.number_format)
-        with torch.no_grad():
-            local(tensor).copy_(value)
+        with torch.no_grad():  # .data: the program may have used the weight in a graph (a penalty)
+            local(tensor).data.copy_(value)
 
     def set_gradient(self, name: str, step: int, parameter: torch.Tensor) -> None:
         """Set a parameter's gradient to the one that the ranks' optimizers got."""
-        if self.given.kind in FORCED and self.given.facts.is_forced(step):
-            value = self.given.value("got", name, step, parameter.shape)
+        if self.kind in FORCED and self.facts.is_forced(step):
+            value = self.value("got", name, step, parameter.shape)
             if value is not None:
                 put_gradient(parameter, value)
 
@@ -189,7 +220,8 @@ class Source(Observer):
         """The run's notes, and what it was given."""
         noted.events = {}
         unmatched = sorted(name for name, is_matched in self.matched.items() if not is_matched)
-        return Alone(noted, unmatched, self.joined_in >= 0, self.is_mixed, dict(self.rows))
+        is_joined, rows = self.joined_in >= 0, dict(self.rows)
+        return Alone(noted, unmatched, is_joined, self.is_mixed, rows, self.noted)
 
 
 def put_gradient(parameter: torch.Tensor, value: torch.Tensor) -> None:

@@ -1,6 +1,7 @@
 """Links with their answers, the verdict from all of them, and words for names and numbers."""
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from instruments.command import Line
@@ -9,8 +10,8 @@ from equivalence import limits
 
 SAME, DIFFERENT, UNKNOWN = 0, 1, 2  # exit codes
 BY_DESIGN = {
-    "BatchNorm": ": each process normalises its own share",
-    "dropout": ", which draws other numbers in each process",
+    "BatchNorm": " (each process normalizes its own share)",
+    "dropout": " (each process draws its own masks)",
 }
 
 
@@ -21,24 +22,38 @@ class Figures(NamedTuple):
     threshold: float
 
     def __str__(self) -> str:
-        below = f"below {self.threshold:.0e} it is rounding"
-        return f"(largest difference {self.difference:.0e}; {below})"
+        digits = 0
+        while digits < 9 and f"{self[0]:.{digits}e}" == f"{self[1]:.{digits}e}":
+            digits += 1  # so that the two can be told apart
+        difference, threshold = (f"{number:.{digits}e}" for number in self)
+        return f"(largest difference {difference}, rounding threshold {threshold})"
+
+
+class Reason(NamedTuple):
+    """Why something is inconclusive, and what settles it."""
+
+    sentence: str
+    way_on: str
+    test: Callable[..., bool] | None = None  # whether it holds, where several are asked in turn
 
 
 class Link(NamedTuple):
     """A question with its answer."""
 
     label: str  # the question's name
-    is_right: bool | None  # None: not found out
+    is_right: bool | None  # None: inconclusive
     text: str = ""  # the line that is printed; "" for none
     limit: float = 0.0  # a difference above it would have been seen
     but: str = ""  # the only cause of a difference: "BatchNorm"
-    why: str = ""  # why it was not found out, or why it is wrong
+    why: str = ""  # why it is inconclusive, or why it is wrong
     figures: Figures | None = None
+    way_on: str = ""  # what settles it, if it is inconclusive
 
-    @property
-    def line(self) -> list[Line]:
-        return [Line(self.label, self.text)] if self.text else []
+
+def inconclusive(label: str, reason: Reason, text: str = "", figures: Any = None) -> Link:
+    """A link without an answer.  text: what was measured all the same."""
+    text = f"inconclusive: {text}" if text else ""
+    return Link(label, None, text, why=reason.sentence, figures=figures, way_on=reason.way_on)
 
 
 class Verdict(NamedTuple):
@@ -46,6 +61,7 @@ class Verdict(NamedTuple):
 
     code: int  # the exit code: SAME, DIFFERENT or UNKNOWN
     text: str
+    ways_on: tuple[str, ...] = ()
 
 
 class Answer(NamedTuple):
@@ -54,11 +70,12 @@ class Answer(NamedTuple):
     verdict: Verdict
     links: list[Link]
     notes: list[Line]
+    error: str = ""  # of a run of the tool's own
 
     def lines(self) -> list[Line]:
         lines = [Line("verdict", self.verdict.text)]
-        for link in self.links:
-            lines += link.line
+        lines += [Line("to settle it", way_on) for way_on in self.verdict.ways_on]
+        lines += [Line(link.label, link.text) for link in self.links if link.text]
         return lines + self.notes
 
     def as_json(self) -> dict[str, Any]:
@@ -71,8 +88,10 @@ class Answer(NamedTuple):
             links.append(answer | {"but_for": link.but or None, "why": link.why or None})
         name = ["same", "different", "not found out"][self.verdict.code]
         notices = max((link.limit for link in self.links), default=0.0) or None
-        found = {"verdict": name, "text": self.verdict.text, "links": links}
-        return found | {"notices": notices, "notes": [note.text for note in self.notes]}
+        found = {"verdict": name, "text": self.verdict.text, "links": links, "notices": notices}
+        notes = [note.text for note in self.notes]
+        more = {"to_settle_it": self.verdict.ways_on, "error_of_own_run": self.error or None}
+        return found | {"notes": notes} | more
 
 
 def problem(links: list[Link], other: str) -> Verdict | None:
@@ -84,15 +103,16 @@ def problem(links: list[Link], other: str) -> Verdict | None:
             return Verdict(DIFFERENT, f"DIFFERENT from {other}: {causes[0]}")
         return Verdict(DIFFERENT, f"DIFFERENT from {other} in: {', '.join(wrong)}")
     labels: dict[str, list[str]] = {}  # by what is not known
-    for link in links:
-        if link.is_right is None:
-            labels.setdefault(link.why, []).append(link.label)
+    open_links = [link for link in links if link.is_right is None]
+    for link in open_links:
+        labels.setdefault(link.why, []).append(link.label)
     reasons = [f"{', '.join(labels[why])}: {why}" for why in labels]
-    return Verdict(UNKNOWN, f"NOT FOUND OUT: {'; '.join(reasons)}") if reasons else None
+    ways_on = tuple(dict.fromkeys(link.way_on for link in open_links if link.way_on))
+    return Verdict(UNKNOWN, f"INCONCLUSIVE: {'; '.join(reasons)}", ways_on) if reasons else None
 
 
-def unknown(text: str) -> Answer:
-    return Answer(Verdict(UNKNOWN, f"NOT FOUND OUT: {text}"), [], [])
+def unknown(reason: Reason) -> Answer:
+    return Answer(Verdict(UNKNOWN, f"INCONCLUSIVE: {reason.sentence}", (reason.way_on,)), [], [])
 
 
 def conclude(links: list[Link], steps: int, but: str = "") -> Verdict:
@@ -100,16 +120,17 @@ def conclude(links: list[Link], steps: int, but: str = "") -> Verdict:
     if bad := problem(links, "one process"):
         return bad
     limit = max(link.limit for link in links)
+    unseen = f"differences below {limit:.0e} would not be detected"
     if limit > limits.SEEN:
-        text = f"nothing differs, but the test notices only differences larger than {limit:.0e}"
-        return Verdict(UNKNOWN, f"NOT FOUND OUT: {text}")
-    notices = f"the test notices differences larger than {limit:.0e}"
-    same = f"THE SAME as one process in the {steps} steps compared"
+        way_on = "compare a copy that computes in float32, with another optimizer (torch.optim.SGD)"
+        return Verdict(UNKNOWN, f"INCONCLUSIVE: nothing differs, but {unseen}", (way_on,))
     causes = [link.but for link in links if link.but]
+    what = "up to rounding"
     if causes:
-        text = f"{same}, but for {causes[0]}{BY_DESIGN.get(causes[0], '')}{but}"
-        return Verdict(SAME, f"{text}; apart from that {notices}")
-    return Verdict(SAME, f"{same}, up to rounding{but}; {notices}")
+        what = f"except for {causes[0]}{BY_DESIGN.get(causes[0], '')}"
+        unseen = f"apart from that, {unseen}"
+    text = f"THE SAME as one process, {what}{but}, in the {steps} steps compared ({unseen})"
+    return Verdict(SAME, text)
 
 
 # ----------------------------------------------------------------------------------------- words

@@ -1,4 +1,4 @@
-"""Link 3: do weights change as in one process whose optimizer gets the same gradients?"""
+"""Stage 3: do weights change as in one process whose optimizer gets the same gradients?"""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -9,9 +9,19 @@ from instruments.command import Line
 from equivalence import limits, vectors
 from equivalence.facts import Facts
 from equivalence.notes import Alone
-from equivalence.verdict import Figures, Link, some_of
+from equivalence.verdict import Figures, Link, Reason, inconclusive, some_of
 
 LABEL = "weights"
+UNMEASURED = Reason(
+    "the difference may be rounding, which was not measured, as the program fails in float64",
+    "make a copy compute in float64: torch.set_default_dtype(torch.float64), double data",
+)
+UNCHANGED = Reason("no step changes the weights", "give --steps 10, or leave out the warm-up")
+COARSE = Reason(
+    "the optimizer computes in bfloat16 or float16",
+    "compare a copy with torch.optim.SGD: then only this optimizer's own step is not compared",
+)
+SCHEDULE = Reason("not compared, as a schedule may differ", "")
 
 
 class Change(NamedTuple):
@@ -24,67 +34,37 @@ class Change(NamedTuple):
     step: int = 0
 
 
-class Changes(NamedTuple):
-    """Changes of all weights in all steps, in one sentence; or why they were not measured."""
-
-    why: str = ""
-    text: str = ""
-    worst: Change = Change()
-    limit: float = 0.0
-    hidden: float = 0.0
-    excuse: str = ""  # a reason why a difference may be right
-
-    @property
-    def is_right(self) -> bool | None:
-        return None if self.why else self.worst.far <= self.limit
-
-
-def all_changes(facts: Facts, alone: Alone, perturbed_run: Alone | None) -> Changes:
-    """Changes of the ranks' weights beside one process's.  perturbed_run: measures rounding."""
+def weights(facts: Facts, alone: Alone, exact: Alone | None, settings: Link) -> Link:
+    """Stage 3.  exact: the same run in float64.  settings: equal learning rates?"""
     is_forced = all(facts.is_forced(k) for k in facts.steps)
     limit = limits.UPDATED
     if not is_forced:  # one process had gradients of its own, with other rounding errors
-        if perturbed_run is None:
-            return Changes("the run in one process that measures rounding failed")
-        yardstick = between(facts, perturbed_run, alone)
-        limit = max(limit, min(facts.rounding_limit, limits.YARDSTICKS * yardstick))
+        if exact is None and not facts.is_coarse:
+            return inconclusive(LABEL, UNMEASURED)
+        rounding = between(facts, exact, alone) if exact else facts.rounding_limit
+        limit = max(limit, min(facts.rounding_limit, limits.YARDSTICKS * rounding))
     changes = each_change(facts, alone)
     changed = {change.step for change in changes if change.size}
     if not changed:
-        return Changes("no step changes the weights")
+        return inconclusive(LABEL, UNCHANGED)
     worst = max(changes, key=lambda change: change.far)
-    what = "as in one process" + " that gets the same gradients" * is_forced
-    text = f"{what} {Figures(worst.far, limit)}"
-    skipped = [str(k + 1) for k in facts.steps if k not in changed]
-    if skipped:
-        text += f"; not in step {', '.join(skipped)}, where nothing changes"
-    hidden = max(change.hidden for change in changes)
-    excuse = "the optimizer computes in bfloat16 or float16" * alone.notes.has_coarse_optimizer
-    return Changes("", text, worst, limit, hidden, excuse)
-
-
-def weights(changes: Changes, gradients: Link, settings: Link) -> Link:
-    """Link 3.  gradients: of the optimizers, right or wrong?  settings: equal learning rates?"""
-    if changes.why:
-        return Link(LABEL, None, why=changes.why)
-    far, name = changes.worst.far, changes.worst.name
-    figures = Figures(far, changes.limit)
-    if changes.is_right:
-        limit = max(changes.limit, changes.hidden)
-        text = f"right: the weights change {changes.text}"
+    figures = Figures(worst.far, limit)
+    skipped = ", ".join(str(k + 1) for k in facts.steps if k not in changed)
+    where = f" {figures}" + f"; not in step {skipped}, where nothing changes" * bool(skipped)
+    start = "with the same gradients, " * is_forced + "the weights"
+    if worst.far <= limit:
+        text = f"ok: {start} change as in one process{where}"
+        limit = max(limit, *(change.hidden for change in changes))
         return Link(LABEL, True, text, limit, figures=figures)
-    if changes.excuse:
-        text = f"not found out: the weights don't change {changes.text}; worst: {name}"
-        return Link(LABEL, None, text, why=changes.excuse)
-    if gradients.is_right is False:
-        return Link(LABEL, None, why="not looked at, as the gradients are wrong")
+    text = f"{start} do not change as in one process{where}; worst: {worst.name}"
+    if alone.notes.has_coarse_optimizer:
+        return inconclusive(LABEL, COARSE, text, figures)
     if settings.is_right is None:
-        return Link(LABEL, None, why="not looked at, as a schedule may differ")
-    if settings.is_right and settings.text and far <= 2 * limits.SCHEDULE:
-        text = "the weights change as in one process, but for the schedule's other learning rates"
-        return Link(LABEL, True, f"{text} {figures}", far, figures=figures)
-    text = f"WRONG: the weights don't change {changes.text}; worst: {name}"
-    return Link(LABEL, False, text, far, figures=figures)
+        return inconclusive(LABEL, SCHEDULE)
+    if settings.is_right and settings.text and worst.far <= 2 * limits.SCHEDULE:
+        text = "ok: the weights change as in one process, except for the schedule's learning rates"
+        return Link(LABEL, True, f"{text} {figures}", worst.far, figures=figures)
+    return Link(LABEL, False, f"WRONG: {text}", worst.far, figures=figures)
 
 
 def each_change(facts: Facts, alone: Alone) -> list[Change]:
@@ -132,31 +112,38 @@ def change_apart(
     return Change(beyond / size, size, digit.norm().item() / size)
 
 
-def between(facts: Facts, perturbed_run: Alone, alone: Alone) -> float:
-    """The largest distance of changes in two runs in one process: the first one was perturbed."""
+def between(facts: Facts, exact: Alone, alone: Alone) -> float:
+    """The largest distance of changes in a run in one process from those in float64."""
     most_apart = 0.0
     for k in facts.steps:
-        theirs = perturbed_run.notes.steps[k + 1].weights
+        ends = exact.notes.steps[k + 1].weights
         for name, old, _, value_alone in values(facts, alone, k):
-            if name in theirs and name in facts.trained:
-                begin = vectors.perturbed(old, facts.number_format)
-                change = change_apart(begin, theirs[name], old, value_alone)
+            if name in ends and name in facts.trained:
+                change = change_apart(old, ends[name].to(old.dtype), old, value_alone)
                 most_apart = max(most_apart, change.far)
     return most_apart
 
 
-def buffers(facts: Facts, alone: Alone, limit: float, left_out: tuple) -> list[Line]:
-    """A note on buffers that change otherwise than in one process."""
-    limit, worst, names = max(limits.MOST, limit), 0.0, []
-    for k in facts.comparable:
-        for name, old, news, value_alone in values(facts, alone, k):
-            if name in facts.ranks[0].parameters or name.endswith(left_out):
-                continue
-            far = max(change_apart(old, new, old, value_alone).far for new in news)
-            if far > limit:
-                worst = max(worst, far)
-                names.append(name)
+def buffers(facts: Facts, alone: Alone, limit: float, is_right: bool) -> list[Line]:
+    """A note on buffers that change otherwise than in one process.  is_right: the gradients."""
+    limit = max(limits.MOST, limit)
+    others = other_state(facts, alone, limit)
+    names = [name for name in others if name not in facts.ranks[0].parameters]
     if not names:
         return []
-    text = f"{some_of(names)} don't change as in one process {Figures(worst, limit)}"
-    return [Line("buffers", f"{text}: does each process update them from its own examples?")]
+    worst = max(others[name] for name in names)
+    text = f"{some_of(names)} do not change as in one process {Figures(worst, limit)}"
+    text += ", and no gradient depends on it in these steps" * is_right
+    return [Line("buffers", text)]
+
+
+def other_state(facts: Facts, alone: Alone, limit: float) -> dict[str, float]:
+    """What no optimizer trains, and changes otherwise than in one process, and how much so."""
+    furthest: dict[str, float] = {}
+    left_out = facts.trained | facts.ranks[0].norm_buffers
+    for k in facts.comparable:
+        for name, old, news, value_alone in values(facts, alone, k):
+            if name not in left_out:
+                far = max(change_apart(old, new, old, value_alone).far for new in news)
+                furthest[name] = max(furthest.get(name, 0.0), far)
+    return {name: far for name, far in furthest.items() if far > limit}

@@ -10,7 +10,7 @@ from distributed import unwrap_model
 from instruments.observer import Observer
 from torch import nn
 
-from equivalence.batches import to_plain
+from equivalence.batches import mapped, to_plain
 from equivalence.loaders import Loaders
 from equivalence.notes import Event, RandomState, random_state, set_random_state
 from equivalence.tensors import digest, tensors_in
@@ -24,9 +24,10 @@ class Data(Observer):
 
     def __init__(self, steps: Any) -> None:
         self.steps = steps
-        self.loaders = Loaders(steps.noted)
+        self.loaders = Loaders(steps.noted.loaders)
         self.has_teacher = False  # a model was called without gradients, since this step began
         self.known_state: RandomState | None = None  # at the step's last event
+        self.outputs: dict[int, list] = {}  # by model: the tensors that its last call has returned
         steps.at_new_step.append(self.new_step)
 
     def new_step(self) -> None:
@@ -97,10 +98,23 @@ class Data(Observer):
         if not self.steps.has_loader and is_data:  # and not what another model has computed
             self.note_draws()
             name = f"inputs of {type(unwrap_model(module)).__name__}"
-            replaced, new_kwargs = self.note_event(name, (args, dict(kwargs)))
+            own, is_state = (args, dict(kwargs)), self.is_state  # a state is not noted, or replaced
+            data = mapped(lambda some, key: torch.zeros(()) if is_state(*some) else some[0], [own])
+            pair = [own, self.note_event(name, data)]
+            replaced, new_kwargs = mapped(lambda some, key: some[not is_state(some[0])], pair)
             kwargs.update(new_kwargs)
         self.steps.step.inputs += digest((replaced or args, dict(kwargs)))
         return replaced
+
+    def is_state(self, leaf: Any) -> bool:
+        """Whether a leaf of a model's inputs is what a model has returned (an LSTM's state)."""
+        known = [tensor for some in self.outputs.values() for tensor in some]
+        is_full = isinstance(leaf, torch.Tensor) and leaf.numel() > 0
+        return is_full and any(tensor.data_ptr() == leaf.data_ptr() for tensor in known)
+
+    def forward_ends(self, module: nn.Module, args: tuple, output: Any) -> None:
+        if not self.steps.has_loader and torch.is_grad_enabled():
+            self.outputs[id(module)] = [tensor.detach() for tensor in tensors_in(output)]
 
     def gradients_are_there(self, optimizer: Any, is_again: bool) -> None:
         if not is_again:
@@ -108,4 +122,4 @@ class Data(Observer):
 
     def notes(self, is_own_thread: bool) -> None:
         if is_own_thread:
-            self.steps.noted.dataset_digests = self.loaders.dataset_digests()
+            self.loaders.look_into_data()

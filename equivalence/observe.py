@@ -17,11 +17,12 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from equivalence.clipping import Clipping
-from equivalence.coarse import CoarseOptimizers
-from equivalence.data import Data
+from equivalence.formats import CoarseOptimizers
 from equivalence.gradients import Gradients
-from equivalence.layers import Layers
+from equivalence.inputs import Data
+from equivalence.layers import BATCH_NORM, Layers
 from equivalence.notes import Alone, Notes, Shelf, Step, plain_name
+from equivalence.tensors import digest
 
 
 def observers(
@@ -151,6 +152,8 @@ class Weights(Observer):
         if id(module) in self.begun or self.hooks.is_in("backward"):
             return
         self.begun.add(id(module))
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            self.steps.noted.has_buffers_of_first |= module.broadcast_buffers
         for name, tensor in self.named_tensors(module):
             self.note(name, tensor)
 
@@ -206,11 +209,23 @@ class Weights(Observer):
         group = optimizer.param_groups[0]
         return [Owned(name, parameter, group, False) for name, parameter in models]
 
+    def has_changed(self) -> bool:
+        """Whether a weight has changed since the first forward pass."""
+        first = self.steps.noted.steps[0].weights
+        pairs = [(first.get(name), tensor) for name, tensor in self.trained()]
+        pairs = [(old, new) for old, new in pairs if isinstance(old, torch.Tensor)]
+        return any(digest(old) != digest(new) for old, new in pairs if not hasattr(new, "to_local"))
+
     def notes(self, is_own_thread: bool) -> None:
+        self.steps.noted.has_changed = not self.steps.noted.counts and self.has_changed()
         names: dict[str, None] = {}  # each once, in their order
         for model in self.hooks.models.values():
             parameters = {id(parameter) for parameter in model.parameters()}
-            names |= {name: None for name, t in self.named_tensors(model) if id(t) in parameters}
+            named = self.named_tensors(model)
+            names |= {name: None for name, t in named if id(t) in parameters}
+            norms = [layer for layer in model.modules() if isinstance(layer, BATCH_NORM)]
+            buffers = {id(buffer) for layer in norms for buffer in layer.buffers()}
+            self.steps.noted.norm_buffers |= {name for name, t in named if id(t) in buffers}
         for step in self.steps.noted.steps:
             names |= dict.fromkeys(step.options)
         self.steps.noted.parameters = list(names)

@@ -4,6 +4,9 @@ import dataclasses
 
 from equivalence.facts import COPIES, PARTS, UNCLEAR, Facts
 from equivalence.notes import RECEIVED, Alone, Notes, Step
+from equivalence.verdict import Reason
+
+INFINITE = "torch.autograd.set_detect_anomaly(True), in a copy, names the line of the program"
 
 
 def facts_of(ranks: list[Notes], length: int, known: Facts | None = None) -> Facts:
@@ -69,12 +72,13 @@ def complete(ranks: tuple[Step, ...]) -> list[Step]:
     return completed
 
 
-def first_infinite(ranks: list[Notes], length: int) -> str:
-    """The first gradient that is not finite, in words: own gradients before averaged ones."""
+def first_infinite(ranks: list[Notes], length: int) -> Reason | None:
+    """The first gradient that is not finite: own gradients before averaged ones."""
     for k in range(min(length, *(len(rank.steps) for rank in ranks))):
         for what in "own", "got":
             for rank in ranks:
                 gradients = getattr(rank.steps[k], what).values()
                 if not all(bool(gradient.isfinite().all()) for gradient in gradients):
-                    return f"infinite or NaN in step {k + 1} on rank {rank.rank}"
-    return ""
+                    place = f"in step {k + 1} on rank {rank.rank}"
+                    return Reason(f"infinite or NaN {place}", INFINITE)
+    return None
