@@ -416,9 +416,9 @@ def test_a_transformer_by_fsdp_and_by_tensor_parallelism_of_the_page_is_one_proc
     assert all(distance <= 1e-6 and 1 / n < share < 0.8 for distance, share in found)
 
 
-def dry_run(*script, nproc):
+def dry_run(*script, nproc, batch=50):
     """Its banner, and its losses and counts."""
-    flags = ("--dataset", "synthetic", "--dry-run", "--batch-size", 50, "--nproc", nproc)
+    flags = ("--dataset", "synthetic", "--dry-run", "--batch-size", batch, "--nproc", nproc)
     before = f"import sys; sys.path.append({str(ROOT)!r})\n{FEW_DIGITS}"
     options = {"before": before, "timeout": 280, "TORCHINDUCTOR_COMPILE_THREADS": 1}  # no processes of its own
     done = forker().run(*script, *flags, **options)
@@ -430,10 +430,12 @@ def dry_run(*script, nproc):
     "name", sorted({case[1] for case in VARIANTS} | {"mnist_transformer", "mnist_experts", "mnist_context_parallel"})
 )
 def test_a_dry_run(name):
+    """Context parallelism with one image in a step: the ranks share its tokens."""
     skip_if_refused(name)
-    nproc, processes = (4, "4 processes") if name == "mnist_mesh" else (1, "1 process")
-    banner, (*_, count), err = dry_run("-m", f"variants.{name}", nproc=nproc)
-    assert (banner, count, err) == (f"distributed: {processes}, gloo, cpu", 100, "")
+    nproc, batch = {"mnist_mesh": (4, 50), "mnist_context_parallel": (2, 1)}.get(name, (1, 50))
+    banner, (*_, count), err = dry_run("-m", f"variants.{name}", nproc=nproc, batch=batch)
+    processes = "1 process" if nproc == 1 else f"{nproc} processes"
+    assert (banner, count, err) == (f"distributed: {processes}, gloo, cpu", 2 * batch, "")
 
 
 @pytest.mark.slow

@@ -191,8 +191,6 @@ def parse_args():
     args = parser.parse_args()
     if min(args.epochs, args.batch_size) < 1 or not 0 < args.lr < float("inf") or not 0 <= args.seed < 2**32:
         parser.error("--epochs and --batch-size must be at least 1, --lr positive and finite, --seed 0 to 2**32 - 1")
-    if args.batch_size < dist.count_processes(args.nproc):
-        parser.error("--batch-size must be at least the number of processes: one example each")
     if dist.count_processes(args.nproc) > 16:
         parser.error("there are 16 tokens to share out: start at most 16 processes")
     data.prepare(args.dataset, args.data_dir, error=parser.error)
