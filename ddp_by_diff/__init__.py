@@ -1,41 +1,18 @@
-"""The commands that `pip install` brings: ddp-timeline, ddp-equivalence and ddp-doctor.
+"""The tools that `pip install PATH` brings: ddp-timeline, ddp-equivalence and ddp-doctor.
 
-    pip install .                               # in a clone; or pip install git+ADDRESS
-    ddp-timeline train.py --my-flags            # as python PATH/timeline train.py --my-flags
+    ddp-timeline train.py --my-flags                # in a clone: python -m ddp_by_diff.timeline mnist_ddp.py
     ddp-equivalence --nproc 3 train.py
     ddp-doctor
-    torchrun --nproc_per_node=2 --no-python ddp-timeline train.py
+    torchrun --nproc_per_node=2 -m ddp_by_diff.timeline train.py
 
-In the wheel the folders of the tools lie beside this file, in this one package; in a clone they lie beside this folder.
-So nothing of ours can be imported by accident: the tools find each other as in a clone, by the folder that they are in.
+The tools use the two helpers as ddp_by_diff.distributed and ddp_by_diff.distributed_launcher, so that they never meet a
+program's own copies.  The wheel has copies of the two files in this folder; in a clone they are one folder up.
 """
 
 import os
-import runpy
-import sys
 
-HERE = os.path.dirname(os.path.abspath(__file__))
-FOLDER = HERE if os.path.isdir(os.path.join(HERE, "timeline")) else os.path.dirname(HERE)
+__version__ = "0.9"
 
-
-def _run(name: str) -> None:
-    """Run a tool as `python PATH/name` does: run_path puts the tool's own place in front of sys.path."""
-    path = os.path.join(FOLDER, name)
-    sys.argv[0] = path
-    if not sys.path[0] or os.path.isfile(os.path.join(sys.path[0], f"ddp-{name.removesuffix('.py')}")):
-        del sys.path[0]  # the folder of the command, which is no place to look for modules
-    if path.endswith(".py"):
-        sys.path.insert(0, FOLDER)
-    runpy.run_path(path, run_name="__main__")
-
-
-def timeline() -> None:
-    _run("timeline")
-
-
-def equivalence() -> None:
-    _run("equivalence")
-
-
-def doctor() -> None:
-    _run("doctor.py")
+_here = os.path.dirname(os.path.abspath(__file__))
+if not os.path.exists(os.path.join(_here, "distributed.py")):
+    __path__.append(os.path.dirname(_here))

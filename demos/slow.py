@@ -1,7 +1,7 @@
 """A training for timeline/ to look at: rank 1, or each rank, is 60 ms late in one part of its step.
 
-python -m timeline -m demos.slow forward
-python -m timeline -m demos.slow loading --every-rank --workers 2
+python -m ddp_by_diff.timeline -m demos.slow forward
+python -m ddp_by_diff.timeline -m demos.slow loading --every-rank --workers 2
 """
 
 import argparse

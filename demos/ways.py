@@ -1,7 +1,7 @@
 """Wrong ways of training with several processes, and their corrections, for equivalence/ to look at.
 
-python -m equivalence -m demos.ways sum             # wrong: equivalence/ names the mistake
-python -m equivalence -m demos.ways sum --right     # the corrected program
+python -m ddp_by_diff.equivalence -m demos.ways sum             # wrong: equivalence/ names the mistake
+python -m ddp_by_diff.equivalence -m demos.ways sum --right     # the corrected program
 """
 
 import argparse

@@ -7,7 +7,7 @@ import tokenize
 import pytest
 from world import ROOT
 
-from tools.steps import STEPS, diff_lines
+from dev.steps import STEPS, diff_lines
 
 GOALS = {  # lines added + removed, at most
     ("mnist_single.py", "mnist_dataparallel.py"): 5,

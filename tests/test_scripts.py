@@ -18,7 +18,7 @@ import data
 import distributed as dist
 import mnist_amp
 import mnist_apex
-from tools.steps import STEPS
+from dev.steps import STEPS
 
 CPU = torch.device("cpu")
 ONE_PROCESS = ["mnist_single", "mnist_dataparallel"]

@@ -32,20 +32,9 @@ import pytest
 import torch
 
 import distributed as dist
-from tools.programs import ENVIRONMENT, LIMIT, ROOT, SHELL, Result, shell  # noqa: F401  for the tests, too
+from dev.programs import ENVIRONMENT, LIMIT, ROOT, SHELL, Result, shell  # noqa: F401  for the tests, too
 
-FOLDERS = {
-    "ddp_by_diff",
-    "demos",
-    "equivalence",
-    "exercises",
-    "experiments",
-    "instruments",
-    "tests",
-    "timeline",
-    "tools",
-    "variants",
-}
+FOLDERS = {"ddp_by_diff", "demos", "dev", "exercises", "tests", "variants"}
 # The project's programs.  (.ci/run tests a copy that git knows nothing of.)
 FILES = [*ROOT.glob("*.py"), *(file for folder in FOLDERS for file in (ROOT / folder).rglob("*.py"))]
 PROGRAMS = sorted(file.relative_to(ROOT).as_posix() for file in FILES)
@@ -311,7 +300,7 @@ class Forker:
     def start(self, script, *args, cwd=None, before="", path=(), timeout=LIMIT, **environment):
         """As `python script args` in the folder cwd (or an empty one), with SIGKILL after the timeout.
 
-        `-m` and a module, as for python itself: of the folder cwd, or of the repository ("-m", "tools.build").
+        `-m` and a module, as for python itself: of the folder cwd, or of the repository ("-m", "dev.build").
         `before` is run first, `path` is PYTHONPATH, `environment` are further variables; None: not set.
         """
         if self.job:

@@ -1,4 +1,4 @@
-"""tools/gpu_check.py, which is for people who have a card: what fails hides nothing else."""
+"""dev/gpu_check.py, which is for people who have a card: what fails hides nothing else."""
 
 import re
 
@@ -10,7 +10,7 @@ from world import ROOT, forker
 @pytest.mark.timeout(500)
 def test_parts_and_one_that_fails(machine, tmp_path):
     """NPROC asks for more processes than there are cards; only the part that sets no NPROC of its own reads it."""
-    command = ("-m", "tools.gpu_check", "mnist_ddp", "--dry-run", "--out", tmp_path / "out")
+    command = ("-m", "dev.gpu_check", "mnist_ddp", "--dry-run", "--out", tmp_path / "out")
     run = machine.run(*command, gpus=("8.0",), timeout=480, NPROC=3)
     results = dict(re.findall(r"^\| ([^|]+) \| ([^|]+) \| \d+ \|$", run.out, re.MULTILINE))  # of the table at the end
     assert run.code == 1 and len(results) == 2, run.out + run.err[-3000:]
@@ -20,8 +20,8 @@ def test_parts_and_one_that_fails(machine, tmp_path):
 
 
 def test_without_a_gpu_it_says_so(tmp_path):
-    run = forker().run("-m", "tools.gpu_check", "--out", tmp_path / "out")
-    assert run.code == 2 and run.err == "gpu_check: torch sees no GPU: python doctor.py says more\n"
+    run = forker().run("-m", "dev.gpu_check", "--out", tmp_path / "out")
+    assert run.code == 2 and run.err == "gpu_check: torch sees no GPU: python -m ddp_by_diff.doctor says more\n"
     (tmp_path / "out" / "table.md").touch()
-    run = forker().run("-m", "tools.gpu_check", "--out", tmp_path / "out", cwd=ROOT)
+    run = forker().run("-m", "dev.gpu_check", "--out", tmp_path / "out", cwd=ROOT)
     assert run.code == 2 and "there are files in it" in run.err

@@ -148,7 +148,7 @@ def test_sync_batchnorm_is_one_process(machine, start):
 
 def test_the_doctor_finds_two_gpus(machine):
     machine.needs(2)
-    run = machine.run("doctor.py", gpus=("8.0", "9.0"))
+    run = machine.run("-m", "ddp_by_diff.doctor", gpus=("8.0", "9.0"))
     assert run.code == 0, run.out + run.err
     assert all(text in run.out for text in ("2, CUDA_VISIBLE_DEVICES", "cuda:0 computes", "cuda:1 computes", "nccl"))
     assert "cuda:1 computes (Simulated GPU 9.0)" in run.out or machine.cards
@@ -173,5 +173,5 @@ def test_the_cells_of_the_notebook(machine, tmp_path):
 
 
 def test_the_doctor_says_that_the_driver_is_too_old(simulated):
-    run = simulated.run("doctor.py", gpus=("8.0",), SIM_OLD_DRIVER=1)
+    run = simulated.run("-m", "ddp_by_diff.doctor", gpus=("8.0",), SIM_OLD_DRIVER=1)
     assert run.code == 1 and "-> nvidia-smi shows the driver's newest CUDA" in run.out, run.out + run.err

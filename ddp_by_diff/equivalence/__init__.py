@@ -1,0 +1,32 @@
+"""Check whether training on N processes computes the same as on one.  Your program is unchanged.
+
+    python -m ddp_by_diff.equivalence mnist_ddp.py --dataset synthetic  # 2 processes, or 1 per GPU
+    python -m ddp_by_diff.equivalence --nproc 3 -m variants.mnist_fsdp  # a module, on 3 processes
+    ddp-equivalence train.py --my-flags                     # your program: pip install PATH first
+    ddp-equivalence --only averaging train.py               # without a single-process run
+    ddp-equivalence --epoch train.py                        # is each example used once?
+    torchrun --nproc_per_node=2 -m ddp_by_diff.equivalence train.py
+
+Every training step is checked in three stages, each with equal input on N processes and on one:
+
+    averaging   do the optimizers receive the mean of the ranks' gradients?
+    one batch   is this mean the gradient of all examples in one batch?
+    weights     do the weights then change as in one process?
+
+Exit code: 0 the same, up to rounding (or except for BatchNorm or dropout); 1 different;
+2 inconclusive, or the program failed.  docs/equivalence.md explains the output.
+"""
+
+# A *rank* is one of the N processes, and a run in one process is *alone*.  A gradient is *own*
+# before any message, and *got* as an optimizer receives it.  An *event* is data that come in, under
+# a *key* such as "loader 0".  A *look* is the ranks' notes beside a run alone.
+#
+#   __main__.py        the command line
+#   observe.py         observers of a program: inputs.py, gradients.py, layers.py, clipping.py
+#   loaders.py         which DataLoader a batch comes from; epoch.py: --epoch
+#   notes.py           the notes of a process; facts.py: the ranks' notes side by side
+#   copies_or_parts.py what the ranks have of the model: decided before any question
+#   runs.py            more runs; source.py: their data; formats.py: in float64
+#   judge.py           what is asked: examples.py, averaging.py (stage 1), one_batch.py (2),
+#                      optimizer_options.py, weights.py (3); verdict.py: the answer
+#   limits.py          all thresholds; vectors.py, batches.py, tensors.py: arithmetic

@@ -1,0 +1,173 @@
+"""The command line."""
+
+import argparse
+import json
+import os
+import shlex
+import shutil
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ddp_by_diff import equivalence
+from ddp_by_diff.instruments import command
+from ddp_by_diff.instruments.command import Line
+
+if TYPE_CHECKING:
+    from ddp_by_diff.equivalence.verdict import Answer
+
+FAILED = "the program failed with several processes"
+LEFT_OUT = "the rest of the epoch (use --epoch), evaluation, resuming"
+NO_GRADIENTS = "gradients and weights"
+ONE_PROCESS = "there is only one process", "give --nproc 2"
+
+
+def parse_args() -> argparse.Namespace:
+    parser = command.new_parser("equivalence", equivalence.__doc__)
+    add = parser.add_argument
+    add("--nproc", type=int, help="processes (default: one for each GPU; without a GPU, 2)")
+    add("--steps", type=int, default=3, help="steps to compare (default: %(default)s)")
+    one = parser.add_mutually_exclusive_group().add_argument
+    one("--only", choices=["averaging"], help="make only this check, without a single-process run")
+    one("--epoch", action="store_true", help="follow one epoch: each example once, on one rank?")
+    add("--alone", default="", help='extra flags for the single-process run: --alone="--nproc 1"')
+    add("--json", metavar="FILE", help="also write the answer into FILE, as one JSON object")
+    add("--patience", type=float, default=120, help="seconds to wait for a step (%(default)s)")
+    args = command.read(parser)
+    try:
+        args.alone = shlex.split(args.alone)
+    except ValueError as problem:
+        parser.error(f"--alone: {problem}")
+    if not args.command:
+        parser.error("give a program, such as mnist_ddp.py --dataset synthetic")
+    if args.steps < 2 or not args.patience > 0 or (args.nproc is not None and args.nproc < 2):
+        parser.error("--nproc and --steps must be at least 2, and --patience greater than 0")
+    args.json = args.json and command.output_path(parser, args.json)
+    return args
+
+
+def main() -> int:
+    args = parse_args()
+    # These import torch, which takes seconds.
+    from ddp_by_diff.instruments.rank import leave
+
+    try:
+        code = compare(args)
+    except KeyboardInterrupt:
+        return 130
+    except Exception:  # 1 would mean: different
+        traceback.print_exc()
+        code = failed(args, "this is a bug in equivalence itself: please report it")
+    leave(code)
+    return code
+
+
+def compare(args: argparse.Namespace) -> int:
+    """Run A; then, in the process that collects the ranks' notes, the other runs and the answer."""
+    import torch
+
+    from ddp_by_diff.equivalence import epoch
+    from ddp_by_diff.equivalence.observe import observers
+    from ddp_by_diff.equivalence.verdict import refusal_in
+    from ddp_by_diff.instruments import ranks as instrument
+    from ddp_by_diff.instruments.rank import Job
+
+    started = time.perf_counter()
+    folder = Path(tempfile.mkdtemp(prefix="equivalence-"))
+
+    def show(notes: list) -> int:
+        if any(note.ending == "failed" for note in notes):
+            write(args, {"verdict": "error", "text": FAILED})
+            return 2  # the launcher prints the error
+        return say(args, answer(args, sorted(notes), folder), len(notes), started)
+
+    torch.set_num_threads(1)  # with threads of torch, this process could not fork
+    # On GPUs another batch size may select another kernel, with other rounding errors.
+    os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    is_here = instrument.read_place() is None  # no launcher: all ranks are on this machine
+    shelf = str(folder) if is_here else None
+    arguments = (args.steps, f"{folder}/log", shelf)
+    job = Job("equivalence", args.command, args.patience, observers, arguments)
+    if args.epoch:
+        job = job._replace(make_observers=epoch.observers, arguments=(f"{folder}/log",))
+    try:
+        return instrument.look_at(job, args.nproc, show)
+    except SystemExit as end:  # the program failed
+        command.show("")
+        if refusal := refusal_in(str(end.code)):
+            return failed(args, refusal)
+        if isinstance(end.code, str):
+            for log in sorted(folder.glob("log*")):
+                sys.stderr.write(log.read_text(encoding="utf-8", errors="replace")[-2000:])
+            print(end.code, file=sys.stderr)
+            return failed(args, FAILED)
+        raise
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def answer(args: argparse.Namespace, notes: list, folder: Path) -> "Answer":
+    """The answer from the notes of all ranks that came."""
+    from ddp_by_diff.equivalence import epoch
+    from ddp_by_diff.equivalence.judge import few_steps, judge, only_averaging
+    from ddp_by_diff.equivalence.runs import Runs
+    from ddp_by_diff.equivalence.verdict import Reason, unknown
+    from ddp_by_diff.instruments.ranks import exit_at_sigterm
+
+    exit_at_sigterm()
+    ranks = [note.value for note in notes]
+    if args.epoch:
+        return epoch.answer(ranks)
+    is_stuck = any(note.ending == "stuck" for note in notes)
+    is_short = min(len(rank.counts) for rank in ranks) <= args.steps
+    if len(ranks) < ranks[0].world_size or is_stuck or is_short:
+        return few_steps(ranks, args.steps)
+    if len(ranks) < 2:
+        return unknown(Reason(*ONE_PROCESS))
+    if args.only:
+        return only_averaging(ranks, args.steps)
+    runs = Runs(args, folder, len(ranks))
+    found = judge(ranks, args.steps, runs, args.command)
+    return found._replace(error=runs.problem)
+
+
+def say(args: argparse.Namespace, found: "Answer", processes: int, started: float) -> int:
+    """Print the answer, and write it; returns the exit code."""
+    import torch
+
+    seconds, lines = time.perf_counter() - started, found.lines()
+    if found.links:
+        and_one = "" if args.only or args.epoch else " and on 1"
+        length = "one epoch" if args.epoch else f"{args.steps} steps"
+        text = f"{shlex.join(args.command)} on {processes} processes{and_one}, {length}"
+        place = 1 + len(found.verdict.ways_on)
+        lines.insert(place, Line("program", f"{text} ({seconds:.0f} s)"))
+        lines.append(Line("not checked", NO_GRADIENTS if args.epoch else LEFT_OUT))
+    command.show("")
+    command.say(lines, indent=14)
+    more = {"processes": processes, "steps": None if args.epoch else args.steps}
+    more |= {"seconds": round(seconds, 1), "torch": torch.__version__}
+    write(args, found.as_json() | more)
+    return found.verdict.code
+
+
+def failed(args: argparse.Namespace, text: str) -> int:
+    """Print and write why there is no answer; returns the exit code."""
+    print(f"equivalence: {text}", file=sys.stderr)
+    write(args, {"verdict": "error", "text": text})
+    return 2
+
+
+def write(args: argparse.Namespace, found: dict) -> None:
+    """Write the answer as one object of JSON: the file is complete, or as it was before."""
+    if args.json:
+        about = {"program": args.command, "python": sys.version.split()[0]}
+        command.write_file(args.json, json.dumps(found | about, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

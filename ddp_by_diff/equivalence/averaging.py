@@ -1,0 +1,378 @@
+"""Stage 1: do the optimizers receive the mean of the ranks' own gradients?
+
+And is that what one process's optimizer would receive, after its own program has clipped it?
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable
+
+import torch
+
+from ddp_by_diff.equivalence import limits, vectors
+from ddp_by_diff.equivalence.facts import Facts
+from ddp_by_diff.equivalence.notes import Notes, Step
+from ddp_by_diff.equivalence.one_batch import NOT_COMPARABLE, Look, scales
+from ddp_by_diff.equivalence.vectors import Fit, Vector
+from ddp_by_diff.equivalence.verdict import (
+    Figures,
+    Link,
+    Reason,
+    inconclusive,
+    made_of,
+    percent,
+    some_of,
+)
+
+Choose = Callable[[Step], Vector]  # before or after
+LABEL = "averaging"
+MEAN = "the optimizers receive the mean of the ranks' gradients"
+OWN_PARAMETERS = Reason(
+    "the optimizer has parameters of its own",
+    "in a copy, give the optimizer the model's own parameters",
+)
+DEPENDS = "whether that is right depends on the loss: stage 2, one batch, would tell"
+NO_STAGE_2 = "see the other stages: what settles them settles this"
+UNEVEN = (
+    "Do the ranks have different numbers of examples, tokens or labels? Then the mean of their "
+    "means is not the overall mean"
+)
+DIVIDED = "the sum of the ranks' gradients is right for this loss, and the mean divides it by"
+
+
+def averaging(facts: Facts, right: Look | None, weights: Link) -> Link:
+    """Stage 1.  right: the look in which stage 2 is right, if there is one.  weights: stage 3."""
+    link = of_the_mean(facts, right)
+    if right:
+        link = of_the_whole_step(right, link)
+    is_wrong = link.is_right is False and not facts.unequal
+    if is_wrong and weights.is_right and not any(facts.is_forced(k) for k in facts.steps):
+        # With gradients of its own one process changes the weights so, too.
+        text = "ok: the weights are averaged after the step, with the same result"
+        return Link(LABEL, True, text, weights.limit)
+    return link
+
+
+def in_weights(weights: Link) -> Link:
+    """Stage 1 if the optimizers have parameters of their own: the weights alone can tell."""
+    if weights.is_right is None:
+        return inconclusive(LABEL, OWN_PARAMETERS)
+    text = f"ok: seen in the weights only, as {OWN_PARAMETERS.sentence}"
+    return Link(LABEL, True, text, weights.limit)
+
+
+def of_the_mean(facts: Facts, right: Look | None, is_all: bool = False) -> Link:
+    """Stage 1 of the gradients before they were clipped: are they the mean?
+
+    is_all: nothing else is asked, so what is not the mean counts as wrong.
+    """
+    count = len(facts.owns[0])
+    factors = right.factors if right else [[1 / count] * count for _ in facts.steps]
+    goals = [vectors.combine(facts.owns[k], factors[k]) for k in facts.steps]
+    gots = []
+    for k in facts.steps:
+        gots.append([vectors.only(before(rank.steps[k]), facts.trained) for rank in facts.ranks])
+    limit = limit_of(facts)
+    bad, worst, far = furthest_from_goals(facts, gots, goals, limit)
+    figures = Figures(far, limit)
+    if not bad:
+        text = f"ok: {in_words(factors)}{clipped_in_words(facts.ranks)} {figures}"
+        return Link(LABEL, True, text, limit, figures=figures)
+    if link := sent_coarsely(facts, gots, goals, limit):
+        return link
+    place, names = "", set().union(*goals)
+    if len(bad) < len(names):
+        place = f" of {len(bad)} of {len(names)} tensors ({some_of(bad)})"
+
+    def explained(step: int) -> Link:
+        own = [vectors.only(part, set(bad)) for part in facts.owns[step]]
+        got = [vectors.only(part, set(bad)) for part in gots[step]]
+        goal = vectors.only(goals[step], set(bad))
+        gradients = WrongGradients(step, own, got, goal, factors[step], place)
+        text = "" if right else perhaps_right(gradients, figures)
+        if text and not is_all:
+            return inconclusive(LABEL, Reason(f"{text}; {DEPENDS}", NO_STAGE_2), text, figures)
+        return wrong(text or explain(facts, gradients), figures)
+
+    links = {k: explained(k) for k in facts.steps if not goals[k].keys().isdisjoint(bad)}
+    link = links.get(worst) or explained(worst)
+    kinds = {re.sub(r"[0-9.e+-]+", "", one.text) for one in links.values()}  # without numbers
+    if link.is_right is None or len(kinds) == 1:
+        return link
+    same = [str(k + 1) for k, one in links.items() if one == link]
+    return link._replace(text=link.text.replace("WRONG:", f"WRONG in step {', '.join(same)}:"))
+
+
+def before(step: Step) -> Vector:
+    """The gradients of a step, before they were clipped."""
+    return step.got | step.unclipped
+
+
+def after(step: Step) -> Vector:
+    """The gradients of a step, as the optimizer received them."""
+    return step.got
+
+
+def limit_of(facts: Facts) -> float:
+    """The largest difference that is rounding: more if gradients are in bfloat16 or float16."""
+    step = facts.ranks[0].steps[0]
+    tensors = [*step.own.values(), *step.got.values()]
+    is_coarse = any(torch.finfo(tensor.dtype).eps > limits.COARSE for tensor in tensors)
+    return limits.AVERAGED_COARSE if is_coarse else limits.AVERAGED
+
+
+def furthest_from_goals(
+    facts: Facts, gots: list[list[Vector]], goals: list[Vector], limit: float
+) -> tuple[list[str], int, float]:
+    """Names of the tensors that differ from their goals; the worst step; the largest distance."""
+    furthest: dict[str, float] = {}
+    worst, most = 0, 0.0
+    for k, goal in enumerate(goals):
+        sizes, in_step = vectors.mean_lengths(facts.owns[k]), 0.0
+        for name in goal:
+            for got in gots[k]:
+                far = vectors.distance_in(name, got, goal, sizes.get(name, 0.0))
+                furthest[name] = max(furthest.get(name, 0.0), far)
+                in_step = max(in_step, far)
+        # After copies have become different, `factors` are not exact: an earlier step says more.
+        if in_step > most * 1.001 and (k < facts.first_unequal or not most):
+            worst, most = k, in_step
+    bad = [name for name, far in furthest.items() if far > limit]
+    return bad, worst, max(furthest.values(), default=0.0)
+
+
+def in_words(factors: list[list[float]]) -> str:
+    """What the optimizers receive.  factors: of each rank's gradient, in each step."""
+    even = [1 / len(factors[0])] * len(factors[0])
+    ones = [1.0] * len(even)
+    if even != ones and all(vectors.numbers_are_near(k, ones, limits.FACTOR) for k in factors):
+        return MEAN.replace("mean", "sum")
+    for number, in_step in enumerate(factors):
+        if not vectors.numbers_are_near(in_step, even, limits.FACTOR):
+            text = "the optimizers receive the ranks' gradients, weighted as in one process:"
+            return f"{text} {percent(in_step)} in step {number + 1}"
+    return MEAN
+
+
+def is_clipped(ranks: list[Notes]) -> bool:
+    """Whether clipping has changed a gradient."""
+    return any(step.unclipped for rank in ranks for step in rank.steps)
+
+
+def clipped_in_words(ranks: list[Notes]) -> str:
+    """Whether clipping has changed a gradient; if it never did, it was not tested."""
+    if is_clipped(ranks):
+        return ", clipped"
+    if any(rank.has_clipped for rank in ranks):
+        return ", not clipped (clipping was not active in these steps, so it was not tested)"
+    return ""
+
+
+# ------------------------------------------------------------------------------- the whole step
+
+
+def of_the_whole_step(right: Look, link: Link) -> Link:
+    """Stage 1: do the optimizers receive what one process's optimizer would have received?
+
+    Its own program has clipped, scaled or masked it, before it was given the ranks' gradients.
+    """
+    facts = right.facts
+    limit = max(limits.UPDATED, limit_of(facts), link.limit, right.limit)
+    if not link.is_right:
+        far, k, got, wanted = furthest_from_alone(right, before)
+        if far > limit:
+            alone, times = right.alone.notes.steps[k], vectors.fit(got, [wanted])
+            is_changed = vectors.distance(wanted, vectors.only(alone.own, set(wanted))) > limit
+            if is_changed and times.left < limits.EQUAL:
+                text = f"{times.factors[0]:.7g} times what one process's optimizer receives"
+                return wrong(text, Figures(far, limit))
+            return link
+    far, k, got, wanted = furthest_from_alone(right, after)
+    figures, times = Figures(far, limit), vectors.fit(got, [wanted])
+    if far <= limit:
+        if link.is_right and not is_clipped(facts.ranks):
+            return link._replace(limit=max(link.limit, limit))
+        text = f"ok: {MEAN}, changed as in one process {figures}"
+        return Link(LABEL, True, text, limit, figures=figures)
+    if any(rank.steps[k].draws for rank in facts.ranks):
+        return inconclusive(LABEL, NOT_COMPARABLE[0], MEAN, figures)
+    if is_clipped([*facts.ranks, right.alone.notes]):
+        lengths = f"{vectors.length(got):.3g}, but {vectors.length(wanted):.3g} in one process"
+        return wrong(f"after clipping, the mean has length {lengths} {figures}", figures)
+    if times.left <= limit:
+        return wrong(f"{times.factors[0]:.7g} times one process's gradients", figures)
+    return wrong(f"the mean is changed otherwise than in one process {figures}", figures)
+
+
+def furthest_from_alone(right: Look, choose: Choose) -> tuple[float, int, Vector, Vector]:
+    """The largest distance from what one process's optimizer would get; its step; both vectors."""
+    facts, worst = right.facts, (0.0, 0, {}, {})
+    for k in facts.comparable:
+        names = facts.comparable_names(k)
+        wanted = vectors.only(choose(right.alone.notes.steps[k]), names)
+        own = [vectors.only(part, names) for part in facts.owns[k]]
+        # Relative to the own gradients, which may be longer: so much the program has shrunk them.
+        shrunk = vectors.length(wanted) / (vectors.length(vectors.mean(own)) or 1.0)
+        own = [vectors.combine([part], [min(1.0, shrunk)]) for part in own]
+        for rank in facts.ranks:
+            got = vectors.only(choose(rank.steps[k]), names)
+            sizes = scales(facts, wanted | got, own)
+            for name in sizes:
+                far = vectors.distance_in(name, got, wanted, sizes[name])
+                if far > 1.001 * worst[0]:  # of equal ones the first step
+                    worst = far, k, got, wanted
+    return worst
+
+
+def sent_coarsely(
+    facts: Facts, gots: list[list[Vector]], goals: list[Vector], limit: float
+) -> Link | None:
+    """Stage 1, right, if messages in 16 bits explain all differences; else None."""
+    for dtype in torch.float16, torch.bfloat16:
+        most, far = torch.finfo(dtype).eps, 0.0
+        for k, goal in enumerate(goals):
+            for got in gots[k]:
+                if not is_rounded(got, goal, facts.owns[k], torch.finfo(dtype), limit):
+                    far = math.inf
+                far = max(far, vectors.distance(got, goal))
+        if far <= most:
+            name, figures = str(dtype).removeprefix("torch."), Figures(far, most)
+            return Link(LABEL, True, f"ok: {MEAN}, sent as {name} {figures}", most, figures=figures)
+    return None
+
+
+def is_rounded(
+    got: Vector, goal: Vector, parts: list[Vector], format: torch.finfo, limit: float
+) -> bool:
+    """Whether each number differs by no more than the format rounds, some up and others down."""
+    most = (len(parts) + 1) / 2 * format.eps  # each addition rounds
+    for name, numbers in vectors.difference(got, goal).items():
+        own = [vectors.numbers(part[name]).abs() for part in parts if name in part]
+        if bool((numbers.abs() > most * sum(own) / len(parts) + format.tiny).any()):
+            return False
+        wanted = vectors.only(goal, {name})
+        times = vectors.fit(vectors.only(got, {name}), [wanted]).factors[0]
+        far = vectors.distance_in(name, got, goal)
+        squares = vectors.numbers(goal[name]).square()
+        large = float(squares.sum() ** 2 / squares.square().sum().clamp(min=1e-300))  # numbers
+        if abs(times - 1) > max(limit, limits.DEVIATIONS * far / max(1.0, large) ** 0.5):
+            return False
+    return True
+
+
+# ------------------------------------------------------------------- what is not the mean, in words
+
+
+@dataclasses.dataclass
+class WrongGradients:
+    """Gradients of one step, of those tensors in which the optimizers did not get the goal."""
+
+    step: int
+    own: list[Vector]
+    got: list[Vector]
+    goal: Vector
+    proper: list[float]  # factors: how much each rank's gradient should count
+    place: str  # which tensors, if not all
+
+
+def explain(facts: Facts, gradients: WrongGradients) -> str:
+    """The mistake in words."""
+    if not vectors.are_near(gradients.got, limits.UPDATED):
+        return unequal_in_words(facts, gradients)
+    return equal_in_words(vectors.fit(gradients.got[0], gradients.own), gradients)
+
+
+def wrong(text: str, figures: Figures) -> Link:
+    return Link(LABEL, False, f"WRONG: {text}", figures=figures)
+
+
+def perhaps_right(gradients: WrongGradients, figures: Figures) -> str:
+    """What the optimizers receive, if that is right for some losses (sums over examples, say)."""
+    if not vectors.are_near(gradients.got, limits.UPDATED):
+        return ""
+    fit = vectors.fit(gradients.got[0], gradients.own)
+    times = vectors.fit(gradients.got[0], [gradients.goal])
+    if times.left < limits.EQUAL and not gradients.place:
+        return MEAN.replace("receive", f"receive {times.factors[0]:.4g} times")
+    if fit.is_clear and fit.left < limits.EQUAL and min(fit.factors) > limits.FACTOR:
+        return f"the optimizers receive {made_of(fit.factors)}{gradients.place}"
+    if fit.left > limits.MOST_COARSE:
+        return MEAN.replace("receive", "do not receive") + f" {figures}, perhaps on purpose"
+    return ""
+
+
+def unequal_in_words(facts: Facts, gradients: WrongGradients) -> str:
+    """The mistake in words, if the ranks' optimizers received different gradients."""
+    got, own, place = gradients.got, gradients.own, gradients.place
+    steps = [rank.steps[gradients.step] for rank in facts.ranks]
+    clipped = [vectors.only(step.got, set(gradients.goal)) for step in steps if step.unclipped]
+    if clipped and vectors.are_near(clipped, limits.UPDATED):
+        return "each rank clips its own gradients: average them before they are clipped"
+    if are_multiples(got, own):
+        text = f"the gradients{place} are not averaged; each rank's optimizer receives only"
+        return f"{text} its own rank's gradients"
+    text = f"the ranks' optimizers receive different gradients{place}"
+    groups = groups_of(got)
+    if 1 < len(groups) < len(got):
+        return f"{text}, equal within groups of ranks only: {' | '.join(groups)}"
+    fits = [vectors.fit(part, own) for part in got]
+    if any(fit.left > limits.MOST_COARSE or not fit.is_clear for fit in fits):
+        return text
+    texts = [f"rank {rank} receives {made_of(fit.factors)}" for rank, fit in enumerate(fits)]
+    return f"{text}: {'; '.join(texts)}"
+
+
+def are_multiples(got: list[Vector], own: list[Vector]) -> bool:
+    """Whether each rank got a multiple of its own gradients (they may be clipped)."""
+    if len(got) != len(own):
+        return False
+    for part, own_part in zip(got, own, strict=True):
+        fit = vectors.fit(part, [own_part])
+        if fit.left > limits.UPDATED or abs(fit.factors[0]) < limits.FACTOR:
+            return False
+    return True
+
+
+def groups_of(got: list[Vector]) -> list[str]:
+    """The ranks that got equal gradients, in words: "0, 1"."""
+    groups: list[list[int]] = []
+    for rank, part in enumerate(got):
+        for group in groups:
+            if vectors.are_near([got[group[0]], part], limits.UPDATED):
+                group.append(rank)
+                break
+        else:
+            groups.append([rank])
+    return [", ".join(map(str, group)) for group in groups]
+
+
+def equal_in_words(fit: Fit, gradients: WrongGradients) -> str:
+    """The mistake in words, if all optimizers got the same combination of ranks' gradients."""
+    factors, proper, place = fit.factors, gradients.proper, gradients.place
+    count = len(factors)
+    if not fit.is_clear:
+        return f"not the mean{place}; as the ranks' gradients are parallel, no more can be said"
+    if fit.left > limits.MOST_COARSE:
+        nearest = f"(nearest: {made_of(factors)})"
+        return f"the optimizers receive no combination of the ranks' gradients{place} {nearest}"
+    ratios = [factor / (right or 1e-9) for factor, right in zip(factors, proper, strict=True)]
+    times = sum(ratios) / count
+    small = limits.FACTOR * max(abs(ratio) for ratio in ratios)
+    rest = f", and something else ({fit.left:.0e})" if fit.left > limits.MOST else ""
+    lost = [f"rank {k}'s" for k, ratio in enumerate(ratios) if abs(ratio) < small]
+    if lost:
+        return f"{' and '.join(lost)} examples don't count in the gradients{place}{rest}"
+    if max(ratios) - min(ratios) > 2 * small:
+        text = f"the ranks are weighted {percent(factors)}{place}, but in one process"
+        return f"{text} {percent(proper)}{rest}. {UNEVEN}"
+    of_one = f"one process's gradients{place}"
+    if abs(times - 1) < limits.FACTOR:
+        return f"{of_one}, and something else ({fit.left:.0e})"
+    if abs(times - count) < limits.FACTOR * count:
+        return f"{count} times {of_one}: the ranks' sum, not their mean{rest}"
+    if abs(times * count - 1) < limits.FACTOR:
+        is_sum = vectors.numbers_are_near(proper, [1.0] * count, limits.FACTOR)
+        why = f"{DIVIDED} {count}" if is_sum else "divided by the number of processes twice"
+        return f"1/{count} of {of_one}: {why}{rest}"
+    return f"{times:.7g} times {of_one}{rest}"

@@ -1,0 +1,224 @@
+"""Batches of any form (tensors in nested lists, dictionaries and objects): copied and joined."""
+
+import copy
+import dataclasses
+import itertools
+import pickle
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ddp_by_diff.equivalence.limits import GROUPS
+from ddp_by_diff.equivalence.tensors import digest, tensors_in
+
+IGNORED = -100  # torch's losses leave these targets out; everything else is padded with 0
+
+
+def parts_of(value: Any) -> dict | None:
+    """The parts of a list, tuple, mapping or object by index or name; None if it is a leaf.
+
+    A list of numbers or strings is a leaf, and so is an object without tensors.
+    """
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, (list, tuple)):
+        kinds = (torch.Tensor, numpy.ndarray, list, tuple)
+        nested = any(isinstance(part, kinds) or parts_of(part) is not None for part in value)
+        return dict(enumerate(value)) if nested else None
+    if isinstance(value, (torch.Tensor, nn.Module, type)):
+        return None
+    if dataclasses.is_dataclass(value):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if any(True for _ in tensors_in(value)):
+        return dict(vars(value))
+    return None
+
+
+def with_parts(value: Any, parts: dict) -> Any:
+    """A copy of the list, tuple, mapping or object, with these parts in place of its own."""
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*parts.values())
+    if isinstance(value, (list, tuple)):
+        return type(value)(parts.values())
+    made = copy.copy(value)
+    if isinstance(value, Mapping):
+        try:
+            made.update(parts)
+        except AttributeError:  # it can't be changed
+            return type(value)(parts)
+        return made
+    for name, part in parts.items():
+        object.__setattr__(made, name, part)
+    return made
+
+
+def mapped(function: Callable[[list, Any], Any], values: list, key: Any = None) -> Any:
+    """An object like the first value; its leaves are function(leaves of all values, their name)."""
+    parts = [parts_of(value) for value in values]
+    if parts[0] is None:
+        return function(values, key)
+    made = {}
+    for name in parts[0]:
+        made[name] = mapped(function, [some[name] for some in parts], name)
+    return with_parts(values[0], made)
+
+
+class Unsent:
+    """A marker in place of an object that can't be sent: the receiver uses its own object."""
+
+
+def to_plain(value: Any, depth: int = 8) -> Any:
+    """A copy that another process can read: dictionaries of tensors, numbers and texts."""
+    parts = parts_of(value)
+    if parts is not None and depth:
+        return {name: to_plain(part, depth - 1) for name, part in parts.items()}
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, numpy.ndarray) and value.dtype.kind in "biuf":
+        return torch.from_numpy(value.copy())
+    try:
+        pickle.dumps(value)
+    except Exception:  # whatever an object's own methods raise
+        return Unsent()
+    return value
+
+
+def from_plain(plain: Any, own: Any) -> Any:
+    """The value that to_plain made `plain` of, as an object of the same classes as `own`."""
+    if isinstance(plain, Unsent):
+        return own
+    if isinstance(plain, torch.Tensor):
+        if isinstance(own, numpy.ndarray):
+            return plain.clone().numpy()
+        return plain.to(own.device if isinstance(own, torch.Tensor) else "cpu", copy=True)
+    parts = parts_of(own)
+    if parts is None or not isinstance(plain, dict):
+        return plain
+    made = {}
+    for name, part in plain.items():
+        made[name] = from_plain(part, parts.get(name))
+    return with_parts(own, made)
+
+
+def join(batches: list, only: int | None = None, order: torch.Generator | None = None) -> Any:
+    """One batch with the examples of all batches; shorter examples are padded at their ends.
+
+    only: the examples of this one batch, padded to the longest of all batches.  order: shuffles
+    the examples.  A tensor that does not have a row for each example is taken once.
+    """
+    counts = [count_examples(batch) for batch in batches]
+    rows = torch.arange(sum(counts)).split(counts)
+    rows = torch.cat(rows) if only is None else rows[only]
+    if order is not None:
+        rows = rows[torch.randperm(len(rows), generator=order)]
+
+    def joined(leaves: list, key: Any) -> Any:
+        is_list = isinstance(leaves[0], (list, tuple))
+        is_tensor = isinstance(leaves[0], torch.Tensor) and leaves[0].dim() > 0
+        has_rows = (is_list or is_tensor) and [len(leaf) for leaf in leaves] == counts
+        if is_list and (has_rows or only is None):
+            every = list(itertools.chain(*leaves))
+            return type(leaves[0])([every[row] for row in rows] if has_rows else every)
+        if not has_rows:
+            places = range(
+                leaves[0].dim() if is_tensor else 0
+            )  # of a state: (layers, examples, ...)
+            for place in places:
+                if [leaf.shape[place] for leaf in leaves] == counts:
+                    return torch.cat(leaves, place).index_select(place, rows)
+            return leaves[only or 0]
+        shapes = [tensor.shape[1:] for tensor in leaves]
+        longest = [max(sizes) for sizes in zip(*shapes, strict=True)]
+        is_target = key == "labels" or any((tensor == IGNORED).any() for tensor in leaves)
+        return torch.cat([_padded(tensor, longest, IGNORED * is_target) for tensor in leaves])[rows]
+
+    return mapped(joined, batches)
+
+
+def is_made_of(value: Any, parts: list) -> bool:
+    """Whether the ranks' parts hold all numbers of `value`, in any order, along any dimension.
+
+    True if each rank has its part of a sequence.  A tensor may be the same on all ranks.
+    """
+    is_shared = False
+    for tensors in zip(tensors_in(value), *[tensors_in(part) for part in parts], strict=False):
+        whole, *some = [tensor.detach().cpu() for tensor in tensors]
+        if all(tensor.equal(whole) for tensor in some):
+            continue
+        numbers = torch.cat([tensor.flatten() for tensor in some])
+        if numbers.dtype != whole.dtype or len(numbers) != whole.numel():
+            return False
+        if not numbers.sort().values.equal(whole.flatten().sort().values):
+            return False
+        is_shared = True
+    return is_shared
+
+
+def unequal_rows(batches: list) -> str:
+    """The sizes of a batch's tensors, if one has not a row for each example; "" if all have."""
+    counts = [count_examples(batch) for batch in batches]
+    for tensors in zip(*[tensors_in(batch) for batch in batches], strict=False):
+        if tensors[0].dim() == 0 or all(tensor.equal(tensors[0]) for tensor in tensors):
+            continue
+        if [len(tensor) for tensor in tensors] != counts:
+            sizes = [len(tensor) for tensor in tensors_in(batches[0]) if tensor.dim()]
+            return ", ".join(map(str, dict.fromkeys(sizes)))
+    return ""
+
+
+def counts_up(batch: Any) -> bool:
+    """Whether a tensor in the batch numbers groups of rows (such as the graph of each node)."""
+    for tensor in tensors_in(batch):
+        is_number = tensor.dim() == 1 and not tensor.is_floating_point() and len(tensor) > GROUPS
+        if is_number and tensor[0] == 0 and tensor[-1] > 1:
+            steps = tensor.long().diff()
+            if bool(((steps == 0) | (steps == 1)).all()):
+                return True
+    return False
+
+
+def _padded(tensor: torch.Tensor, longest: list[int], value: int) -> torch.Tensor:
+    """The tensor, padded at its ends to the sizes `longest` in all dimensions but the first."""
+    missing = [size - here for size, here in zip(longest, tensor.shape[1:], strict=True)]
+    pads = []
+    for count in reversed(missing):  # F.pad begins with the last dimension
+        pads += [0, count]
+    return F.pad(tensor, pads, value=value) if any(pads) else tensor
+
+
+def count_examples(batch: Any) -> int:
+    """The number of rows of the first tensor that has rows; 1 if no tensor has."""
+    for tensor in tensors_in(batch):
+        if tensor.dim():
+            return len(tensor)
+    return 1
+
+
+def digests_of_examples(batch: Any, examples: list | None = None) -> list[str]:
+    """A digest of each example in the batch.  examples: what collate_fn made the batch of."""
+    if examples:
+        return [digest(example) for example in examples]
+    count = count_examples(batch)
+    tensors = [tensor for tensor in tensors_in(batch) if tensor.dim() and len(tensor) == count]
+    return [digest([tensor[row] for tensor in tensors]) for row in range(count)]
+
+
+def plain_copy(value: Any) -> Any:
+    """A copy, if the value consists of torch's, numpy's and Python's own types only; else None."""
+    if type(value) in (str, bytes, int, float, bool):
+        return value
+    if type(value) is torch.Tensor:
+        return value.detach().clone()
+    if isinstance(value, numpy.ndarray | numpy.generic) and value.dtype.kind in "biufc":
+        return value.copy()
+    if type(value) in (list, tuple):
+        parts = [plain_copy(part) for part in value]
+        return None if any(part is None for part in parts) else type(value)(parts)
+    if type(value) is dict:
+        parts = [plain_copy(part) for part in value.values()]
+        return None if any(part is None for part in parts) else dict(zip(value, parts, strict=True))
+    return None

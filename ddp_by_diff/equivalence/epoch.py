@@ -1,0 +1,211 @@
+"""--epoch: one whole epoch of the training loader on each rank, without gradients or weights."""
+
+import itertools
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ddp_by_diff.equivalence import examples
+from ddp_by_diff.equivalence.batches import digests_of_examples, to_plain
+from ddp_by_diff.equivalence.examples import LABEL, Counted
+from ddp_by_diff.equivalence.loaders import Loaders
+from ddp_by_diff.equivalence.notes import Loader
+from ddp_by_diff.equivalence.observe import print_into
+from ddp_by_diff.equivalence.verdict import (
+    SAME,
+    Answer,
+    Link,
+    Reason,
+    Verdict,
+    inconclusive,
+    problem,
+    unknown,
+)
+from ddp_by_diff.instruments.command import Line, show
+from ddp_by_diff.instruments.meeting import Place
+from ddp_by_diff.instruments.observer import Observer
+from ddp_by_diff.instruments.program import Finished
+
+FIRST = 64  # examples that tell whether the second epoch has another order
+NO_LOADER = Reason(
+    "no DataLoader was seen: batches that a program makes in its loop can't be followed",
+    "in a copy, load the data with a DataLoader",
+)
+OTHER_LOADERS = "only the first DataLoader was followed: others, too, gave batches to train with"
+WHOLE = "let the program train for a whole epoch, and into the next one"
+OWN_DATA = Reason(
+    "each rank has a data set of its own: whether these share examples was not compared",
+    "in a copy, add its number in all data to each example, and let a stream give them",
+)
+
+
+@dataclass
+class Epoch:
+    """One rank's notes on its loader's first epoch, and on the beginning of the second one."""
+
+    rank: int
+    batches: int = 0
+    largest: int = 0  # batch
+    counts: Counter = field(default_factory=Counter)  # how often each example came
+    first: list = field(default_factory=list)  # examples that the first epoch begins with
+    second: list = field(default_factory=list)  # and those that the second one begins with
+    is_whole: bool = False  # the loader has come to its end
+    are_numbers: bool = True  # examples are known by their numbers in the data set; else by digests
+    loader: Loader = field(default_factory=Loader)
+    loaders: set[str] = field(default_factory=set)  # that gave batches to train with
+
+
+def observers(place: Place, log: str) -> list[Observer]:
+    return [Follower(place, f"{log}{place.rank}")]
+
+
+class Follower(Observer):
+    """Follows the first loader that gives batches to train with."""
+
+    def __init__(self, place: Place, log: str) -> None:
+        self.place, self.log = place, log
+        self.noted = Epoch(place.rank)
+        self.loaders = Loaders({}, largest=0)
+        self.name = ""  # of the loader
+
+    def installed(self) -> None:
+        print_into(self.hooks.undo, self.log)
+
+    def patches(self) -> list[tuple[Any, str, Callable]]:
+        return self.loaders.patches()
+
+    def load(self, iterator: Any, original: Callable) -> Any:
+        if not torch.is_grad_enabled():
+            return original()
+        noted, name = self.noted, self.loaders.name_of(iterator)
+        self.name = self.name or name
+        noted.loaders.add(name)
+        if name != self.name:
+            return original()
+        is_left = not noted.is_whole and self.loaders.rounds[name] > 1
+        if is_left or noted.is_whole and len(noted.second) >= len(noted.first):
+            raise Finished
+        try:
+            batch = original()
+        except StopIteration:
+            if noted.second:
+                raise Finished from None  # an epoch of a few examples
+            noted.is_whole = True
+            raise
+        self.follow(iterator, batch)
+        return batch
+
+    def follow(self, iterator: Any, batch: Any) -> None:
+        noted, indices = self.noted, self.loaders.indices_of(iterator)
+        names = indices or digests_of_examples(to_plain(batch), self.loaders.examples)
+        if noted.is_whole:
+            noted.second += names[: len(noted.first) - len(noted.second)]
+            return
+        noted.are_numbers &= bool(indices)
+        noted.batches += 1
+        noted.largest = max(noted.largest, len(names))
+        noted.first += names[: FIRST - len(noted.first)]
+        noted.counts.update(names)
+        if self.place.rank == 0:
+            show(f"equivalence: {self.place.world_size} processes, batch {noted.batches}")
+
+    def notes(self, is_own_thread: bool) -> Epoch:
+        if is_own_thread and self.name:
+            self.loaders.look_into_data()
+            self.noted.loader = self.loaders.loaders[self.name]
+        return self.noted
+
+
+# --------------------------------------------------------------------------------- the answer
+
+
+def answer(ranks: list[Epoch]) -> Answer:
+    if not any(rank.loaders for rank in ranks):
+        return unknown(NO_LOADER)
+    links = [batches(ranks), came(ranks), order(ranks)]
+    verdict = problem(links, "one process in an epoch")
+    text = "the ranks share out the examples"
+    if any(rank.loader.redraws for rank in ranks):
+        text = "the ranks have equally many batches, and draw them with replacement"
+    more = any(len(rank.loaders) > 1 for rank in ranks)
+    verdict = verdict or Verdict(SAME, f"RIGHT in one whole epoch: {text}")
+    return Answer(verdict, links, [Line("note", OTHER_LOADERS)] * more)
+
+
+def batches(ranks: list[Epoch]) -> Link:
+    """Whether all ranks have equally many batches; if not, some wait for ever."""
+    text = " + ".join(str(rank.batches) for rank in ranks)
+    cut = [rank for rank in ranks if not rank.is_whole]
+    if len(cut) == len(ranks):
+        reason = Reason("no rank reached the end of its DataLoader", WHOLE)
+        return inconclusive("batches", reason, f"{text}, before the end of the DataLoader")
+    most = max(ranks, key=lambda rank: rank.batches)
+    least = min(ranks, key=lambda rank: rank.batches)
+    if most.batches != least.batches:
+        more = " or more" if cut else ""
+        text += f"{more}: rank {least.rank} has {least.batches}, rank {most.rank} {most.batches}"
+        return Link("batches", False, f"{text}; ranks with more wait for the others forever")
+    if cut:
+        reason = Reason(f"rank {cut[0].rank} did not reach the end of its DataLoader", WHOLE)
+        return inconclusive("batches", reason, text)
+    return Link("batches", True, text)
+
+
+def came(ranks: list[Epoch]) -> Link:
+    """Whether each example of the data came once, on one rank."""
+    loaders, are_numbers = [rank.loader for rank in ranks], all(rank.are_numbers for rank in ranks)
+    found = examples.counted([rank.counts for rank in ranks])
+    text = f"{found.came} examples came"
+    if any(loader.redraws for loader in loaders):
+        if any(one.first == other.first for one, other in itertools.combinations(ranks, 2)):
+            return Link(LABEL, False, f"{text}, and two ranks draw the same: seed them differently")
+        return Link(LABEL, True, f"{text}, drawn with replacement, so they were not counted")
+    if are_numbers:
+        return of_numbers(ranks, loaders, found)
+    link = examples.why_not_shared_out(found, f"{text}; ", loaders, False)
+    return link or Link(LABEL, True, f"{text}, each once, on one rank")
+
+
+def of_numbers(ranks: list[Epoch], loaders: list[Loader], found: Counted) -> Link:
+    """The same, if examples are known by their numbers in the data."""
+    slack = len(ranks) + sum(rank.largest for rank in ranks)  # padding, or what is left out
+    length = examples.pool_of(loaders)
+    text = f"{found.different} of {length} examples came"
+    is_part = all(len(rank.counts) < rank.loader.length for rank in ranks)
+    if link := examples.other_number(loaders, is_part and found.shared <= slack):
+        return link._replace(text=f"{text}; {link.text}")
+    if all(loader.picks for loader in loaders) and not examples.have_one_dataset(loaders):
+        return inconclusive(LABEL, OWN_DATA, text)
+    link = examples.why_not_shared_out(found, f"{text}; ", loaders, True, slack)
+    if not link and all(rank.is_whole for rank in ranks):
+        link = examples.never_come(found, text, length, len(ranks), slack)
+    second = examples.counted([Counter(rank.second) for rank in ranks])
+    if not link and second.shared > len(ranks):
+        text += f"; but in the second epoch, {second.shared} of the first {second.different} are on"
+        link = Link(LABEL, False, f"{text} more than one rank: {examples.remedy(loaders)}")
+    if link:
+        return link
+    repeated = found.came - found.different
+    text += f", {repeated} of them again (padding)" if repeated else ", each once, on one rank"
+    if any(loader.is_random for loader in loaders):
+        text += " (by number: what the data set gives for a number is random)"
+    return Link(LABEL, True, text)
+
+
+def order(ranks: list[Epoch]) -> Link:
+    """Whether a shuffled loader has another order in the next epoch."""
+    first, second = ranks[0].first, ranks[0].second
+    if not second:
+        return Link("order", True, "no second epoch was seen")
+    if first[: len(second)] != second:
+        return Link("order", True, "the second epoch has another order")
+    text = "the second epoch has the order of the first"
+    if not ranks[0].are_numbers:
+        return Link("order", True, f"{text}; whether it is shuffled is not known")
+    if first == sorted(first):
+        return Link("order", True, f"{text}, which is not shuffled")
+    text += ", though it is shuffled: call sampler.set_epoch(epoch) before each epoch"
+    return Link("order", False, text)

@@ -1,0 +1,268 @@
+"""Examples: is each on one rank, and once?  One count of them, for a few steps and for an epoch."""
+
+from collections import Counter
+from typing import NamedTuple
+
+from ddp_by_diff.equivalence.batches import digests_of_examples
+from ddp_by_diff.equivalence.facts import PARTS, UNCLEAR, Facts
+from ddp_by_diff.equivalence.limits import ALIKE, OFTEN
+from ddp_by_diff.equivalence.notes import Event, Loader, Notes
+from ddp_by_diff.equivalence.tensors import tensors_in
+from ddp_by_diff.equivalence.verdict import Link, Reason, inconclusive, some_of
+
+LABEL = "examples"
+NO_BATCHES = Reason(
+    "no batches were seen, or not in each step",
+    "in a copy, load the data with a DataLoader, or hand them to the model as its inputs",
+)
+AGAIN = Reason(
+    "some came more than once on their rank",
+    "if the sampler draws with replacement, or repeats examples on purpose, nothing is wrong",
+)
+EQUAL = Reason(
+    "some are on more than one rank, or the data have equal examples",
+    "in a copy, add its number in the data to each example",
+)
+NEVER = Reason(
+    "some examples never come",
+    "if the sampler leaves them out on purpose (for validation), nothing is wrong",
+)
+OTHER_NUMBERS = Reason(
+    "the ranks' data sets differ, and a sampler shares out their numbers",
+    "print this example on both ranks: if only its augmentation differs, nothing is wrong",
+)
+SHARE = "give each rank its own share"
+
+
+def copies(facts: Facts) -> Link:
+    """Whether all ranks have equal weights before and after each step."""
+    if facts.model == UNCLEAR or not facts.unequal:
+        return Link("copies", True)
+    when = "from the start" if facts.first_unequal == 0 else f"after step {facts.first_unequal}"
+    text = f"the ranks' weights differ {when}: {some_of(facts.unequal)}"
+    return Link("copies", False, text)
+
+
+# ------------------------------------------------------------------------------------- counting
+
+
+class Counted(NamedTuple):
+    """Examples of all ranks, each counted once."""
+
+    came: int
+    different: int
+    shared: int  # on more than one rank
+    again: int  # more than once on one rank
+
+
+def counted(shares: list[Counter]) -> Counted:
+    """Count the ranks' examples.  shares: of each rank, how often each example came."""
+    owners: Counter = Counter()
+    times: Counter = Counter()
+    for share in shares:
+        owners.update(share.keys())
+        times.update(share)
+    shared = sum(count > 1 for count in owners.values())
+    again = sum(times[one] > owners[one] for one in times)
+    return Counted(times.total(), len(owners), shared, again)
+
+
+def why_not_shared_out(
+    found: Counted, text: str, loaders: list[Loader | None], is_proven: bool, slack: float = 0
+) -> Link | None:
+    """The link if examples are repeated, or on two ranks; None if not.  text: begins its line.
+
+    is_proven: examples are known by their numbers in data that all ranks share, and come once in
+    an epoch; else they may be equal, or drawn again.  slack: so many may come again, as padding.
+    """
+    if found.again > slack:
+        text += f"{found.again} of {found.different} came more than once on their rank"
+        return inconclusive(LABEL, AGAIN, text)
+    if found.shared <= slack:
+        return None
+    text += f"{found.shared} of {found.different} are on more than one rank"
+    if is_proven or found.shared > OFTEN * found.different:
+        return Link(LABEL, False, f"{text}: {remedy(loaders)}")
+    return inconclusive(LABEL, EQUAL, text)
+
+
+def remedy(loaders: list[Loader | None]) -> str:
+    """What to do so that each rank has its own examples."""
+    samplers = [loader.sampler if loader else "" for loader in loaders]
+    if all(samplers):
+        return f"the ranks' DistributedSamplers have {', '.join(samplers)}"
+    return SHARE + " (DistributedSampler)" * any(loaders)
+
+
+def other_number(loaders: list[Loader | None], is_shared_out: bool) -> Link | None:
+    """The link if number k of the data is another example on some rank; None if it is the same.
+
+    is_shared_out: each rank takes other numbers, so they are meant to be those of one data set.
+    """
+    known = [(rank, loader.picks) for rank, loader in enumerate(loaders) if loader and loader.picks]
+    if not is_shared_out or len(known) < len(loaders):
+        return None
+    others = []
+    for rank, picks in known[1:]:
+        pairs = zip(known[0][1], picks, strict=False)
+        others += [
+            (one.label == other.label, one.number, rank) for one, other in pairs if one != other
+        ]
+    if not others:
+        return None
+    is_label_equal, number, rank = min(others)
+    text = f"example {number} of the data is not the same on rank {rank} as on rank 0"
+    if is_label_equal:
+        return inconclusive(LABEL, OTHER_NUMBERS, text)
+    text += ": make the order, and the labels' numbers, equal on all ranks (sorted())"
+    return Link(LABEL, False, text)
+
+
+def have_one_dataset(loaders: list[Loader | None]) -> bool:
+    """Whether an example's number means the same on all ranks."""
+    picks = [loader.picks if loader else [] for loader in loaders]
+    return bool(picks[0]) and all(some == picks[0] for some in picks)
+
+
+def pool_of(loaders: list[Loader]) -> int:
+    """The number of examples that the ranks' data sets have together."""
+    pools = [loader.pool for loader in loaders]
+    if None in pools:
+        return max(loader.length for loader in loaders)
+    return len(set().union(*pools))
+
+
+def never_come(found: Counted, text: str, length: int, ranks: int, slack: float) -> Link | None:
+    """The link if some of so many examples are on no rank."""
+    missing = length - found.different
+    if missing <= slack:
+        return None
+    text += f", {missing:.0f} never come"
+    if abs(found.different * ranks - length) > slack * ranks:
+        return inconclusive(LABEL, NEVER, text)
+    return Link(LABEL, False, f"{text}: as if each rank took its share of its share")
+
+
+# ------------------------------------------------------------------------------ in a few steps
+
+
+def examples(facts: Facts, total: int = 0) -> Link:
+    """Whether each example is on one rank.  total: examples of one process in a step, or 0."""
+    if not facts.keys:
+        return Link(LABEL, True, NO_BATCHES.sentence)
+    if facts.model == PARTS:
+        return of_parts(facts)
+    spread = {}
+    for k in facts.steps:
+        some = [facts.examples(rank, k) for rank in facts.ranks]
+        spread[max(some) - min(some)] = some
+    most = spread[max(spread)]
+    text = " + ".join(map(str, most)) + per_step(facts)
+    if facts.is_same_work:
+        who = "both ranks" if len(facts.ranks) == 2 else f"all {len(facts.ranks)} ranks"
+        who = "some ranks" if len(facts.distinct) > 1 else who
+        loaders = [rank.loaders.get(facts.keys[0]) for rank in facts.ranks]
+        text += (
+            f", but {who} have the same {facts.unit}, so the work is done again: {remedy(loaders)}"
+        )
+        return Link(LABEL, False, text)
+    if len(facts.distinct) < len(facts.ranks):
+        return Link(LABEL, True, f"{text}: each rank takes its part of the same batch")
+    if 0 < total < sum(most):
+        return Link(
+            LABEL, True, f"{text}: each rank takes its part of the same {total} {facts.unit}"
+        )
+    return of_shares(facts, text)
+
+
+def per_step(facts: Facts) -> str:
+    return " rows per step" if facts.unit == "rows" else " per step"
+
+
+def of_parts(facts: Facts) -> Link:
+    """Examples of ranks that have parts of one model: stage 2 tells whether they are right."""
+    text = (
+        " + ".join(str(facts.examples(rank, 0)) for rank in facts.distinct)
+        + " rows" * (facts.unit == "rows")
+        + " per step"
+    )
+    shared = f"all {len(facts.ranks)}" if len(facts.distinct) == 1 else "some"
+    if len(facts.distinct) < len(facts.ranks):
+        text += f", the same on {shared} ranks, which share one model"
+    return Link(LABEL, True, text)
+
+
+def of_shares(facts: Facts, text: str) -> Link:
+    """Whether an example is on two ranks, in these steps or in an epoch: data parallelism."""
+    where = []
+    for key in facts.keys:
+        loaders = [rank.loaders.get(key) for rank in facts.ranks]
+        if any(loader and loader.redraws for loader in loaders):
+            continue  # they may take an example again
+        are_numbers = have_one_dataset(loaders)
+        link, is_listed = in_an_epoch(facts, text, loaders, are_numbers)
+        found, slack = in_the_steps(facts, key, are_numbers)
+        if not link and found.again > slack:
+            continue  # drawn again, or equal: these tell nothing
+        start = f"{text}; in {len(facts.steps)} steps, "
+        is_proven = are_numbers and all(loader.is_known for loader in loaders)
+        if link := link or why_not_shared_out(found, start, loaders, is_proven, slack):
+            return link
+        where.append(", and in an epoch" if is_listed else "; the length of an epoch is unknown")
+    if not where:
+        return Link(LABEL, True, f"{text}; they may come again, so they were not counted")
+    who = "both ranks" if len(facts.ranks) == 2 else "two ranks"
+    checked = f"checked for {len(facts.steps)} steps{where[0]}"
+    return Link(LABEL, True, f"{text}, none of them on {who} ({checked})")
+
+
+def in_an_epoch(
+    facts: Facts, text: str, loaders: list[Loader | None], are_numbers: bool
+) -> tuple[Link | None, bool]:
+    """The link if a whole epoch is not shared out; and whether its examples are known."""
+    epochs = [Counter(loader.epoch) if loader else Counter() for loader in loaders]
+    found, slack = counted(epochs), len(loaders) + facts.total  # padding, or what is left out
+    is_listed = all(epochs) and not found.again
+    is_shared_out = is_listed and found.shared <= slack
+    if link := other_number(loaders, is_shared_out):
+        return link._replace(text=f"{text}, but {link.text}"), False
+    if not (is_listed and are_numbers):
+        return None, False
+    text += "; in an epoch, "
+    length = pool_of(loaders)
+    came = f"{text}{found.different} of {length} examples come"
+    link = why_not_shared_out(found, text, loaders, True, slack)
+    return link or never_come(found, came, length, len(loaders), slack), True
+
+
+def in_the_steps(facts: Facts, key: str, are_numbers: bool) -> tuple[Counted, float]:
+    """The count of a key's examples in these steps; and how many may come again."""
+    shares = [named(facts, rank, key, are_numbers) for rank in facts.ranks]
+    found = counted(shares)
+    if not key.startswith("loader"):  # pieces that a program draws itself can be alike by chance
+        return found, ALIKE * found.different
+    rounds = {name[0] for share in shares for name in share}
+    is_end = are_numbers and len(rounds) > 1  # an epoch has ended, perhaps with padding
+    return found, (len(shares) + facts.total) * is_end
+
+
+def named(facts: Facts, rank: Notes, key: str, are_numbers: bool) -> Counter:
+    """How often each example came in these steps: by its loader's round, and number or digest."""
+    names: Counter = Counter()
+    for step in facts.steps:
+        for event in facts.events(rank, key, step):
+            digests = digests_of_examples(event.value, event.examples)
+            count = len(digests)
+            if are_numbers and event.indices:
+                digests = event.indices
+            elif not event.examples and not has_rows(event, count):
+                continue
+            names.update((event.round, one) for one in digests)
+    return names
+
+
+def has_rows(event: Event, count: int) -> bool:
+    """Whether an event's examples are the rows of its tensors (and not nodes of graphs, say)."""
+    if event.indices:
+        return len(event.indices) == count
+    return len({len(tensor) for tensor in tensors_in(event.value) if tensor.dim()}) <= 1

@@ -1,0 +1,233 @@
+"""Run A's notes side by side: which ranks have equal batches, weights and gradients."""
+
+import dataclasses
+import itertools
+from functools import cached_property
+
+import torch
+
+from ddp_by_diff.equivalence import limits, vectors
+from ddp_by_diff.equivalence.batches import count_examples
+from ddp_by_diff.equivalence.notes import Event, Notes
+from ddp_by_diff.equivalence.tensors import digest
+from ddp_by_diff.equivalence.vectors import Vector, put_together, unequal_names
+
+# What the ranks have:
+COPIES = "copies of one model"
+PARTS = "parts of one model"
+UNCLEAR = "weights that differ from the start: copies, or parts?"
+# What can be seen of the gradients; weights can always be seen:
+OWN = "each rank's own, and what the optimizers got"
+GOT = "only what the optimizers got"
+NONE_GOT = "only each rank's own, as the optimizers have parameters of their own"
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """The ranks' notes, and whether the ranks have COPIES or PARTS of one model, or UNCLEAR.
+
+    Each property is computed once: the runs in one process read it often.
+    """
+
+    ranks: list[Notes]
+    steps: range  # that are compared
+    model: str
+    parts: frozenset[str] = frozenset()  # the parameters of which the ranks have parts
+
+    # --------------------------------------------------------------------------------- examples
+
+    @cached_property
+    def batches(self) -> list[tuple]:
+        """Digests of each rank's batches."""
+        return [batches_of(rank) for rank in self.ranks]
+
+    @cached_property
+    def peers(self) -> list[Notes]:
+        """The ranks that have rank 0's batches: they may have parts of one model."""
+        pairs = zip(self.ranks, self.batches, strict=True)
+        return [rank for rank, own in pairs if own == self.batches[0]]
+
+    @cached_property
+    def distinct(self) -> list[Notes]:
+        """The ranks with different batches: the first one of those with the same."""
+        pairs = enumerate(zip(self.ranks, self.batches, strict=True))
+        return [rank for k, (rank, own) in pairs if own not in self.batches[:k]]
+
+    @cached_property
+    def keys(self) -> list[str]:
+        """The keys of the events that each step has: "loader 0", "inputs of Net"."""
+        return [key for key in self.ranks[0].events if self.per_step(key)]
+
+    def per_step(self, key: str) -> int:
+        """The number of a key's events in a step; 0 if some steps have none."""
+        return self.ranks[0].per_step(key)
+
+    def events(self, rank: Notes, key: str, step: int) -> list[Event]:
+        """A rank's events of one key in a step, also if they were loaded in advance."""
+        per_step, first = self.per_step(key), self.ranks[0]
+        last = (step + 1) * per_step
+        if set(counts := first.in_each_step(key)) != {per_step} and min(counts):
+            last = first.counts[step].get(key, 0)  # a GradScaler skipped steps before this one
+        return rank.events.get(key, [])[max(0, last - per_step) : last]
+
+    @cached_property
+    def unit(self) -> str:
+        """What is counted: "examples", or a tensor's "rows", if these may be steps in time."""
+        counts = set()
+        for key in self.keys:
+            counts |= {count_examples(event.value) for event in self.events(self.ranks[0], key, 0)}
+        is_sure = self.keys[0].startswith("loader") or len(counts) == 1
+        return "examples" if is_sure else "rows"
+
+    def examples(self, rank: Notes, step: int) -> int:
+        """The number of a rank's examples in a step, of the first key: rows, if that is all."""
+        count = 0
+        for event in self.events(rank, self.keys[0], step):
+            count += len(event.examples or event.indices) or count_examples(event.value)
+        return count
+
+    @cached_property
+    def total(self) -> int:
+        """The global batch: the number of all ranks' examples in the largest step."""
+        if not self.keys:
+            return 1
+        return max(sum(self.examples(rank, k) for rank in self.distinct) for k in self.steps)
+
+    @cached_property
+    def is_same_work(self) -> bool:
+        """Whether two ranks compute the same: equal inputs, and no parts of one batch."""
+        if self.model == PARTS:
+            return False
+        works: list[tuple] = []  # the inputs of models, and the gradients of the first step
+        for rank in self.peers:
+            inputs = [step.inputs for step in rank.steps[: len(self.steps)]]
+            works.append((inputs, rank.steps[0].own, rank.steps[0].draws))
+        return any(is_same(one, other) for one, other in itertools.combinations(works, 2))
+
+    # ----------------------------------------------------------------------- weights, gradients
+
+    @cached_property
+    def trained(self) -> set[str]:
+        """Names of the parameters that an optimizer has."""
+        names: set[str] = set()
+        for rank in self.ranks:
+            for step in rank.steps[: len(self.steps)]:
+                names |= set(step.options)
+        return names
+
+    def comparable_names(self, step: int) -> set[str]:
+        """Names of parameters whose copies are equal when their gradients are computed."""
+        if step + 1 < self.first_unequal:
+            return self.trained
+        return self.trained.difference(*(rank.steps[step].late for rank in self.ranks))
+
+    @cached_property
+    def first_unequal(self) -> int:
+        """The first step, from 0, before which parameters differ; all steps + 1 if none do."""
+        last = len(self.steps) + 1
+        return next((k for k in range(last) if self.unequal_before(k)), last)
+
+    @property
+    def unequal(self) -> list[str]:
+        """Names of the parameters that differ before that step."""
+        k = self.first_unequal
+        return self.unequal_before(k) if k <= len(self.steps) else []
+
+    def unequal_before(self, step: int) -> list[str]:
+        """Names of the parameters that differ before this step, but for parts of one model."""
+        names: list[str] = []
+        for rank in self.ranks[1:]:
+            names += unequal_names(self.ranks[0].steps[step].weights, rank.steps[step].weights)
+        return [name for name in self.ranks[0].parameters if name in set(names) - self.parts]
+
+    @property
+    def comparable(self) -> list[int]:
+        """The steps that all ranks begin with equal weights."""
+        return [k for k in self.steps if k < self.first_unequal]
+
+    @cached_property
+    def owns(self) -> list[list[Vector]]:
+        """The ranks' own gradients in each step (of ranks that do the same work, only one's).
+
+        [] for a step in which not all were seen.
+        """
+        if self.model == PARTS:
+            return [[] for _ in self.steps]
+        return [self.own_in(k) for k in self.steps]
+
+    def own_in(self, step: int) -> list[Vector]:
+        ranks = self.distinct if self.is_same_work else self.ranks
+        own = [vectors.only(rank.steps[step].own, self.trained) for rank in ranks]
+        got = {name for name, tensor in ranks[0].steps[step].got.items() if bool(tensor.any())}
+        return own if all(own) and set().union(*own) >= got else []
+
+    @cached_property
+    def gradients(self) -> str:
+        """What can be seen of the gradients: OWN, GOT or NONE_GOT."""
+        if not all(self.owns):
+            return GOT
+        return OWN if any(rank.steps[0].got for rank in self.ranks) else NONE_GOT
+
+    @property
+    def stage_2(self) -> str:
+        """The name of stage 2; another one if the ranks' own gradients were not seen."""
+        return "gradients" if self.gradients == GOT else "one batch"
+
+    def is_forced(self, step: int) -> bool:
+        """Whether one process's optimizer can be given the gradients that the ranks' got."""
+        is_repeated = any(step.is_repeated for step in self.ranks[0].steps)
+        if is_repeated or not any(rank.steps[step].got for rank in self.ranks):
+            return False
+        return step in self.steps_with_equal_got
+
+    @cached_property
+    def steps_with_equal_got(self) -> set[int]:
+        """The steps in which all ranks' optimizers got the same gradients."""
+        steps = set()
+        for k in self.steps:
+            first, *others = [rank.steps[k].got for rank in self.ranks]
+            if not any(set(unequal_names(first, one)) - self.parts for one in others):
+                steps.add(k)
+        return steps
+
+    @property
+    def kinds(self) -> set[str]:
+        """The kinds of layers that train: "BatchNorm", "dropout"."""
+        return set().union(*(rank.kinds for rank in self.ranks))
+
+    @property
+    def is_coarse(self) -> bool:
+        return any(rank.is_coarse for rank in self.ranks)
+
+    @property
+    def rounding_limit(self) -> float:
+        """The largest difference that can be rounding."""
+        return limits.MOST_COARSE if self.is_coarse else limits.MOST
+
+    def whole(self, what: str, name: str, step: int, shape: torch.Size) -> torch.Tensor | None:
+        """A tensor of the ranks' "weights" or "got", put together if they have parts of it."""
+        for ranks in self.peers, self.ranks:
+            parts = [getattr(rank.steps[step], what).get(name) for rank in ranks]
+            # Ranks that share a batch and a part of the model have equal ones.
+            different = {digest(part): part for part in parts if part is not None}
+            for some in parts, list(different.values()):
+                if (tensor := put_together(some, shape)) is not None:
+                    return tensor
+        return None
+
+
+def is_same(work: tuple, other: tuple) -> bool:
+    """Whether two ranks do the same work.  With equal inputs, other gradients mean other parts."""
+    (inputs, own, draws), (other_inputs, other_own, _) = work, other
+    if inputs != other_inputs or draws or not own or not other_own:
+        return inputs == other_inputs
+    return vectors.distance(own, other_own) < limits.EQUAL
+
+
+def batches_of(rank: Notes) -> tuple:
+    """Digests of all events that a rank used, by key."""
+    digests = []
+    for key, events in rank.events.items():
+        last = rank.counts[-1].get(key, 0) if rank.counts else 0
+        digests.append((key, *[digest(event.value) for event in events[:last]]))
+    return tuple(digests)

@@ -1,0 +1,125 @@
+"""Data that come into the program: batches of DataLoaders, a model's inputs, a loss's targets."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ddp_by_diff.distributed import unwrap_model
+from ddp_by_diff.equivalence.batches import mapped, to_plain
+from ddp_by_diff.equivalence.loaders import Loaders
+from ddp_by_diff.equivalence.notes import Event, RandomState, random_state, set_random_state
+from ddp_by_diff.equivalence.tensors import digest, tensors_in
+from ddp_by_diff.instruments.observer import Observer
+
+LOSSES = [name for name in dir(F) if name.endswith("_loss") or name in ("cross_entropy", "kl_div")]
+LOSSES += ["binary_cross_entropy", "binary_cross_entropy_with_logits"]
+
+
+class Data(Observer):
+    """Notes the events of each step, digests of models' inputs, and which generators are used."""
+
+    def __init__(self, steps: Any) -> None:
+        self.steps = steps
+        self.loaders = Loaders(steps.noted.loaders)
+        self.has_teacher = False  # a model was called without gradients, since this step began
+        self.known_state: RandomState | None = None  # at the step's last event
+        self.outputs: dict[int, list] = {}  # by model: the tensors that its last call has returned
+        steps.at_new_step.append(self.new_step)
+
+    def new_step(self) -> None:
+        self.has_teacher, self.known_state = False, None
+
+    def patches(self) -> list[tuple[Any, str, Callable]]:
+        losses = [(F, name, functools.partial(self.loss, name)) for name in LOSSES]
+        return self.loaders.patches() + losses
+
+    def note_draws(self) -> None:
+        """Note which random generators were used since the last event of this step."""
+        if self.known_state is not None:
+            self.steps.step.draws |= random_state().other_than(self.known_state)
+
+    def note_event(self, key: str, value: Any, iterator: Any = None) -> Any:
+        """Note an event; returns what the program gets.  iterator: of a DataLoader, or None."""
+        self.steps.seen[key] += 1
+        examples = self.loaders.examples if iterator is not None else None
+        indices = self.loaders.indices_of(iterator) if iterator is not None else ()
+        given = None
+        if self.steps.source:
+            number, step = self.steps.seen[key] - 1, len(self.steps.noted.steps)
+            given = self.steps.source.batch(key, number, step, value, iterator, examples)
+        if given is not None:
+            value, self.known_state = given
+            set_random_state(self.known_state)
+            return value
+        self.known_state = random_state()
+        event = Event(to_plain(value), self.known_state, examples, indices=indices)
+        event = event._replace(round=self.loaders.rounds.get(key, 0))
+        self.steps.noted.events.setdefault(key, []).append(event)
+        return value
+
+    def load(self, iterator: Any, original: Callable) -> Any:
+        if not torch.is_grad_enabled():
+            return original()
+        key = self.loaders.name_of(iterator)
+        self.note_draws()
+        batch = original()
+        return self.note_event(key, batch, iterator)
+
+    def loss(self, name: str, original: Callable, *args: Any, **kwargs: Any) -> Any:
+        """Note a loss's target as an event, if the program has no DataLoader."""
+        hooks = self.hooks
+        is_inside = hooks.inside and hooks.inside[-1].what != "optimizer"
+        is_other = is_inside or hooks.is_elsewhere() or not torch.is_grad_enabled()
+        if self.steps.has_loader or is_other:
+            return original(*args, **kwargs)
+        target = kwargs.get("target", args[1] if len(args) > 1 else None)
+        is_computed = isinstance(target, torch.Tensor) and target.is_floating_point()
+        if target is None or (self.has_teacher and is_computed):  # by a teacher, perhaps
+            return original(*args, **kwargs)
+        self.note_draws()
+        target = self.note_event(f"target of {name}", target)
+        if "target" in kwargs:
+            return original(*args, **{**kwargs, "target": target})
+        return original(args[0], target, *args[2:], **kwargs)
+
+    def forward_begins(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple | None:
+        if self.hooks.is_in("backward"):
+            return None
+        if not torch.is_grad_enabled():
+            self.has_teacher = True
+            return None
+        replaced = None
+        tensors = list(tensors_in((args, kwargs)))
+        is_data = bool(tensors) and not any(tensor.requires_grad for tensor in tensors)
+        if not self.steps.has_loader and is_data:  # and not what another model has computed
+            self.note_draws()
+            name = f"inputs of {type(unwrap_model(module)).__name__}"
+            own, is_state = (args, dict(kwargs)), self.is_state  # a state is not noted, or replaced
+            data = mapped(lambda some, key: torch.zeros(()) if is_state(*some) else some[0], [own])
+            pair = [own, self.note_event(name, data)]
+            replaced, new_kwargs = mapped(lambda some, key: some[not is_state(some[0])], pair)
+            kwargs.update(new_kwargs)
+        self.steps.step.inputs += digest((replaced or args, dict(kwargs)))
+        return replaced
+
+    def is_state(self, leaf: Any) -> bool:
+        """Whether a leaf of a model's inputs is what a model has returned (an LSTM's state)."""
+        known = [tensor for some in self.outputs.values() for tensor in some]
+        is_full = isinstance(leaf, torch.Tensor) and leaf.numel() > 0
+        return is_full and any(tensor.data_ptr() == leaf.data_ptr() for tensor in known)
+
+    def forward_ends(self, module: nn.Module, args: tuple, output: Any) -> None:
+        if not self.steps.has_loader and torch.is_grad_enabled():
+            self.outputs[id(module)] = [tensor.detach() for tensor in tensors_in(output)]
+
+    def gradients_are_there(self, optimizer: Any, is_again: bool) -> None:
+        if not is_again:
+            self.note_draws()
+
+    def notes(self, is_own_thread: bool) -> None:
+        if is_own_thread:
+            self.loaders.look_into_data()

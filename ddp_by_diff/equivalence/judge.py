@@ -1,0 +1,211 @@
+"""The questions, one after the other: what can be seen of a program says which links are asked."""
+
+from typing import Any
+
+from ddp_by_diff.equivalence import one_batch, weights
+from ddp_by_diff.equivalence.averaging import OWN_PARAMETERS, averaging, in_weights, of_the_mean
+from ddp_by_diff.equivalence.copies_or_parts import copies_or_parts, facts_of, first_infinite
+from ddp_by_diff.equivalence.examples import NO_BATCHES, copies, examples
+from ddp_by_diff.equivalence.facts import GOT, NONE_GOT, OWN, UNCLEAR, Facts
+from ddp_by_diff.equivalence.notes import Alone, Notes
+from ddp_by_diff.equivalence.one_batch import Look
+from ddp_by_diff.equivalence.optimizer_options import options
+from ddp_by_diff.equivalence.verdict import (
+    SAME,
+    Answer,
+    Link,
+    Reason,
+    Verdict,
+    conclude,
+    inconclusive,
+    problem,
+    some_of,
+    unknown,
+)
+from ddp_by_diff.instruments.command import Line
+
+NO_STEP = Reason(
+    "no step of an optimizer of torch.optim was seen, and no weight changes",
+    "start the training function under torchrun, in the program's first thread",
+)
+BY_HAND = Reason(
+    "the weights change, but no step of an optimizer of torch.optim was seen",
+    "in a copy, let torch.optim.SGD make the update, in the first thread, and not compiled",
+)
+PARTS_UNCLEAR = Reason(
+    "the ranks' weights differ from the start, and together they are not one process's",
+    "if they are parts of one model, shard it with fully_shard or DTensor in a copy",
+)
+MODEL_UNCLEAR = Reason(
+    "the ranks' weights differ from the start", "leave out --only: one process's weights tell"
+)
+OTHER_GRADIENTS = Reason(
+    "one process's optimizer receives other gradients than the ranks'", "settle the others first"
+)
+WRONG_GRADIENTS = Reason("not compared, as the gradients are wrong", "")
+NO_COUNTERPART = "in a copy, call the same module in both, and use fully_shard in place of FSDP1"
+NOT_ASKED = "whether one process computes the same (one batch, weights, what clipping makes)"
+
+
+def few_steps(ranks: list[Notes], length: int) -> Answer:
+    """The answer if not all ranks made enough steps."""
+    made = [len(rank.counts) for rank in ranks]
+    if max(made) == 0:
+        return unknown(BY_HAND if any(rank.has_changed for rank in ranks) else NO_STEP)
+    each = ", ".join(f"rank {rank.rank}: {len(rank.counts)}" for rank in ranks)
+    few = f"not all ranks made {length + 1} steps of an optimizer ({each})"
+    if bad := first_infinite(ranks, min(made)):
+        return unknown(Reason(f"gradients: {bad.sentence}; {few}", bad.way_on))
+    if min(made) > 1 and len(ranks) > 1:
+        link = copies(facts_of(ranks, min(made) - 1))
+        if not link.is_right:
+            return Answer(problem([link], "one process"), [link], [Line("note", few)])
+    way_on = "let the program train longer, or give fewer --steps"
+    if len(set(made)) > 1:
+        way_on = "let all ranks make a step, or none, so that each makes as many"
+    return unknown(Reason(few, way_on))
+
+
+def only_averaging(ranks: list[Notes], length: int) -> Answer:
+    """The answer to --only averaging: no run in one process."""
+    facts = facts_of(ranks, length)
+    why = {UNCLEAR: MODEL_UNCLEAR, GOT: one_batch.NOT_SEEN, NONE_GOT: OWN_PARAMETERS}
+    if unseen := why.get(facts.model) or why.get(facts.gradients):
+        first = inconclusive("averaging", unseen)
+    else:
+        first = of_the_mean(facts, None, is_all=True)
+    links = [examples(facts), copies(facts), options(facts, None, []), first]
+    text = f"AVERAGING RIGHT in the {length} steps compared: the ranks have one model, and average"
+    text += f" their gradients (differences below {first.limit:.0e} would not be detected)"
+    other = "ranks that train one model with the mean of their gradients"
+    verdict = problem(links, other) or Verdict(SAME, text)
+    return Answer(verdict, links, [Line("not checked", NOT_ASKED)])
+
+
+def judge(ranks: list[Notes], length: int, runs: Any, command: list[str]) -> Answer:
+    """All links, the verdict from them, and notes on buffers and random numbers."""
+    facts, own_data = facts_of(ranks, length), None
+    if bad := first_infinite(ranks, length):
+        links = [examples(facts), copies(facts), inconclusive("gradients", bad)]
+        return Answer(conclude(links, length), links, [])
+    if facts.model == UNCLEAR:
+        own_data = runs.alone(facts, "own data")
+        facts = copies_or_parts(facts, own_data)
+    look = one_batch.look_at(runs, facts) if facts.keys else None
+    reason = why_no_run(runs, look.alone) if look else NO_BATCHES
+    alone = look.alone if not reason else own_data or runs.alone(facts, "own data")
+    total, own_total = (0, 0) if reason else (look.total, look.own_total)
+    settings = options(facts, alone.notes if alone else None, command, own_total)
+    stages = stages_of(runs, facts, look, alone, settings)
+    links = [examples(facts, total), copies(facts), settings, *stages]
+    notes = random_numbers(facts) + worker_seeds(facts)
+    others: list[Line] = []
+    if not reason:
+        notes = batch_sizes(look) + notes
+        batch = next(link for link in stages if link.label == facts.stage_2)
+        if stages[0] is batch or stages[0].is_right is not False:  # else averaging explains it
+            others = weights.buffers(facts, alone, batch.limit, bool(batch.is_right))
+    verdict = conclude(links, length, " (and except for buffers)" * bool(others))
+    return Answer(verdict, links, others + notes)
+
+
+def stages_of(
+    runs: Any, facts: Facts, look: Look | None, alone: Alone | None, settings: Link
+) -> list[Link]:
+    """The three stages; the first one tells if the optimizers' gradients are right."""
+    if facts.model == UNCLEAR:
+        names = "averaging", facts.stage_2, "weights"
+        return [inconclusive(name, PARTS_UNCLEAR) for name in names]
+    batch, right = batch_and_look(runs, facts, look)
+    if reason := why_no_run(runs, alone):
+        last = inconclusive(weights.LABEL, reason)
+    elif all(facts.is_forced(k) for k in facts.steps):
+        last = weights.weights(facts, alone, None, settings)
+    elif right is None:
+        last = inconclusive(weights.LABEL, OTHER_GRADIENTS)
+    else:
+        right = one_batch.with_rounding(runs, right)
+        last = weights.weights(right.facts, right.alone, right.exact, settings)
+    links = [batch]
+    if facts.gradients == OWN:
+        links = [averaging(facts, right, last), batch]
+    if facts.gradients == NONE_GOT:
+        links = [in_weights(last), batch]
+    if links[0].is_right is False and last.is_right is False:  # with wrong gradients they differ
+        last = inconclusive(weights.LABEL, WRONG_GRADIENTS)
+    return [*links, last]
+
+
+def why_no_run(runs: Any, alone: Alone | None) -> Reason | None:
+    """Why a run in one process can't be compared; None if it can."""
+    if alone is None:
+        return runs.failure
+    if not alone.unmatched:
+        return None
+    names = some_of(alone.unmatched)
+    sentence = f"the ranks have no weights with the names and shapes of one process's {names}"
+    return Reason(sentence, NO_COUNTERPART)
+
+
+def batch_and_look(runs: Any, facts: Facts, look: Look | None) -> tuple[Link, Look | None]:
+    """Stage 2, and the look in which it is right: perhaps one without BatchNorm or dropout."""
+    if look is None:
+        return inconclusive(facts.stage_2, NO_BATCHES), None
+    reason = why_no_run(runs, look.alone)
+    if reason or not look.is_given:
+        reason = one_batch.why_not_joined(facts) or reason
+    if not reason and not runs.per_step:
+        reason = why_other_steps(look)
+    if not reason and not look.steps:
+        reason = MODEL_UNCLEAR
+    if reason:
+        return inconclusive(facts.stage_2, reason), None
+    return one_batch.one_batch(runs, look)
+
+
+def why_other_steps(look: Look) -> Reason | None:
+    """Why batches can't be compared step by step; None if one process takes them in these steps."""
+    many, alone = look.facts.ranks[0], look.alone.notes
+    if many.counts == alone.counts:
+        return None
+    ahead = [key for key in look.facts.keys if many.reads_ahead(key) or alone.reads_ahead(key)]
+    if ahead and all(many.per_step(key) == alone.per_step(key) for key in look.facts.keys):
+        return None
+    key, step = look.facts.keys[0], 0
+    while step < len(look.facts.steps) and many.counts[step] == alone.counts[step]:
+        step += 1
+    taken = [notes.counts[step].get(key, 0) for notes in (many, alone)]
+    sentence = f"step {step + 1} comes after {taken[0]} batches, in one process after {taken[1]}"
+    return Reason(sentence, "in a copy, let each batch make a step: no GradScaler, no accumulation")
+
+
+def batch_sizes(look: Look) -> list[Line]:
+    """A note, if one process with the same flags takes another number of examples in a step."""
+    if not look.alone.is_joined or look.own_total in (0, look.total):
+        return []
+    text = f"one process with the same flags takes {look.own_total} examples per step"
+    return [Line("batch size", f"{text}, the {len(look.facts.ranks)} processes {look.total}")]
+
+
+def random_numbers(facts: Facts) -> list[Line]:
+    """A note, if ranks with different examples draw the same random numbers (dropout)."""
+    ranks = facts.distinct
+    drawn = set().union(*(rank.steps[0].draws for rank in ranks))
+    firsts = [list(rank.events.values())[0][0] for rank in ranks if rank.events]
+    states = [event.state for event in firsts]
+    if len(states) < 2 or not drawn:
+        return []
+    others = set().union(*(state.other_than(states[0]) for state in states[1:]))
+    if drawn & others:
+        return []
+    text = "all ranks draw the same random numbers, so they have the same dropout masks (or noise)"
+    return [Line("note", f"{text}: seed them differently")]
+
+
+def worker_seeds(facts: Facts) -> list[Line]:
+    """A note, if loader workers of ranks with different examples draw the same random numbers."""
+    seeds = [{loader.worker_seed for loader in rank.loaders.values()} for rank in facts.distinct]
+    if len(seeds) < 2 or seeds[0] <= {None} or any(some != seeds[0] for some in seeds):
+        return []
+    text = "the loader workers of all ranks draw the same random numbers (augmentation): give each"
+    return [Line("note", f"{text} rank's DataLoader a generator with a seed of its own")]

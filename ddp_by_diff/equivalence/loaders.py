@@ -1,0 +1,161 @@
+"""DataLoaders of the program: which of them a batch comes from, and which examples are in it."""
+
+import contextlib
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch.utils import data as torch_data
+from torch.utils.data import ConcatDataset, Subset, dataloader
+from torch.utils.data._utils import collate, fetch
+
+from ddp_by_diff.equivalence.batches import plain_copy
+from ddp_by_diff.equivalence.limits import LARGEST_EPOCH
+from ddp_by_diff.equivalence.notes import Loader, pick_some, random_state
+
+FIXED = (torch_data.SequentialSampler, torch_data.DistributedSampler)  # order known without a draw
+KEPT = "equivalence: a batch, and its examples"  # a class of ours could not be sent
+TORCHS_COLLATE = (collate.default_collate, collate.default_convert)
+
+
+class Loaders:
+    """Names of the program's DataLoaders ("loader 0" gave the first batch), and their examples."""
+
+    def __init__(self, loaders: dict[str, Loader], largest: int = LARGEST_EPOCH) -> None:
+        """loaders: by name, which are noted here.  largest: a longer epoch is not listed."""
+        self.loaders, self.largest = loaders, largest
+        self.owners: list[weakref.ref] = []  # a loader's sampler, or its iterator
+        self.rounds: dict[str, int] = {}
+        self.datasets: dict[str, Any] = {}
+        self.names: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # of iterators
+        self.waiting: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # indices drawn
+        self.examples: list | None = None  # of the last batch, if its collate_fn is not torch's
+
+    def patches(self) -> list[tuple[Any, str, Callable]]:
+        return [
+            (dataloader._BaseDataLoaderIter, "_next_index", self.draw),
+            (fetch._MapDatasetFetcher, "fetch", self.fetch),
+            (fetch._IterableDatasetFetcher, "fetch", self.fetch),
+            (dataloader._SingleProcessDataLoaderIter, "_next_data", self.unpack),
+            (dataloader._MultiProcessingDataLoaderIter, "_next_data", self.unpack),
+        ]
+
+    def name_of(self, iterator: Any) -> str:
+        """The loader's name; a loader of a new epoch takes the name of the one that is gone."""
+        if iterator in self.names:
+            return self.names[iterator]
+        sampler = iterator._index_sampler
+        is_list = isinstance(sampler, (list, tuple, range))  # which no weak reference refers to
+        own = iterator if is_list else sampler
+        known = [owner() for owner in self.owners]
+        same = [number for number, owner in enumerate(known) if owner is own]
+        gone = [number for number, owner in enumerate(known) if owner is None]
+        number = [*same, *gone, len(known)][0]
+        self.owners[number : number + 1] = [weakref.ref(own)]
+        name = f"loader {number}"
+        self.rounds[name] = self.rounds.get(name, 0) + 1
+        self.names[iterator] = name
+        if name not in self.datasets:
+            self.datasets[name] = iterator._dataset
+            self.loaders[name] = loader_of(iterator, self.largest)
+        return name
+
+    def look_into_data(self) -> None:
+        """Note a few examples of each data set; called when the program is over."""
+        for name, dataset in self.datasets.items():
+            loader, (whole, _) = self.loaders[name], without_subsets(dataset, [])
+            if loader.length and type(whole) is not ConcatDataset:
+                loader.picks, loader.is_random = pick_some(whole)
+
+    def draw(self, original: Callable, iterator: Any) -> Any:
+        """Note the indices of a batch, which may be loaded later."""
+        indices = original(iterator)
+        if iterator._dataset_kind == dataloader._DatasetKind.Map and isinstance(indices, list):
+            _, drawn = without_subsets(iterator._dataset, indices)
+            self.waiting.setdefault(iterator, []).append(drawn)
+        return indices
+
+    def indices_of(self, iterator: Any) -> tuple:
+        """The numbers of the examples in the batch that was just loaded."""
+        waiting = self.waiting.get(iterator)
+        return tuple(waiting.pop(0)) if waiting else ()
+
+    def fetch(self, original: Callable, fetcher: Any, index: Any) -> Any:
+        """Fetch a batch, with its examples, and whether random numbers were drawn for it.
+
+        This may run in a worker process, which was forked from the one that notes.
+        """
+        is_worker = torch_data.get_worker_info() is not None
+        state = random_state() if is_worker else None
+        batch, kept = self.fetch_examples(original, fetcher, index)
+        has_drawn = is_worker and bool(random_state().other_than(state))
+        return (KEPT, batch, kept, has_drawn) if kept is not None or has_drawn else batch
+
+    def fetch_examples(self, original: Callable, fetcher: Any, index: Any) -> tuple:
+        """A batch, and copies of its examples, if the program's own collate_fn joins them."""
+        own = fetcher.collate_fn
+        if own in TORCHS_COLLATE or not fetcher.auto_collation:
+            return original(fetcher, index), None
+        kept: list | None = None
+
+        def keep(examples: list) -> Any:
+            nonlocal kept
+            is_each = type(examples) is list and len(examples) == len(index)  # or __getitems__'s
+            kept = plain_copy(examples) if is_each else None
+            state = random_state()
+            batch = own(examples)
+            if random_state().other_than(state):
+                kept = None  # from the same examples it makes another batch each time
+            return batch
+
+        fetcher.collate_fn = keep
+        try:
+            return original(fetcher, index), kept
+        finally:
+            fetcher.collate_fn = own
+
+    def unpack(self, original: Callable, iterator: Any) -> Any:
+        """The batch as the program gets it; what `fetch` has sent with it is noted."""
+        batch = original(iterator)
+        self.examples = None
+        if type(batch) is tuple and batch and isinstance(batch[0], str) and batch[0] == KEPT:
+            _, batch, self.examples, has_drawn = batch
+            if has_drawn and iterator in self.names:
+                self.loaders[self.names[iterator]].worker_seed = iterator._base_seed
+        return batch
+
+
+def without_subsets(dataset: Any, indices: list) -> tuple[Any, list]:
+    """The whole data set of a Subset, and the indices in the whole one.
+
+    Of a ConcatDataset none: its parts may be any part of other data.
+    """
+    while type(dataset) is Subset:  # as random_split makes them
+        indices = [dataset.indices[index] for index in indices]
+        dataset = dataset.dataset
+    if type(dataset) is ConcatDataset:
+        return dataset, []
+    return dataset, [int(index) for index in indices if isinstance(index, int)]
+
+
+def loader_of(iterator: Any, largest: int) -> Loader:
+    """What is known of a loader when its first epoch begins."""
+    batches, dataset = iterator._index_sampler, iterator._dataset
+    sampler = getattr(batches, "sampler", None)
+    noted = Loader(redraws=bool(getattr(sampler, "replacement", False)))
+    if isinstance(sampler, torch_data.DistributedSampler):
+        place = f"rank {sampler.rank} of {sampler.num_replicas}"
+        noted.sampler = f"{place}, seed {sampler.seed}, epoch {sampler.epoch}"
+    if isinstance(dataset, torch_data.IterableDataset):
+        return noted
+    whole, _ = without_subsets(dataset, [])
+    with contextlib.suppress(TypeError, NotImplementedError):  # it has no length
+        noted.length = len(whole)
+    if dataset is not whole and len(dataset) <= LARGEST_EPOCH:
+        _, noted.pool = without_subsets(dataset, list(range(len(dataset))))
+    if type(sampler) is torch_data.RandomSampler and not sampler.replacement:
+        sampler = torch_data.SequentialSampler(sampler.data_source)  # the same, in order
+    noted.is_known = type(batches) is torch_data.BatchSampler and type(sampler) in FIXED
+    if noted.is_known and len(sampler) <= largest:
+        _, noted.epoch = without_subsets(dataset, list(sampler))
+    return noted

@@ -1,0 +1,276 @@
+"""Notes of one process on each step; states of its random generators; large tensors in files."""
+
+import contextlib
+import functools
+import hashlib
+import io
+import itertools
+import math
+import pickle
+import random
+import re
+import shutil
+import threading
+from collections.abc import Mapping, ValuesView
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy
+import torch
+
+from ddp_by_diff.equivalence.limits import AHEAD
+from ddp_by_diff.equivalence.tensors import bytes_of, digest, whole
+from ddp_by_diff.equivalence.vectors import Vector
+
+LARGE = 1_000_000  # bytes: a smaller tensor stays in memory
+MEMORY = "/proc/meminfo"
+
+
+class RandomState(NamedTuple):
+    """States of the generators of torch (the CPU's and this GPU's), Python and numpy."""
+
+    cpu: torch.Tensor
+    gpu: torch.Tensor | None
+    python: tuple
+    numpy: tuple
+
+    def other_than(self, other: "RandomState") -> set[str]:
+        """Names of the generators that are in another state."""
+        names = set()
+        if not self.cpu.equal(other.cpu):
+            names.add("cpu")
+        if self.gpu is not None and other.gpu is not None and not self.gpu.equal(other.gpu):
+            names.add("gpu")
+        if self.python != other.python:
+            names.add("python")
+        if self.numpy[2] != other.numpy[2] or (self.numpy[1] != other.numpy[1]).any():
+            names.add("numpy")
+        return names
+
+
+def random_state() -> RandomState:
+    gpu = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+    return RandomState(torch.get_rng_state(), gpu, random.getstate(), numpy.random.get_state())
+
+
+def set_random_state(state: RandomState) -> None:
+    torch.set_rng_state(state.cpu)
+    random.setstate(state.python)
+    numpy.random.set_state(state.numpy)
+    if state.gpu is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state.gpu)
+
+
+class Content(pickle.Pickler):
+    """Pickles a tensor as its numbers: by itself torch adds names that differ in each process."""
+
+    def persistent_id(self, value: Any) -> tuple | None:
+        if isinstance(value, torch.Tensor):
+            return str(value.dtype), tuple(value.shape), bytes_of(value)
+        return None
+
+
+class Pick(NamedTuple):
+    """An example of a data set: equal on ranks that have the same data."""
+
+    number: int
+    whole: str  # a digest
+    label: str  # a digest of its numbers and words
+
+
+@dataclass
+class Loader:
+    """A DataLoader, and what it reads, on one rank."""
+
+    sampler: str = ""  # a DistributedSampler's options, in words
+    is_known: bool = False  # the sampler is torch's own, and takes each example once in an epoch
+    redraws: bool = False  # the sampler may take an example again
+    epoch: list[int] = field(default_factory=list)  # all numbers of one, if they can be listed
+    length: int = 0  # of the data set, without its Subsets; 0: it has none
+    pool: list[int] | None = None  # the numbers that a Subset has of it
+    picks: list[Pick] = field(default_factory=list)  # a few examples; []: not known
+    is_random: bool = False  # with other random numbers an example is another one
+    worker_seed: int | None = None  # of workers that draw numbers
+
+
+def pick(dataset: Any, number: int, seed: int = 0) -> Pick:
+    random.seed(seed)
+    numpy.random.seed(seed)
+    torch.manual_seed(seed)
+    content, example = io.BytesIO(), dataset[number]
+    Content(content).dump(example)
+    whole = hashlib.blake2b(content.getvalue(), digest_size=16).hexdigest()
+    return Pick(number, whole, str(labels_in(example)))
+
+
+def labels_in(example: Any) -> list:
+    """An example's own numbers and words, which no augmentation changes."""
+    if isinstance(example, torch.Tensor) and not example.dim() and not example.is_floating_point():
+        return [int(example)]
+    if isinstance(example, int | str):
+        return [example]
+    parts = example.values() if isinstance(example, Mapping) else example
+    if not isinstance(parts, list | tuple | ValuesView):
+        return []
+    return [label for part in parts for label in labels_in(part)]
+
+
+def pick_some(dataset: Any) -> tuple[list[Pick], bool]:
+    """A few examples of a data set, [] if they are never the same; and whether they are random."""
+    state = random_state()
+    try:
+        last = len(dataset) - 1
+        picks = [pick(dataset, number) for number in sorted({last * k // 8 for k in range(9)})]
+        is_random = pick(dataset, 0, seed=1) != picks[0]
+        return picks if pick(dataset, 0) == picks[0] else [], is_random
+    except Exception:  # the program's own code, or what can't be pickled
+        return [], False
+    finally:
+        set_random_state(state)
+
+
+class Event(NamedTuple):
+    """Data that came into the program: a batch of a loader, a model's inputs, a loss's targets."""
+
+    value: Any  # without the program's own classes
+    state: RandomState  # after it
+    examples: list | None = None  # of which the program's own collate_fn made the batch
+    round: int = 0  # how often its loader had been begun
+    indices: tuple = ()  # of its examples in the data set, if the loader has one
+
+
+RECEIVED = ("got", "unclipped")  # gradients that only the rank with the optimizer notes
+
+
+@dataclass
+class Step:
+    """One step of the first optimizer."""
+
+    weights: Vector = field(default_factory=dict)  # before it; buffers, too
+    own: Vector = field(default_factory=dict)  # gradients, before any message
+    got: Vector = field(default_factory=dict)  # gradients, as the optimizer got them
+    unclipped: Vector = field(default_factory=dict)  # before clipping, if that changes them
+    options: dict[str, dict[str, Any]] = field(default_factory=dict)  # by parameter
+    inputs: str = ""  # a digest of what the models were called with
+    draws: set[str] = field(default_factory=set)  # generators used after the batch
+    late: set[str] = field(default_factory=set)  # gradients that came after an optimizer's step
+    is_repeated: bool = False  # an optimizer has asked for gradients more than once
+
+    def vectors(self) -> list[Vector]:
+        """The step's parts that are as large as the model."""
+        return [self.weights, self.own, *[getattr(self, kind) for kind in RECEIVED]]
+
+
+@dataclass
+class Notes:
+    """Notes of one process."""
+
+    rank: int
+    world_size: int
+    steps: list[Step] = field(default_factory=list)  # the current one is the last
+    # By key, which says where events come from: "loader 0", "inputs of Net".
+    events: dict[str, list[Event]] = field(default_factory=dict)
+    counts: list[dict[str, int]] = field(default_factory=list)  # of events, when optimizers stepped
+    parameters: list[str] = field(default_factory=list)  # names; a step's other weights are buffers
+    has_buffers_of_first: bool = False  # DDP gives it rank 0's, after they were noted
+    norm_buffers: set[str] = field(default_factory=set)  # of BatchNorm layers
+    parts: set[str] = field(default_factory=set)  # parameters of which a layer has a part (DTensor)
+    kinds: set[str] = field(default_factory=set)  # "BatchNorm", "dropout", of layers that train
+    has_changed: bool = False  # a weight has, and no optimizer has made a step
+    has_clipped: bool = False  # torch's clip_grad_norm_ or clip_grad_value_ was called
+    is_coarse: bool = False  # a module computes in bfloat16 or float16
+    has_coarse_optimizer: bool = False  # an optimizer does (see coarse.py)
+    loaders: dict[str, Loader] = field(default_factory=dict)
+
+    def in_each_step(self, key: str) -> list[int]:
+        """The number of events between each step of the optimizer and the next."""
+        totals = [count.get(key, 0) for count in self.counts]
+        return [after - before for before, after in itertools.pairwise(totals)]
+
+    def per_step(self, key: str) -> int:
+        """The number of events in a step; 0 if some steps have none.
+
+        A GradScaler skips steps, so the largest number counts.  A loader that reads ahead gives
+        none in the last steps of an epoch: then the total after k steps is k times this, or more.
+        """
+        counts = self.in_each_step(key)
+        if not counts or min(counts):
+            return max(counts, default=0)
+        totals = [count.get(key, 0) for count in self.counts]
+        per_step = min(total // (k + 1) for k, total in enumerate(totals))
+        ahead = max(total - (k + 1) * per_step for k, total in enumerate(totals))
+        return per_step if any(counts) and ahead <= AHEAD * per_step else 0
+
+    def reads_ahead(self, key: str) -> bool:
+        """Whether a loader has read ahead, so that some step took no event from it."""
+        return self.per_step(key) > 0 and min(self.in_each_step(key)) == 0
+
+
+class Alone(NamedTuple):
+    """A run in one process: its notes, and what it was given."""
+
+    notes: Notes  # the weights are its own, before it was given the ranks'
+    unmatched: list[str]  # weights that the ranks don't have, or not in this shape
+    is_joined: bool  # it was given the ranks' batches as one; else its own were the same
+    is_mixed: bool  # both in one step
+    rows: dict[str, int]  # examples that it would take itself in the first step, by key
+    batches: dict  # what the program got, by key and number, and the random state after it
+
+
+# ------------------------------------------------------------------------------- large tensors
+
+
+class Kept(NamedTuple):
+    """A tensor in a file.  A process to which it is sent receives the tensor itself."""
+
+    file: str
+    dtype: torch.dtype
+    shape: torch.Size
+    nbytes: int
+
+    def __reduce__(self) -> tuple:
+        return read, tuple(self)
+
+
+class Shelf:
+    """A folder of files with large tensors; equal tensors of all ranks share a file.
+
+    path: a folder that all processes of the run see; None: all tensors stay in memory.
+    """
+
+    def __init__(self, path: str | None) -> None:
+        self.path = path
+
+    def room(self) -> tuple[float, str]:
+        """The number of free bytes, and where they are, in words."""
+        if self.path is not None:
+            return shutil.disk_usage(self.path).free, f"on the disk of {self.path} (TMPDIR)"
+        free = math.inf
+        with contextlib.suppress(OSError, TypeError):  # not on macOS
+            free = 1024 * int(re.search(r"MemAvailable: *(\d+)", Path(MEMORY).read_text())[1])
+        return free, "in memory"
+
+    def keep(self, tensor: torch.Tensor) -> torch.Tensor | Kept:
+        """A copy of the tensor (of all of it, if it is sharded), or the file that holds it."""
+        copy = whole(tensor)
+        if self.path is None or copy.nbytes < LARGE:
+            return copy
+        file = Path(self.path) / f"{digest(copy)}.tensor"
+        if not file.exists():
+            part = Path(f"{file}.{threading.get_native_id()}")  # several may write one file
+            copy.contiguous().view(-1).view(torch.uint8).numpy().tofile(part)
+            part.rename(file)  # a reader sees all of it, or nothing
+        return Kept(str(file), copy.dtype, copy.shape, copy.nbytes)
+
+
+@functools.cache
+def read(file: str, dtype: torch.dtype, shape: torch.Size, nbytes: int) -> torch.Tensor:
+    """The tensor in a file, read when its numbers are needed; changes stay in memory."""
+    content = torch.from_file(file, shared=False, size=nbytes, dtype=torch.uint8)
+    return content.view(dtype).view(shape)
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name without those of wrappers: DDP's, torch.compile's."""
+    return re.sub(r"\b(module|_orig_mod)\.", "", name)

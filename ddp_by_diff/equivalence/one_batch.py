@@ -1,0 +1,437 @@
+"""Stage 2: is the mean of the ranks' own gradients the gradient of all examples in one batch?"""
+
+from typing import Any, NamedTuple
+
+from ddp_by_diff.equivalence import limits, vectors
+from ddp_by_diff.equivalence.batches import counts_up, unequal_rows
+from ddp_by_diff.equivalence.copies_or_parts import are_joined_rightly
+from ddp_by_diff.equivalence.facts import GOT, Facts
+from ddp_by_diff.equivalence.notes import Alone, Notes
+from ddp_by_diff.equivalence.vectors import Vector
+from ddp_by_diff.equivalence.verdict import Figures, Link, Reason, inconclusive, some_of
+from ddp_by_diff.equivalence.weights import UNMEASURED, other_state
+
+TOGETHER = "the loss or a layer depends on the composition or the size of the batch"
+OF_PARTS = "the ranks compute parts of one batch, and their gradients don't add up to the batch's"
+ALONE_RIGHT = "each rank's examples, computed alone, give that rank's gradient"
+OWN_DIFFERS = "a rank's examples, computed in one process, don't give that rank's gradient"
+STATE = "training reads what each process changes by its own examples"
+
+
+# ------------------------------------------------------------------------------ what is measured
+
+
+class Apart(NamedTuple):
+    """The distance of two gradients, in the tensor that is furthest beyond its limit."""
+
+    far: float
+    limit: float  # up to this it is rounding
+    name: str = ""
+    step: int = 0
+    factors: list[float] = []  # of the ranks' gradients, so that they add up to one process's
+
+    @property
+    def is_right(self) -> bool:
+        return self.far <= self.limit
+
+
+class Look(NamedTuple):
+    """The ranks' notes beside a run in one process."""
+
+    facts: Facts
+    left_out: tuple  # kinds of layers that were switched off in both
+    alone: Alone | None
+    exact: Alone | None = None  # a run with the same batches, in float64
+    steps: tuple[Apart, ...] = ()  # the ranks' gradients and one process's, in each step
+
+    @property
+    def is_right(self) -> bool:
+        return bool(self.steps) and all(step.is_right for step in self.steps)
+
+    @property
+    def worst(self) -> Apart:
+        return max(self.steps, key=lambda step: step.far / step.limit)
+
+    @property
+    def figures(self) -> Figures:
+        return Figures(self.worst.far, self.worst.limit)
+
+    @property
+    def is_given(self) -> bool:
+        """Whether no batches were joined: one process has its own, or all ranks have the same."""
+        return not self.alone.is_joined or len(self.facts.distinct) == 1
+
+    @property
+    def total(self) -> int:
+        """The number of examples in a step of one process."""
+        return self.facts.total if self.alone.is_joined else self.own_total or self.facts.total
+
+    @property
+    def own_total(self) -> int:
+        """The number of examples that one process takes by itself; 0 if it is not known."""
+        return self.alone.rows.get(self.facts.keys[0], 0)
+
+    @property
+    def limit(self) -> float:
+        return max(step.limit for step in self.steps)
+
+    @property
+    def factors(self) -> list[list[float]]:
+        """The factors of each step; steps that were not measured repeat the last ones."""
+        factors = [step.factors for step in self.steps]
+        return factors + [factors[-1]] * (len(self.facts.steps) - len(factors))
+
+
+def look_at(runs: Any, facts: Facts, left_out: tuple = ()) -> Look:
+    """The look at a run with all examples; with rounding, if it may explain a difference."""
+    look = Look(facts, left_out, runs.alone(facts, "all examples", left_out))
+    if look.alone is None or look.alone.unmatched:
+        return look
+    look = with_measurements(look)
+    may_be_layers = look.steps and look.worst.far > facts.rounding_limit
+    may_be_layers = may_be_layers and facts.kinds - set(left_out)
+    if not look.steps or look.is_right or may_be_layers:
+        return look
+    return with_rounding(runs, look)
+
+
+def with_rounding(runs: Any, look: Look) -> Look:
+    """The look, with rounding measured in float64; the same look if float64 can't be had."""
+    if look.exact or look.facts.is_coarse:
+        return look
+    exact = runs.alone(look.facts, "in float64", look.left_out, batches=look.alone.batches)
+    if exact is None:
+        return look
+    found = look._replace(exact=exact)
+    if max(roundings(found).values(), default=0.0) > look.facts.rounding_limit:
+        return look  # that is no rounding: in float64 the program does something else
+    return with_measurements(found)
+
+
+def look_without(runs: Any, facts: Facts, kinds: tuple) -> Look | None:
+    """The look at runs without these kinds of layers; run A, too, is made once more."""
+    other = runs.with_all_ranks(kinds, facts)
+    look = look_at(runs, other, kinds) if other else None
+    return look if look and look.steps else None
+
+
+def with_measurements(look: Look) -> Look:
+    """The look, with a measurement of each step that all ranks begin with equal weights."""
+    rounding = roundings(look) if look.exact else {}
+    steps = [measure(look, k, rounding) for k in look.facts.comparable]
+    return look._replace(steps=tuple(steps))
+
+
+def roundings(look: Look) -> dict[str, float]:
+    """How much rounding changes each tensor: the most in all steps, as a few may be lucky."""
+    facts, most = look.facts, {}
+    what = "got" if facts.gradients == GOT else "own"
+    for k in facts.comparable:
+        _, wanted = sides(facts, look.alone.notes, k)
+        exact = gradient(facts, look.exact.notes, k, what)
+        size = scales(facts, wanted, facts.owns[k] if what == "own" else [])
+        for name in wanted:
+            far = vectors.distance_in(name, exact, wanted, size[name])
+            most[name] = max(most.get(name, 0.0), far)
+    return most
+
+
+def scales(facts: Facts, wanted: Vector, parts: list[Vector]) -> dict[str, float]:
+    """The least length to which the distance of each tensor is relative.  parts: the ranks' own."""
+    small = limits.SMALL_COARSE if facts.is_coarse else limits.SMALL
+    least, sizes = small * vectors.length(wanted), vectors.mean_lengths(parts)
+    return {name: max(least, sizes.get(name, 0.0)) for name in wanted}
+
+
+def measure(look: Look, step: int, rounding: dict[str, float]) -> Apart:
+    """The distance in a step: of the mean, or of a better combination if that is right."""
+    facts, names = look.facts, look.facts.comparable_names(step)
+    parts = facts.owns[step] if facts.gradients != GOT else []
+    parts = [vectors.only(part, names) for part in parts]
+    actual, wanted = (vectors.only(side, names) for side in sides(facts, look.alone.notes, step))
+    size, count = scales(facts, wanted, parts), len(parts)
+    apart = furthest_apart(facts, actual, wanted, rounding, size)
+    even = apart._replace(step=step, factors=[1 / count for _ in parts])
+    if apart.is_right or not parts:
+        return even
+    fit = vectors.fit(wanted, parts)
+    if not fit.is_clear or min(fit.factors) <= 0:
+        return even
+    ones = [1.0] * count
+    factors = ones if vectors.numbers_are_near(fit.factors, ones, limits.FACTOR) else fit.factors
+    left = furthest_apart(facts, vectors.combine(parts, factors), wanted, rounding, size)
+    is_better = left.is_right and left.far <= apart.far / limits.CLEARLY
+    return left._replace(step=step, factors=factors) if is_better else even
+
+
+def sides(facts: Facts, alone: Notes, step: int) -> tuple[Vector, Vector]:
+    """The ranks' gradient and one process's: own, if these were seen; else the optimizers'."""
+    if facts.gradients != GOT:
+        return vectors.mean(facts.owns[step]), gradient(facts, alone, step, "own")
+    wanted, actual = gradient(facts, alone, step, "got"), {}
+    for name, tensor in wanted.items():
+        whole = facts.whole("got", name, step, tensor.shape)
+        if whole is not None:
+            actual[name] = whole
+    return actual, wanted
+
+
+def furthest_apart(
+    facts: Facts, actual: Vector, wanted: Vector, rounding: dict[str, float], size: dict[str, float]
+) -> Apart:
+    """The worst tensor.  rounding: of each, if it was measured."""
+    # Below the rounding error of a sum over all examples nothing is measured.
+    floor = limits.ROUNDING * max(4, facts.total) ** 0.5
+    floor = limits.MOST_COARSE if facts.is_coarse else floor
+    worst = Apart(0.0, floor)
+    for name in wanted:
+        far = vectors.distance_in(name, actual, wanted, size[name])
+        most = min(facts.rounding_limit, limits.YARDSTICKS * rounding.get(name, 0.0))
+        limit = max(floor, most)
+        if far / limit > worst.far / worst.limit:
+            worst = Apart(far, limit, name)
+    for name in actual:
+        if name not in wanted and bool(actual[name].any()):
+            worst = Apart(1.0, floor, name)
+    return worst
+
+
+def gradient(facts: Facts, notes: Notes, step: int, what: str) -> Vector:
+    return vectors.only(getattr(notes.steps[step], what), facts.trained)
+
+
+# --------------------------------------------------------------------------------- the answer
+
+
+def one_batch(runs: Any, look: Look) -> tuple[Link, Look | None]:
+    """Stage 2, and the look in which it is right: perhaps one without BatchNorm or dropout.
+
+    A kind of layers is named as the cause only if the difference is gone without it alone.
+    """
+    facts, figures, is_direct = look.facts, look.figures, look.facts.gradients == GOT
+    if look.is_right:
+        text = f"this mean equals the gradient of all {look.total} {facts.unit} in one batch"
+        if is_direct:
+            text = "the optimizers receive one process's gradients"
+        text = f"ok: {text} {figures}"
+        return Link(facts.stage_2, True, text, look.limit, figures=figures), look
+    text = f"this mean differs from the gradient of all {look.total} {facts.unit} in one batch"
+    if is_direct:
+        text = "what the optimizers receive differs from one process's gradients"
+    text += f" {figures}" + f", in {look.worst.name}" * bool(look.worst.name)
+    kinds = sorted(facts.kinds)
+    if kinds:
+        without = without_kinds(runs, facts, kinds)
+        if without is None:
+            names = " and ".join(kinds)
+            reason = Reason(f"{RUN_FAILED} without {names}", f"leave {names} out, in a copy")
+            return inconclusive(look.facts.stage_2, reason, text), None
+        look, figures = without, without.figures
+        if look.is_right:
+            cause = " and ".join(look.left_out)
+            text = f"ok without {cause} {figures}; with it, {text}"
+            return Link(look.facts.stage_2, True, text, look.limit, cause, figures=figures), look
+        text += f"; it differs without {' and '.join(kinds)}, too {figures}"
+    return unexplained(runs, look, text)._replace(figures=figures), None
+
+
+def without_kinds(runs: Any, facts: Facts, kinds: list[str]) -> Look | None:
+    """The look without all these layers; or without one kind, if that alone is the cause."""
+    without_all = look_without(runs, facts, tuple(kinds))
+    if without_all is None or not without_all.is_right or len(kinds) == 1:
+        return without_all
+    for kind in kinds:
+        look = look_without(runs, facts, (kind,))
+        if look is None or look.is_right:
+            return look
+    return without_all
+
+
+def unexplained(runs: Any, look: Look, text: str) -> Link:
+    """Stage 2 if layers don't explain the difference."""
+
+    def wrong(why: str = "", more: str = "") -> Link:
+        return Link(look.facts.stage_2, False, f"WRONG: {text}{more}", why=why)
+
+    if reason := first_of(NOT_COMPARABLE, runs, look):
+        return inconclusive(look.facts.stage_2, reason, text)
+    is_direct = look.facts.gradients == GOT
+    if multiple := multiples(look):  # no batch that was joined wrongly makes these
+        what = "what the optimizers receive" if is_direct else "the mean of the ranks' gradients"
+        return Link(look.facts.stage_2, False, f"WRONG: {what} is {multiple}")
+    goes_on = not look.steps[0].step and look.steps[0].is_right
+    if goes_on and (names := buffers_that_differ(runs, look)):
+        return wrong(f"{STATE}: {some_of(names)}")
+    if reason := first_of(NOT_JOINED_WELL, runs, look):
+        return inconclusive(look.facts.stage_2, reason, text)
+    if is_direct or len(look.facts.distinct) == 1 or look.total < look.facts.total:
+        return wrong("" if is_direct else OF_PARTS)
+    if runs.per_step:
+        return wrong()
+    is_own = shares_give_their_own(runs, look)
+    if is_own:
+        state = f"{STATE}: step 1 is right, and later ones are not"
+        return wrong(state if goes_on else TOGETHER, f"; {ALONE_RIGHT}")
+    if look.is_given and is_own is not None:  # nothing was joined
+        return wrong(OWN_DIFFERS)
+    return inconclusive(look.facts.stage_2, GOES_ON if goes_on else OTHERWISE, text)
+
+
+def multiples(look: Look) -> str:
+    """Each tensor as a multiple of one process's, in words."""
+    actual, wanted = sides(look.facts, look.alone.notes, look.worst.step)
+    names: dict[float, list[str]] = {}
+    for name, goal in wanted.items():
+        fit = vectors.fit({name: actual.get(name, goal * 0)}, [{name: goal}])
+        is_one = abs(fit.factors[0] - 1) <= limits.EQUAL
+        if fit.left > limits.EQUAL or goal.numel() < 2 and not is_one:  # any number is a multiple
+            return ""
+        names.setdefault(round(fit.factors[0], 3), []).append(name)
+    right = names.pop(1.0, [])
+    texts = []
+    for times, some in names.items():
+        place = f" of {some_of(some)}" if right or len(names) > 1 else ""
+        texts.append(f"{times:.3g} times one process's gradient{place}")
+    return " and ".join(texts) + " (the others are right)" * bool(texts and right)
+
+
+def buffers_that_differ(runs: Any, look: Look) -> list[str]:
+    """Buffers that are the cause: with those of the ranks, given in each step, all is right."""
+    batches = look.alone.batches
+    given = runs.alone(look.facts, "given state", look.left_out, batches=batches)
+    if given is None or not with_measurements(look._replace(alone=given)).is_right:
+        return []
+    return list(other_state(look.facts, look.alone, limits.MOST))
+
+
+def shares_give_their_own(runs: Any, look: Look) -> bool | None:
+    """Whether each rank's examples, alone in one process, give its own gradient; None: not run.
+
+    Or a multiple of it.  If not, padding or joining may be wrong.
+    """
+    facts = look.facts
+    limit = max(facts.rounding_limit / limits.CLEARLY, limits.EQUAL)
+    for place, rank in enumerate(facts.distinct):
+        share = runs.alone(facts, "one share", look.left_out, rank=place)
+        if share is None:
+            return None
+        for k in facts.comparable:
+            own = vectors.only(rank.steps[k].own, facts.comparable_names(k))
+            wanted = vectors.only(gradient(facts, share.notes, k, "own"), set(own))
+            if vectors.fit(own, [wanted]).left > limit:
+                return False
+    return True
+
+
+# ------------------------------------------------------- why a difference may prove nothing
+
+
+def may_be_rounding(runs: Any, look: Look) -> bool:
+    is_measured = look.exact or look.facts.is_coarse
+    return not is_measured and look.worst.far <= look.facts.rounding_limit
+
+
+def depends_on_order(runs: Any, look: Look) -> bool:
+    """Whether the same examples have another gradient in another order, in a step that differs."""
+    if look.is_given:
+        return False
+    step = next(step for step in look.steps if not step.is_right)
+    other = runs.alone(look.facts, "other order", look.left_out)
+    if other is None:
+        return True
+    _, wanted = sides(look.facts, look.alone.notes, step.step)
+    _, reordered = sides(look.facts, other.notes, step.step)
+    rounding = roundings(look) if look.exact else {}
+    size = scales(look.facts, wanted, [])
+    apart = furthest_apart(look.facts, reordered, wanted, rounding, size)
+    return not apart.is_right and step.far <= limits.YARDSTICKS * apart.far
+
+
+def takes_other_batches(runs: Any, look: Look) -> bool:
+    is_other = look.facts.gradients == GOT or runs.per_step or look.alone.is_mixed
+    return bool(is_other) and not look.is_given
+
+
+def has_other_parts(runs: Any, look: Look) -> bool:
+    return look.facts.gradients == GOT and not are_joined_rightly(look.facts, look.alone)
+
+
+def numbers_groups(runs: Any, look: Look) -> bool:
+    if look.is_given:
+        return False
+    events = [events[0] for rank in look.facts.ranks for events in rank.events.values() if events]
+    return any(counts_up(event.value) for event in events if not event.examples)
+
+
+NOT_SEEN = Reason(
+    "the ranks' own gradients were not seen",
+    "in a copy, call loss.backward() for the optimizer's own parameters, and do not compile",
+)
+RUN_FAILED = "the program failed in a run of its own"
+
+
+def first_of(reasons: list[Reason], runs: Any, look: Look) -> Reason | None:
+    return next((reason for reason in reasons if reason.test(runs, look)), None)
+
+
+# If one of these holds, no difference is a mistake of the program: each with what settles it.
+NOT_COMPARABLE = [
+    Reason(
+        "each step draws random numbers, and one process draws others",
+        "in a copy of the program, multiply the noise by 0",
+        lambda runs, look: any(rank.steps[0].draws for rank in look.facts.ranks),
+    ),
+    UNMEASURED._replace(test=may_be_rounding),
+]
+# Then the one batch that was made of the ranks' batches, or the one model of their parts, may be
+# wrong.
+NOT_JOINED_WELL = [
+    NOT_SEEN._replace(test=lambda runs, look: look.facts.gradients == GOT and not look.facts.parts),
+    Reason(
+        "one process takes other batches in a step than the ranks together",
+        "let it take the global batch: --alone, with its flags for the batch size and accumulation",
+        takes_other_batches,
+    ),
+    Reason(
+        "one process begins with other weights than the ranks' parts make",
+        "in a copy, draw the whole model's weights on each rank, and let it keep its part",
+        has_other_parts,
+    ),
+    Reason(
+        "a tensor numbers groups of rows, and can't be joined with another rank's",
+        "in a copy, let a collate_fn make the batch of single examples",
+        numbers_groups,
+    ),
+    Reason(
+        "the same examples have another gradient in another order",
+        "in a copy, make each row of each tensor one example (batch_first=True)",
+        depends_on_order,
+    ),
+]
+ROWS = Reason(
+    "the tensors of a batch have not one row for each example",
+    "in a copy, make each row of each tensor one example (batch_first=True), or let a collate_fn "
+    "make the batch of single examples",
+)
+GOES_ON = Reason(
+    "step 1 is right, and later ones are not: something that goes on from step to step, and is no "
+    "parameter or buffer, has another value in one process",
+    "in a copy, make it a buffer (register_buffer), or keep it as it is at the start",
+)
+OTHERWISE = Reason(
+    f"{OWN_DIFFERS}, so the batches may be joined wrongly",
+    "in a copy, give all examples one shape, so that nothing is padded, and a loss that uses this "
+    "rank's outputs only",
+)
+
+
+def why_not_joined(facts: Facts) -> Reason | None:
+    """Why the ranks' batches can't be made one; None if they can."""
+    for key in facts.keys:
+        shares = [rank.events.get(key, []) for rank in facts.distinct]
+        for events in zip(*shares, strict=False):
+            # Else the program's own collate_fn makes it.
+            is_made = all(event.examples for event in events)
+            if not is_made and unequal_rows([event.value for event in events]):
+                return ROWS
+    return None

@@ -1,0 +1,112 @@
+"""Runs: more of them, after run A, in one process or with all ranks."""
+
+import argparse
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from ddp_by_diff.equivalence.copies_or_parts import facts_of
+from ddp_by_diff.equivalence.facts import Facts
+from ddp_by_diff.equivalence.notes import Alone
+from ddp_by_diff.equivalence.observe import observers
+from ddp_by_diff.equivalence.source import Source
+from ddp_by_diff.equivalence.verdict import Reason, refusal_in
+from ddp_by_diff.instruments.meeting import Folder, Place
+from ddp_by_diff.instruments.observer import Observer
+from ddp_by_diff.instruments.rank import Job, be_rank, collect, leave
+from ddp_by_diff.instruments.ranks import be_started_rank, import_launcher
+
+FAILED = ("failed", "stuck")  # endings
+RUN_IT = (
+    "run the program in one process, with --alone and the flags that it needs there (--json FILE "
+    "holds the whole error)"
+)
+
+
+class Runs:
+    """Runs that an answer needs, made when it asks for them."""
+
+    def __init__(self, args: argparse.Namespace, folder: Path, processes: int) -> None:
+        self.args, self.folder, self.processes = args, folder, processes
+        self.per_step: dict[str, int] = {}  # batches in one process, if other than with all ranks
+        self.problem = ""  # what the program printed, if it failed
+        self.failure = Reason("the tool's own run in one process made too few steps", RUN_IT)
+        self.is_hopeless = False  # another run would end, or wait, at the same place
+
+    def with_all_ranks(self, left_out: tuple, known: Facts) -> Facts | None:
+        """Facts of run A, made once more without kinds of layers; None if it was not completed."""
+        arguments = (self.args.steps, f"{self.folder}/log", str(self.folder), left_out)
+        job = Job("equivalence", self.args.command, self.args.patience, observers, arguments)
+        notes, _ = self.run(be_started_rank, job, self.processes)
+        ranks = [note.value for note in sorted(notes)]
+        is_complete = len(ranks) == self.processes
+        is_complete = is_complete and all(len(rank.counts) > self.args.steps for rank in ranks)
+        return facts_of(ranks, self.args.steps, known) if is_complete else None
+
+    def alone(self, facts: Facts, kind: str, left_out: tuple = (), **given: Any) -> Alone | None:
+        """A run in one process; None if the program failed, or made too few steps."""
+        given |= {"left_out": left_out}
+        result = self.run_alone(Source(facts, kind, self.per_step, **given))
+        if result is not None and not self.per_step:
+            many, alone = facts.ranks[0], result.notes
+            per_step = {key: alone.per_step(key) for key in many.events}
+            if any(per_step[key] not in (0, many.per_step(key)) for key in per_step):
+                self.per_step = per_step
+                result = self.run_alone(Source(facts, kind, self.per_step, **given))
+        if result is None or len(result.notes.counts) <= self.args.steps:
+            return None
+        return result
+
+    def run_alone(self, source: Source) -> Alone | None:
+        if self.is_hopeless:
+            return None
+        command = [*self.args.command, *self.args.alone]
+        out = tempfile.mkdtemp(prefix="alone-", dir=self.folder)
+        arguments = (source, f"{out}/out", str(self.folder))
+        job = Job("equivalence", command, self.args.patience, observers_alone, arguments)
+        notes, error = self.run(be_alone, job, 1)
+        if source.kind != "in float64" and (error or not notes or notes[0].ending in FAILED):
+            refusal = refusal_in(error)
+            self.is_hopeless = bool(refusal) or bool(notes) and notes[0].ending == "stuck"
+            files = sorted(Path(out).glob("out*"))
+            printed = [file.read_text(encoding="utf-8", errors="replace") for file in files]
+            self.problem = "\n".join(text[-3000:] for text in (*printed, error))
+            last = error.strip().rpartition("\n")[2]
+            failure = Reason(f"the tool's own run failed: {last}", RUN_IT)
+            self.failure = Reason(refusal, "") if refusal else failure
+        return notes[0].value if notes else None
+
+    def run(self, be_process: object, job: Job, count: int) -> tuple[list, str]:
+        """The notes that the processes left, and the launcher's error."""
+        _, run = import_launcher()
+        error = ""
+        with tempfile.TemporaryDirectory(prefix="notes-", dir=self.folder) as place:
+            try:
+                run(be_process, (job, place), count)
+            except SystemExit as end:
+                if isinstance(end.code, int):
+                    raise  # after Ctrl-C or SIGTERM
+                error = str(end.code)
+            return collect(Folder(place), count), error
+
+
+def observers_alone(
+    place: Place, source: Source, log: str, folder: str, terminal: int
+) -> list[Observer]:
+    """All observers of a run in one process."""
+    length = len(source.facts.steps)
+    return observers(place, length, log, folder, source.left_out, source, terminal)
+
+
+def be_alone(job: Job, folder: str) -> None:
+    """The process of a run in one process: it sees the first GPU only, and prints into a file."""
+    os.environ["NPROC"] = "1"  # for `launch` of a helper of its own
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")
+    os.environ["CUDA_VISIBLE_DEVICES"] = visible[0]
+    terminal = os.dup(2)
+    log = os.open(f"{job.arguments[1]} of its own", os.O_WRONLY | os.O_CREAT)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    job = job._replace(arguments=(*job.arguments, terminal))
+    leave(be_rank(job, Place(0, 1), Folder(folder), None))

@@ -1,0 +1,238 @@
+"""A source for the run in one process: it gives step k the ranks' batch, weights and gradients."""
+
+import inspect
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import distributed as torch_dist
+from torch import nn
+
+from ddp_by_diff.equivalence.batches import (
+    count_examples,
+    digests_of_examples,
+    from_plain,
+    is_made_of,
+    join,
+    mapped,
+    plain_copy,
+    to_plain,
+)
+from ddp_by_diff.equivalence.facts import Facts
+from ddp_by_diff.equivalence.formats import InFloat64, in_float64
+from ddp_by_diff.equivalence.notes import Alone, Event, Notes, RandomState, random_state
+from ddp_by_diff.equivalence.tensors import digest, local
+from ddp_by_diff.equivalence.vectors import put_together
+from ddp_by_diff.instruments.observer import Observer
+from ddp_by_diff.instruments.program import Refused
+
+# Kinds of runs: those whose optimizer gets the ranks' gradients, ...
+FORCED = ("all examples", "own data", "given state")
+GIVEN = ("one share", "given state")  # those that get the ranks' buffers in each step
+
+
+class Batch(NamedTuple):
+    """A batch made of the ranks' batches, in place of the one that the program has loaded."""
+
+    value: Any
+    examples: list | None  # in place of a value, for the program's own collate_fn
+    state: RandomState
+    is_equal: bool  # on all ranks, such as numbers of rows: these are no examples
+    parts: list  # the ranks' batches
+
+    def is_in(self, value: Any, examples: list | None) -> bool:
+        """Whether the program's batch has the same examples: then it is as good."""
+        if not examples and len(self.parts) > 1 and is_made_of(value, self.parts):
+            return True
+        theirs = digests_of_examples(value, examples if self.examples else None)
+        return sorted(digests_of_examples(self.value, self.examples)) == sorted(theirs)
+
+
+class Source(Observer):
+    """What a run in one process is given: the observers ask for a step's batch and weights.
+
+    all examples  in one batch; and the gradients that the ranks' optimizers got
+    own data      the program's own batches, as one can't be made; and these gradients
+    given state   the batches of an earlier run, and in each step the ranks' buffers
+    in float64    the batches of an earlier run, in float64
+    other order   all examples, in another order
+    one share     one rank's examples, padded to the longest of all
+    """
+
+    left_out: tuple = ()  # kinds of layers
+    rank = 0  # whose share: its place in Facts.distinct
+    batches: Mapping = {}  # of the earlier run (Alone.batches)
+    own_in = -1  # the last step in which a batch was left as it is
+    joined_in = -1  # and in which one was replaced
+    is_mixed = False
+    is_global = False  # the program itself takes as many examples as all ranks together
+
+    def __init__(self, facts: Facts, kind: str, per_step: dict[str, int], **given: Any) -> None:
+        """per_step: of runs.py.  given: left_out, rank, batches."""
+        self.facts, self.kind, self.per_step = facts, kind, per_step
+        vars(self).update(given)
+        self.name = f"one process, {kind}"
+        self.matched: dict[str, bool] = {}  # whether the ranks had such a weight, in some step
+        self.rows: Counter = Counter()
+        self.noted: dict[tuple[str, int], tuple] = {}  # what the program got, and the state
+
+    def installed(self) -> None:
+        if self.kind == "in float64":
+            torch.set_default_dtype(torch.float64)
+            self.hooks.undo.enter_context(InFloat64())
+
+    def patches(self) -> list[tuple[Any, str, Callable]]:
+        return [(torch_dist, "init_process_group", self.group_begins)]
+
+    def group_begins(self, original: Callable, *args: Any, **kwargs: Any) -> None:
+        """Refuse a program that waits for more processes, as it has their number by itself."""
+        given = inspect.signature(original).bind(*args, **kwargs).arguments
+        size = given.get("world_size", 1)
+        if size > 1:
+            raise Refused(
+                f"in one process the program waits for {size} processes: give the flags with "
+                'which it does not, such as --alone="--devices 1"'
+            )
+        original(*args, **kwargs)
+
+    def batch(
+        self, key: str, number: int, step: int, value: Any, iterator: Any, examples: list | None
+    ) -> tuple[Any, RandomState] | None:
+        """The batch in place of the run's own, and the random state after it; None: its own."""
+        if (key, number) in self.batches:
+            plain, state = self.batches[key, number]
+            return self.in_format(from_plain(plain, own=value)), state
+        if number < self.per_step.get(key, self.facts.per_step(key)):  # of the first step
+            self.rows[key] += len(examples or []) or count_examples(value)
+        batch = self.joined(key, number)
+        if batch is None:
+            return None
+        if self.keeps_own(batch, step, value, iterator, examples):
+            given = None
+        elif batch.examples:
+            given = iterator._collate_fn(plain_copy(batch.examples)), batch.state
+        else:
+            given = from_plain(batch.value, own=value), batch.state
+        if self.kind == "all examples":
+            value, state = given or (value, random_state())
+            self.noted[key, number] = to_plain(value), state
+        return given
+
+    def in_format(self, value: Any) -> Any:
+        """The value, in float64 if this run is."""
+        return mapped(in_float64, [value]) if self.kind == "in float64" else value
+
+    def forward_begins(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple:
+        kwargs.update(self.in_format(kwargs))
+        return self.in_format(args)
+
+    def joined(self, key: str, number: int) -> Batch | None:
+        """The batch that replaces the run's batch of this number; None: it keeps its own."""
+        if self.kind == "own data":
+            return None
+        shares = [rank.events.get(key, []) for rank in self.facts.distinct]
+        ranks_take = self.facts.per_step(key)  # so many batches in a step
+        if self.per_step and not ranks_take:  # which of the ranks' batches to give is not known
+            return None
+        takes = self.per_step.get(key, ranks_take)
+        events = [share[number] for share in shares if number < len(share)]
+        if takes != ranks_take:  # its batches are joined of fewer or more of the step's events
+            step, part = divmod(number, max(1, takes))
+            every: list[Event] = []
+            for place in range(step * ranks_take, (step + 1) * ranks_take):
+                every += [share[place] for share in shares if place < len(share)]
+            size = len(every) // max(1, takes)
+            events = every[part * size : (part + 1) * size]
+        if not events:
+            return None
+        only = None
+        if self.kind == "one share":
+            only = self.rank
+            if only >= len(events):
+                return None
+        return self.union(events, only, number)
+
+    def union(self, events: list[Event], only: int | None, number: int) -> Batch:
+        """One batch of the ranks' events, or of the examples of one: see batches.join."""
+        order = torch.Generator().manual_seed(number) if self.kind == "other order" else None
+        state = events[only or 0].state
+        values = [event.value for event in events]
+        is_equal = len(values) > 1 and len({digest(value) for value in values}) == 1
+        if not all(event.examples for event in events):
+            value = join(values, only, order)
+            return Batch(value, None, state, is_equal, values)
+        examples = []
+        for event in events if only is None else [events[only]]:
+            examples += event.examples
+        if order is not None:
+            examples = [examples[row] for row in torch.randperm(len(examples), generator=order)]
+        return Batch(None, examples, state, is_equal, values)
+
+    def value(self, what: str, name: str, step: int, shape: torch.Size) -> torch.Tensor | None:
+        """A tensor of the ranks' "weights" or "got"; of one rank, if its examples are computed."""
+        if self.kind != "one share":
+            return self.facts.whole(what, name, step, shape)
+        rank = self.facts.distinct[self.rank]
+        if name not in self.facts.trained and rank.has_buffers_of_first:
+            rank = self.facts.ranks[0]
+        return put_together([getattr(rank.steps[step], what).get(name)], shape)
+
+    def keeps_own(
+        self, batch: Batch, step: int, value: Any, iterator: Any, examples: list | None
+    ) -> bool:
+        """Whether the program's own batch has the same examples: it is better than a joined one."""
+        if self.kind == "one share":
+            return False
+        if iterator is None and batch.is_equal and self.is_global:
+            return True
+        if self.joined_in != step and batch.is_in(value, examples):
+            self.own_in, self.is_global = step, True
+            return True
+        self.joined_in = step
+        self.is_mixed |= self.own_in == step
+        if batch.value is not None:
+            self.is_global = count_examples(batch.value) == count_examples(value)
+        return False
+
+    def set_weight(self, name: str, step: int, tensor: torch.Tensor) -> None:
+        """Set a weight to the ranks' value.  What no optimizer trains is set once: it goes on here.
+
+        A buffer (a codebook, a queue, a running mean) is moved by the program itself.
+        """
+        value = self.value("weights", name, step, tensor.shape)
+        goes_on = name not in self.facts.trained and self.kind not in GIVEN
+        is_set = self.matched.get(name, False)
+        self.matched[name] = is_set or value is not None
+        if value is None or goes_on and is_set:
+            return
+        with torch.no_grad():  # .data: the program may have used the weight in a graph (a penalty)
+            local(tensor).data.copy_(value)
+
+    def set_gradient(self, name: str, step: int, parameter: torch.Tensor) -> None:
+        """Set a parameter's gradient to the one that the ranks' optimizers got."""
+        if self.kind in FORCED and self.facts.is_forced(step):
+            value = self.value("got", name, step, parameter.shape)
+            if value is not None:
+                put_gradient(parameter, value)
+
+    def result(self, noted: Notes) -> Alone:
+        """The run's notes, and what it was given."""
+        noted.events = {}
+        unmatched = sorted(name for name, is_matched in self.matched.items() if not is_matched)
+        is_joined, rows = self.joined_in >= 0, dict(self.rows)
+        return Alone(noted, unmatched, is_joined, self.is_mixed, rows, self.noted)
+
+
+def put_gradient(parameter: torch.Tensor, value: torch.Tensor) -> None:
+    """Set a parameter's gradient in the form that it has: sparse, sharded, complex."""
+    gradient = parameter.grad
+    if gradient is not None and gradient.is_sparse:
+        parameter.grad = value.to(gradient.dtype).to_sparse(gradient.sparse_dim())
+    elif gradient is None:
+        parameter.grad = None if hasattr(parameter, "to_local") else value.to(parameter, copy=True)
+    else:
+        with torch.no_grad():
+            if gradient.is_complex() and not value.is_complex():
+                value = torch.view_as_complex(value.contiguous())
+            local(gradient).copy_(value)

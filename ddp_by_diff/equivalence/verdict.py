@@ -1,0 +1,157 @@
+"""Links with their answers, the verdict from all of them, and words for names and numbers."""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from ddp_by_diff.equivalence import limits
+from ddp_by_diff.instruments.command import Line
+
+SAME, DIFFERENT, UNKNOWN = 0, 1, 2  # exit codes
+BY_DESIGN = {
+    "BatchNorm": " (each process normalizes its own share)",
+    "dropout": " (each process draws its own masks)",
+}
+
+
+class Figures(NamedTuple):
+    """The largest difference, relative to its tensor's size; below the threshold it is rounding."""
+
+    difference: float
+    threshold: float
+
+    def __str__(self) -> str:
+        digits = 0
+        while digits < 9 and f"{self[0]:.{digits}e}" == f"{self[1]:.{digits}e}":
+            digits += 1  # so that the two can be told apart
+        difference, threshold = (f"{number:.{digits}e}" for number in self)
+        return f"(largest difference {difference}, rounding threshold {threshold})"
+
+
+class Reason(NamedTuple):
+    """Why something is inconclusive, and what settles it."""
+
+    sentence: str
+    way_on: str
+    test: Callable[..., bool] | None = None  # whether it holds, where several are asked in turn
+
+
+class Link(NamedTuple):
+    """A question with its answer."""
+
+    label: str  # the question's name
+    is_right: bool | None  # None: inconclusive
+    text: str = ""  # the line that is printed; "" for none
+    limit: float = 0.0  # a difference above it would have been seen
+    but: str = ""  # the only cause of a difference: "BatchNorm"
+    why: str = ""  # why it is inconclusive, or why it is wrong
+    figures: Figures | None = None
+    way_on: str = ""  # what settles it, if it is inconclusive
+
+
+def inconclusive(label: str, reason: Reason, text: str = "", figures: Any = None) -> Link:
+    """A link without an answer.  text: what was measured all the same."""
+    text = f"inconclusive: {text}" if text else ""
+    return Link(label, None, text, why=reason.sentence, figures=figures, way_on=reason.way_on)
+
+
+class Verdict(NamedTuple):
+    """The verdict from all links."""
+
+    code: int  # the exit code: SAME, DIFFERENT or UNKNOWN
+    text: str
+    ways_on: tuple[str, ...] = ()
+
+
+class Answer(NamedTuple):
+    """The whole answer, as lines or as one object of JSON."""
+
+    verdict: Verdict
+    links: list[Link]
+    notes: list[Line]
+    error: str = ""  # of a run of the tool's own
+
+    def lines(self) -> list[Line]:
+        lines = [Line("verdict", self.verdict.text)]
+        lines += [Line("to settle it", way_on) for way_on in self.verdict.ways_on]
+        lines += [Line(link.label, link.text) for link in self.links if link.text]
+        return lines + self.notes
+
+    def as_json(self) -> dict[str, Any]:
+        """The object that --json writes; docs/equivalence.md explains its names, which stay."""
+        links, states = [], {True: "right", False: "wrong", None: "not found out"}
+        for link in self.links:
+            answer = {"name": link.label, "state": states[link.is_right], "text": link.text}
+            for field, value in zip(Figures._fields, link.figures or (None, None), strict=True):
+                answer[field] = value if value is None or math.isfinite(value) else None
+            links.append(answer | {"but_for": link.but or None, "why": link.why or None})
+        name = ["same", "different", "not found out"][self.verdict.code]
+        notices = max((link.limit for link in self.links), default=0.0) or None
+        found = {"verdict": name, "text": self.verdict.text, "links": links, "notices": notices}
+        notes = [note.text for note in self.notes]
+        more = {"to_settle_it": self.verdict.ways_on, "error_of_own_run": self.error or None}
+        return found | {"notes": notes} | more
+
+
+def problem(links: list[Link], other: str) -> Verdict | None:
+    """The verdict if a link is wrong, or else if one is not known; None if all are right."""
+    wrong = list(dict.fromkeys(link.label for link in links if link.is_right is False))
+    if wrong:
+        causes = [link.why for link in links if link.is_right is False and link.why]
+        if causes and len(wrong) == 1:
+            return Verdict(DIFFERENT, f"DIFFERENT from {other}: {causes[0]}")
+        return Verdict(DIFFERENT, f"DIFFERENT from {other} in: {', '.join(wrong)}")
+    labels: dict[str, list[str]] = {}  # by what is not known
+    open_links = [link for link in links if link.is_right is None]
+    for link in open_links:
+        labels.setdefault(link.why, []).append(link.label)
+    reasons = [f"{', '.join(labels[why])}: {why}" for why in labels]
+    ways_on = tuple(dict.fromkeys(link.way_on for link in open_links if link.way_on))
+    return Verdict(UNKNOWN, f"INCONCLUSIVE: {'; '.join(reasons)}", ways_on) if reasons else None
+
+
+def unknown(reason: Reason) -> Answer:
+    return Answer(Verdict(UNKNOWN, f"INCONCLUSIVE: {reason.sentence}", (reason.way_on,)), [], [])
+
+
+def conclude(links: list[Link], steps: int, but: str = "") -> Verdict:
+    """The verdict from the links of so many steps.  but: other exceptions, in words."""
+    if bad := problem(links, "one process"):
+        return bad
+    limit = max(link.limit for link in links)
+    unseen = f"differences below {limit:.0e} would not be detected"
+    if limit > limits.SEEN:
+        way_on = "compare a copy that computes in float32, with another optimizer (torch.optim.SGD)"
+        return Verdict(UNKNOWN, f"INCONCLUSIVE: nothing differs, but {unseen}", (way_on,))
+    causes = [link.but for link in links if link.but]
+    what = "up to rounding"
+    if causes:
+        what = f"except for {causes[0]}{BY_DESIGN.get(causes[0], '')}"
+        unseen = f"apart from that, {unseen}"
+    text = f"THE SAME as one process, {what}{but}, in the {steps} steps compared ({unseen})"
+    return Verdict(SAME, text)
+
+
+# ----------------------------------------------------------------------------------------- words
+
+
+def refusal_in(error: str) -> str:
+    """The reason in the error of a run that this tool refused; "" if it did not refuse it."""
+    text = error.partition("failed first: ")[2] or error
+    return text.partition("equivalence: ")[2] if text.startswith("equivalence: ") else ""
+
+
+def made_of(factors: list[float]) -> str:
+    rounded = [0 if abs(factor) < 1e-6 else factor for factor in factors]
+    return " + ".join(f"{factor:.3g} x rank {rank}'s" for rank, factor in enumerate(rounded))
+
+
+def percent(factors: list[float]) -> str:
+    total = sum(factors) or 1
+    return " and ".join(f"{100 * factor / total:.1f} %" for factor in factors)
+
+
+def some_of(names: list[str]) -> str:
+    names = list(dict.fromkeys(names))
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more

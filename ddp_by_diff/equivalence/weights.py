@@ -1,0 +1,149 @@
+"""Stage 3: do weights change as in one process whose optimizer gets the same gradients?"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from ddp_by_diff.equivalence import limits, vectors
+from ddp_by_diff.equivalence.facts import Facts
+from ddp_by_diff.equivalence.notes import Alone
+from ddp_by_diff.equivalence.verdict import Figures, Link, Reason, inconclusive, some_of
+from ddp_by_diff.instruments.command import Line
+
+LABEL = "weights"
+UNMEASURED = Reason(
+    "the difference may be rounding, which was not measured, as the program fails in float64",
+    "make a copy compute in float64: torch.set_default_dtype(torch.float64), double data",
+)
+UNCHANGED = Reason("no step changes the weights", "give --steps 10, or leave out the warm-up")
+COARSE = Reason(
+    "the optimizer computes in bfloat16 or float16",
+    "compare a copy with torch.optim.SGD: then only this optimizer's own step is not compared",
+)
+SCHEDULE = Reason("not compared, as a schedule may differ", "")
+
+
+class Change(NamedTuple):
+    """The distance of two changes of a weight: with several processes, and in one."""
+
+    far: float = 0.0  # relative to the larger change; a difference in the last digit counts as 0
+    size: float = 0.0  # the larger change
+    hidden: float = 0.0  # a smaller distance is not seen, as weights are rounded
+    name: str = ""
+    step: int = 0
+
+
+def weights(facts: Facts, alone: Alone, exact: Alone | None, settings: Link) -> Link:
+    """Stage 3.  exact: the same run in float64.  settings: equal learning rates?"""
+    is_forced = all(facts.is_forced(k) for k in facts.steps)
+    limit = limits.UPDATED
+    if not is_forced:  # one process had gradients of its own, with other rounding errors
+        if exact is None and not facts.is_coarse:
+            return inconclusive(LABEL, UNMEASURED)
+        rounding = between(facts, exact, alone) if exact else facts.rounding_limit
+        limit = max(limit, min(facts.rounding_limit, limits.YARDSTICKS * rounding))
+    changes = each_change(facts, alone)
+    changed = {change.step for change in changes if change.size}
+    if not changed:
+        return inconclusive(LABEL, UNCHANGED)
+    worst = max(changes, key=lambda change: change.far)
+    figures = Figures(worst.far, limit)
+    skipped = ", ".join(str(k + 1) for k in facts.steps if k not in changed)
+    where = f" {figures}" + f"; not in step {skipped}, where nothing changes" * bool(skipped)
+    start = "with the same gradients, " * is_forced + "the weights"
+    if worst.far <= limit:
+        text = f"ok: {start} change as in one process{where}"
+        limit = max(limit, *(change.hidden for change in changes))
+        return Link(LABEL, True, text, limit, figures=figures)
+    text = f"{start} do not change as in one process{where}; worst: {worst.name}"
+    if alone.notes.has_coarse_optimizer:
+        return inconclusive(LABEL, COARSE, text, figures)
+    if settings.is_right is None:
+        return inconclusive(LABEL, SCHEDULE)
+    if settings.is_right and settings.text and worst.far <= 2 * limits.SCHEDULE:
+        text = "ok: the weights change as in one process, except for the schedule's learning rates"
+        return Link(LABEL, True, f"{text} {figures}", worst.far, figures=figures)
+    return Link(LABEL, False, f"WRONG: {text}", worst.far, figures=figures)
+
+
+def each_change(facts: Facts, alone: Alone) -> list[Change]:
+    """The change of each weight in each step."""
+    changes = []
+    for k in facts.steps:
+        for name, old, news, value_alone in values(facts, alone, k):
+            for new in news if name in facts.trained else []:
+                change = change_apart(old, new, old, value_alone)
+                changes.append(change._replace(name=name, step=k))
+    return changes
+
+
+def values(
+    facts: Facts, alone: Alone, step: int
+) -> Iterator[tuple[str, torch.Tensor, list[torch.Tensor], torch.Tensor]]:
+    """Name and values of each weight or buffer: before a step; after it on each rank and alone."""
+    for name, value_alone in alone.notes.steps[step + 1].weights.items():
+        shape = value_alone.shape
+        old = facts.whole("weights", name, step, shape)
+        news = [rank.steps[step + 1].weights.get(name) for rank in facts.ranks]
+        news = [new for new in news if new is not None]
+        if any(new.shape != shape for new in news):
+            news = [facts.whole("weights", name, step + 1, shape)]
+        elif step >= facts.first_unequal:
+            news = news[:1]  # one process had rank 0's
+        if old is not None and news and news[0] is not None:
+            yield name, old, news, value_alone
+
+
+def change_apart(
+    old: torch.Tensor, new: torch.Tensor, old_alone: torch.Tensor, new_alone: torch.Tensor
+) -> Change:
+    """The distance of the changes of one weight with several processes, and in one."""
+    if not old.is_floating_point() and not old.is_complex():
+        return Change()
+    digit = limits.DIGITS * torch.finfo(new.dtype).eps * vectors.numbers(new).abs()
+    many = vectors.numbers(new) - vectors.numbers(old)
+    one = vectors.numbers(new_alone) - vectors.numbers(old_alone)
+    size = max(many.norm().item(), one.norm().item())
+    far = (many - one).abs()
+    if not size or not bool(far.any()):
+        return Change(size=size)
+    beyond = (far - digit).clamp(min=0).norm().item()
+    return Change(beyond / size, size, digit.norm().item() / size)
+
+
+def between(facts: Facts, exact: Alone, alone: Alone) -> float:
+    """The largest distance of changes in a run in one process from those in float64."""
+    most_apart = 0.0
+    for k in facts.steps:
+        ends = exact.notes.steps[k + 1].weights
+        for name, old, _, value_alone in values(facts, alone, k):
+            if name in ends and name in facts.trained:
+                change = change_apart(old, ends[name].to(old.dtype), old, value_alone)
+                most_apart = max(most_apart, change.far)
+    return most_apart
+
+
+def buffers(facts: Facts, alone: Alone, limit: float, is_right: bool) -> list[Line]:
+    """A note on buffers that change otherwise than in one process.  is_right: the gradients."""
+    limit = max(limits.MOST, limit)
+    others = other_state(facts, alone, limit)
+    names = [name for name in others if name not in facts.ranks[0].parameters]
+    if not names:
+        return []
+    worst = max(others[name] for name in names)
+    text = f"{some_of(names)} do not change as in one process {Figures(worst, limit)}"
+    text += ", and no gradient depends on it in these steps" * is_right
+    return [Line("buffers", text)]
+
+
+def other_state(facts: Facts, alone: Alone, limit: float) -> dict[str, float]:
+    """What no optimizer trains, and changes otherwise than in one process, and how much so."""
+    furthest: dict[str, float] = {}
+    left_out = facts.trained | facts.ranks[0].norm_buffers
+    for k in facts.comparable:
+        for name, old, news, value_alone in values(facts, alone, k):
+            if name not in left_out:
+                far = max(change_apart(old, new, old, value_alone).far for new in news)
+                furthest[name] = max(furthest.get(name, 0.0), far)
+    return {name: far for name, far in furthest.items() if far > limit}

@@ -1,0 +1,86 @@
+"""Starts one process per rank, runs the program in each, and brings together what was noted.
+
+Who reads the notes: the process that has started the ranks; under torchrun rank 0.
+"""
+
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Callable
+
+from ddp_by_diff import distributed as dist
+from ddp_by_diff import distributed_launcher as launcher
+from ddp_by_diff.instruments.command import refuse
+from ddp_by_diff.instruments.meeting import (
+    Folder,
+    Meeting,
+    Place,
+    Store,
+    read_place,
+    serve_store,
+    variables_of_one,
+)
+from ddp_by_diff.instruments.program import PACKAGE
+from ddp_by_diff.instruments.rank import Job, Notes, be_rank, collect, leave
+
+NO_STEP = (
+    "no optimizer of torch.optim made a step that was seen. Steps inside torch.compile, in another "
+    "thread, or in processes of the program's own are not: start its worker function under torchrun"
+)
+
+
+def look_at(job: Job, nproc: int | None, show: Callable[[list[Notes]], int]) -> int:
+    """Run the job on all ranks; show(notes of those that came) where they come together.
+
+    Returns the exit code.  If the program fails, its own error follows what is shown.
+    """
+    launcher.NOT_THE_PROGRAM.append(PACKAGE)
+    place = read_place()
+    if place is not None:
+        if nproc is not None:
+            refuse(job.tool, "a launcher has started the processes: leave out --nproc")
+        return be_rank(job, place, open_store(job, place), show)
+    count = dist.count_processes(nproc)
+    folder = tempfile.mkdtemp(prefix=f"{job.tool}-")
+    meeting = Folder(folder)
+    try:
+        if count == 1:
+            store = serve_store()
+            os.environ.update(variables_of_one(store))
+            exit_at_sigterm()
+            return be_rank(job, Place(0, 1), meeting, show)
+        import torch._dynamo  # noqa: F401  an optimizer does; here once, where ranks are forked
+
+        try:
+            launcher.run(be_started_rank, (job, folder), count)
+        except (SystemExit, RuntimeError) as error:
+            if isinstance(getattr(error, "code", ""), int):
+                raise  # after Ctrl-C or SIGTERM nothing new begins
+            notes = collect(meeting, count)
+            code = show(notes) if notes else 1
+            if len(notes) == count and all(note.ending != "failed" for note in notes):
+                return code  # all is said
+            raise
+        return show(collect(meeting, count))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def exit_at_sigterm() -> None:
+    """End by an exception at SIGTERM, so that `finally` blocks still say and remove things."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+
+
+def open_store(job: Job, place: Place) -> Meeting:
+    try:
+        return Store(job.tool, place, job.patience)
+    except (KeyError, ValueError) as problem:
+        refuse(job.tool, f"set MASTER_ADDR and MASTER_PORT, or start with torchrun: {problem}")
+    except RuntimeError as problem:
+        refuse(job.tool, f"the store of rank 0 can't be reached: {problem}")
+
+
+def be_started_rank(job: Job, folder: str) -> None:
+    leave(be_rank(job, read_place(), Folder(folder), None))

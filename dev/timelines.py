@@ -1,0 +1,190 @@
+"""The pictures of docs/timelines/, a script's step below its parent's, and the table of memory in docs/results.md.
+
+    sudo python -m dev.timelines overlap fsdp     # two pictures, into the folder timelines/
+    python -m dev.timelines pipeline              # one without a slowed network needs no root
+    python -m dev.timelines adam attention        # the tables of docs/results.md and docs/scaling.md
+    sudo python -m dev.timelines --save           # all: docs/timelines/, dev/results/; 6 minutes
+
+The processes train on synthetic digits, on the CPU.  For pictures about messages each process has a slowed network link
+(slow_link.py): without it messages take too little time to be seen.  For pictures about kept memory the network is
+wide, and the optimizer is Adam (networks.py).
+"""
+
+import argparse
+import functools
+import multiprocessing
+import os
+import sys
+import tempfile
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+from ddp_by_diff.instruments.command import say
+from ddp_by_diff.instruments.meeting import Place
+from ddp_by_diff.instruments.observer import Observer
+from ddp_by_diff.instruments.rank import Job
+from ddp_by_diff.instruments.ranks import look_at
+from ddp_by_diff.timeline.data import KINDS
+from ddp_by_diff.timeline.draw import draw
+from ddp_by_diff.timeline.picture import picture_of
+from ddp_by_diff.timeline.record import observers
+from dev import measured, slow_link
+from dev.programs import ROOT
+from dev.steps import code_digest
+
+
+class Run(NamedTuple):
+    program: str  # module and flags
+    rate: float = 0  # Mbit/s that each link carries; 0: the network is not slowed
+    shown: int = 1  # steps in the picture
+    nproc: int = 2
+    note: str = ""  # in the title
+    flags: str = "--dataset synthetic"
+    network: str = ""  # one of networks.py in place of the script's
+    cores: int = 2  # for all processes
+    recorded: int = 24  # steps
+
+    @property
+    def module(self) -> str:
+        return self.program.split()[0]
+
+    @property
+    def command(self) -> list[str]:
+        network = ["dev.networks", self.network] if self.network else []
+        return ["-m", *network, *self.program.split(), *self.flags.split()]
+
+
+SINGLE, DDP, BY_HAND = Run("mnist_single", nproc=1), Run("mnist_ddp", 50), Run("variants.mnist_by_hand", 50)
+TENSOR_PARALLEL, PIPELINE = Run("variants.mnist_tensor_parallel"), "variants.mnist_pipeline --batch-size"
+TRANSFORMER = Run("variants.mnist_transformer")
+WIDE = {"network": "Wide", "flags": "--dataset synthetic --lr 0.001"}
+WIDE_DDP = Run("mnist_ddp", 1000, note="wide network, Adam", **WIDE)
+PICTURES = {  # the runs of a picture, from top to bottom
+    "ddp": [SINGLE, Run("mnist_ddp")],
+    "amp": [Run("mnist_ddp"), Run("mnist_amp")],
+    "by_hand": [DDP, BY_HAND],
+    "overlap": [BY_HAND, Run("variants.mnist_overlap", 50)],
+    "zero": [WIDE_DDP, WIDE_DDP._replace(program="variants.mnist_zero")],
+    "accumulate": [DDP, Run("variants.mnist_accumulate", 50)],
+    "fsdp": [WIDE_DDP, WIDE_DDP._replace(program="variants.mnist_fsdp")],
+    "tensor_parallel": [SINGLE, TENSOR_PARALLEL],
+    "mesh": [TENSOR_PARALLEL, Run("variants.mnist_mesh", nproc=4)],
+    "pipeline": [
+        WIDE_DDP._replace(rate=0),
+        Run(f"{PIPELINE} 199", note="wide network, 1 micro-batch", **WIDE),  # as many as divide the batch
+        Run(f"{PIPELINE} 200", note="wide network, 4 micro-batches", **WIDE),
+    ],
+    "transformer": [Run("mnist_ddp"), TRANSFORMER],
+    "context_parallel": [TRANSFORMER, Run("variants.mnist_context_parallel")],
+    "experts": [TRANSFORMER, Run("variants.mnist_experts")],
+    "local_sgd": [Run("mnist_ddp", 50, shown=8), Run("variants.mnist_local_sgd --every 8", 50, shown=8)],
+    "buckets": [Run("cifar10_ddp --batch-size 64 --width 16", 500)],
+    "checkpointed": [Run("mnist_ddp"), Run("mnist_ddp", network="Checkpointed", note="with checkpointing")],
+    "slow_loading": [Run("demos.slow loading --every-rank", flags="", note="loading")],
+    "slow_rank": [Run("demos.slow forward", flags="", note="rank 1 is late in forward")],
+    "slow_messages": [Run("mnist_ddp", 20)],
+    "slow_batch": [
+        Run("mnist_single --batch-size 16", nproc=1, note="a batch of 16"),
+        Run("mnist_ddp --batch-size 16", note="8 for each process"),
+    ],
+    "slow_core": [Run("mnist_ddp", note="two processes on one core", cores=1)],
+}
+ADAM = [  # one step each: all steps send and keep the same
+    Run("mnist_ddp", nproc=1, recorded=1, **WIDE),
+    Run("mnist_ddp", nproc=4, recorded=1, **WIDE),
+    Run("variants.mnist_zero", nproc=4, recorded=1, **WIDE),
+    Run("variants.mnist_fsdp", nproc=4, recorded=1, **WIDE),
+]
+ATTENTION = []  # shares of a sequence on 1, 2 and 4 ranks
+for side in 4, 2:  # of a patch, of 28 x 28 pixels
+    for nproc in 1, 2, 4:
+        note, flags = f"{(28 // side) ** 2} tokens", "--dataset synthetic --batch-size 40"
+        ATTENTION.append(Run(f"dev.sequence {side}", 0, 1, nproc, note, flags, recorded=2))
+
+
+@functools.cache
+def record(run: Run) -> dict:
+    """Record a program in a new process, with which its network, folder and cores end; returns the picture."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as executor:
+        return executor.submit(record_here, run).result()
+
+
+def record_here(run: Run) -> dict:
+    if run.rate:
+        slow_link.make_cable()
+    cores = sorted(os.sched_getaffinity(0))[: run.cores]
+    os.sched_setaffinity(0, cores)
+    recordings: list[dict] = []
+    with tempfile.TemporaryDirectory() as folder:  # what a script saves is not kept
+        os.chdir(folder)
+        job = Job("timelines", run.command, 120.0, make_observers, (os.getpid(), run))
+        look_at(job, run.nproc, lambda notes: recordings.extend(one.value for one in notes))
+        os.chdir(ROOT)
+    picture, _ = picture_of(recordings, argparse.Namespace(command=run.command, steps_shown=run.shown))
+    name, rate = run.module.rpartition(".")[2], f"{run.rate:g} Mbit/s" if run.rate else ""
+    picture["title"] = ", ".join(filter(None, [name, run.note, rate]))
+    picture["setting"] += f", cores for all: {len(cores)}"
+    say(picture["findings"])
+    return picture
+
+
+def make_observers(place: Place, owner: int, run: Run) -> list[Observer]:
+    """The recorders of a rank, made before its program begins."""
+    sys.path.append(str(ROOT))
+    if run.rate:
+        slow_link.take_end(place.rank, owner, run.rate)
+    return observers(place, run.recorded)
+
+
+def drawn(runs: list[Run]) -> str:
+    """The SVG; for dev/build.py also the last picture's line `why`, and digests of the recorded scripts."""
+    text = draw([record(run) for run in runs])
+    reasons = [line.text for line in record(runs[-1])["findings"] if line.label == "why"]
+    text += f"<!-- why: {''.join(reasons)} -->\n"
+    files = [f"{run.module.replace('.', '/')}.py" for run in runs]
+    files += ["dev/networks.py" for run in runs if run.network]
+    digests = ", ".join(f"{file} {code_digest(file)}" for file in dict.fromkeys(files))
+    return text + f"<!-- recorded from {digests} -->\n"
+
+
+TABLES = {
+    "adam": ("With Adam; memory in kB.", ADAM),
+    "attention": ("A batch of 40, of 7 x 7 and of 14 x 14 patches; memory in kB.", ATTENTION),
+}
+
+
+def row(run: Run) -> list[str]:
+    """Of rank 0, which has the largest shares: messages and kB of a step, and kB at the peak."""
+    rank = record(run)["ranks"][0]
+    sent = sum(message.bytes for message in rank["messages"])
+    held = max(zip(*(rank["memory"][kind] for kind in KINDS), strict=True), key=sum)
+    kilobytes = [f"{size / 1000:,.0f}" for size in (sent, *held, sum(held))]
+    name = run.note or f"`{run.module.removeprefix('variants.')}`"
+    return [name, str(run.nproc), str(len(rank["messages"])), *kilobytes]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = [*PICTURES, *TABLES]
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"(default: all) {' '.join(names)}")
+    parser.add_argument("--save", action="store_true", help="write into docs/timelines/ and dev/results/")
+    args = parser.parse_args()
+    if not set(args.names) <= set(names):
+        parser.error(f"choose from {' '.join(names)}")
+    folder = ROOT / "docs/timelines" if args.save else Path("timelines")
+    for name in args.names or names:
+        if name in TABLES:
+            rows = [["run", "processes", "messages", "kB", *KINDS, "sum"], *map(row, TABLES[name][1])]
+            command = f"python -m dev.timelines --save {name}"
+            measured.report(name, command, TABLES[name][0], rows, args.save)
+            continue
+        if os.geteuid() and any(run.rate for run in PICTURES[name]):
+            parser.error(f"the slowed network needs root: sudo {sys.executable} -m dev.timelines {name}")
+        folder.mkdir(exist_ok=True)
+        (folder / f"{name}.svg").write_text(drawn(PICTURES[name]), encoding="utf-8")
+        print(f"written: {folder / name}.svg", flush=True)
+
+
+if __name__ == "__main__":
+    main()

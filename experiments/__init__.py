@@ -1,1 +1,0 @@
-"""Programs that make the pictures and tables of docs/.  From the repository's root: python -m experiments.timelines"""

@@ -1,1 +1,0 @@
-"""Programs that write the generated parts of the pages, docs/index.html and the site: python -m tools.build"""
