@@ -6,6 +6,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from ddp_by_diff import distributed_launcher as launcher
 from ddp_by_diff.equivalence.copies_or_parts import facts_of
 from ddp_by_diff.equivalence.facts import Facts
 from ddp_by_diff.equivalence.notes import Alone
@@ -15,7 +16,7 @@ from ddp_by_diff.equivalence.verdict import Reason, refusal_in
 from ddp_by_diff.instruments.meeting import Folder, Place
 from ddp_by_diff.instruments.observer import Observer
 from ddp_by_diff.instruments.rank import Job, be_rank, collect, leave
-from ddp_by_diff.instruments.ranks import be_started_rank, import_launcher
+from ddp_by_diff.instruments.ranks import be_started_rank
 
 FAILED = ("failed", "stuck")  # endings
 RUN_IT = (
@@ -79,11 +80,10 @@ class Runs:
 
     def run(self, be_process: object, job: Job, count: int) -> tuple[list, str]:
         """The notes that the processes left, and the launcher's error."""
-        _, run = import_launcher()
         error = ""
         with tempfile.TemporaryDirectory(prefix="notes-", dir=self.folder) as place:
             try:
-                run(be_process, (job, place), count)
+                launcher.run(be_process, (job, place), count)
             except SystemExit as end:
                 if isinstance(end.code, int):
                     raise  # after Ctrl-C or SIGTERM
