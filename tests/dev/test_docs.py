@@ -157,7 +157,7 @@ def test_the_readme_lists_each_file_and_folder():
         assert found and all(path.is_dir() == bool(slash) for path in found), entry
         listed += found
     programs = [path for path in ROOT.iterdir() if path.suffix in (".py", ".ipynb")]
-    wanted = [*programs, *(ROOT / folder for folder in {*FOLDERS, "docs", "findings"})]
+    wanted = [*programs, *(ROOT / folder for folder in {*FOLDERS, "docs"})]
     assert sorted(listed) == sorted(wanted)
 
 
@@ -180,7 +180,9 @@ def commands():
         ]
         found += re.findall(r"`([^`\n]+)`", without_code(text(name)))
         found += re.findall(r"^\$ (.+)$", text(name), re.MULTILINE)
-    starts = re.compile(r"(?:\w+=\S* )*(?:\S*/)?(?:python|torchrun|srun|mpirun)\d? .*(?:\.py\b|-m \w)")
+    starts = re.compile(
+        r"(?:\w+=\S* )*(?:\S*/)?(?:(?:python|torchrun|srun|mpirun)\d? .*(?:\.py\b|-m \w)|ddp-\w+ .*\.py)"
+    )
     lines = [part.strip(" &") for line in found for part in re.sub(r"(^|\s)#.*", "", line).split("&&")]
     return sorted({line for line in lines if starts.match(line) and not re.search(r"\.\.\.|…|NAME", line)})
 
@@ -200,20 +202,23 @@ def refused(script, args):
     return unknown or (end.value.code and streams.getvalue())
 
 
+TOOLS = "ddp_by_diff.timeline", "ddp_by_diff.equivalence"
+
+
 def wrong_with(command):
     """A file or a flag that doesn't exist; or nothing."""
     words = shlex.split(command)
-    program = next(place for place, word in enumerate(words) if re.match(r"\S*(python\d?|torchrun)$", word))
+    program = next(place for place, word in enumerate(words) if re.match(r"\S*(python\d?|torchrun)$|ddp-", word))
     args = words[program + 1 :]
+    if words[program].startswith("ddp-"):  # what pip installs
+        args = ["-m", words[program].replace("ddp-", "ddp_by_diff."), *args]
     if words[program] == "torchrun":
         parsed = get_args_parser().parse_args(args)
         args = [*(["-m"] if parsed.module else []), parsed.training_script, *parsed.training_script_args]
-    if args[0].startswith(("PATH/", "ddp-")):  # from any folder, and installed
-        args = ["-m", re.sub("PATH/|ddp-", "", args[0]), *args[1:]]
-    if args[0] == "-m" and args[1] in ("timeline", "equivalence"):  # its own flags, then a program and the program's
+    if args[0] == "-m" and args[1] in TOOLS:  # its own flags, then a program and the program's
         place = next((i for i, word in enumerate(args[2:], 2) if word == "-m" or word.endswith(".py")), len(args))
         program = args[place:] and wrong_with(shlex.join(["python", *args[place:]]))
-        return refused(args[1], args[2:place]) or program
+        return refused(args[1].replace(".", "/"), args[2:place]) or program
     if args[0] == "-m":
         args = [f"{args[1].replace('.', '/')}.py", *args[2:]]
     if re.match(r"train\.py|pytest|pip|venv|torch/|folder/", args[0]):  # the reader's own, or another package's
