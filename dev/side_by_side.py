@@ -28,7 +28,7 @@ else:
     import tomli as tomllib
 
 PAGE = ROOT / "docs/side_by_side.html"
-TOOLS = ROOT / "tools"
+DEV = ROOT / "dev"
 FIRST = ("mnist_single.py", "mnist_ddp.py")  # what the page shows at first, and README.md
 PAIRS = list(dict.fromkeys([FIRST, *((parent, step.script) for step in STEPS for parent in step.parents)]))
 OPEN = ("ddp", "by_hand", "overlap", "zero", "accumulate", "fsdp", "local_sgd")  # pictures that are not folded
@@ -198,7 +198,7 @@ def first_sentence(node: ast.AST) -> str:
 @functools.cache
 def all_notes() -> dict[str, dict[str, str]]:
     """{script: {a changed line of it, or a part of one: the note}}."""
-    return tomllib.loads((TOOLS / "notes.toml").read_text(encoding="utf-8"))
+    return tomllib.loads((DEV / "notes.toml").read_text(encoding="utf-8"))
 
 
 def notes_on(part: Part, before: str, after: str) -> dict[str, str]:
@@ -376,7 +376,7 @@ def chips_html() -> str:
 
 def page() -> str:
     """The text of docs/side_by_side.html."""
-    html = (TOOLS / "page.html").read_text(encoding="utf-8")
+    html = (DEV / "page.html").read_text(encoding="utf-8")
     parts = {"chips": chips_html(), "pairs": "".join(pair_html(*pair) for pair in PAIRS)}
-    parts |= {name: (TOOLS / f"page.{name}").read_text(encoding="utf-8") for name in ("css", "js")}
+    parts |= {name: (DEV / f"page.{name}").read_text(encoding="utf-8") for name in ("css", "js")}
     return re.sub(r"\{\{(\w+)\}\}\n?", lambda found: parts[found[1]], html)
