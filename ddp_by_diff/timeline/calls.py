@@ -53,7 +53,7 @@ class Calls:
             is_check=is_check(),
         )
         self.noted.calls.append(call)
-        self.note_memory("message buffers", [*inputs, *outputs])
+        self.note_memory("communication buffers", [*inputs, *outputs])
         if torch._C._current_graph_task_id() != -1:  # called by a hook, such as DDP's
             torch.autograd.Variable._execution_engine.queue_callback(self.note_end)
 

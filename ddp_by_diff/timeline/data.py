@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple, TypedDict
 
 WARM_UP = 3  # steps
-KEPT = ("weights", "optimizer state", "gradients", "message buffers")  # kinds of memory
+KEPT = ("weights", "optimizer state", "gradients", "communication buffers")  # kinds of memory
 BORN = ("activations", "temporary")
 KINDS = (*KEPT, *BORN)
 PHASES = ("forward", "backward", "optimizer")

@@ -13,7 +13,7 @@ LANE, ROW, AREA = 26, 13, 34  # pixels: heights of a rank, of a row of messages,
 MOST_ROWS = 8  # of messages
 CLASSES = {"loading": "l", "forward": "f", "backward": "b", "optimizer": "o", "other": "x"}
 CLASSES |= {"waiting": "w", "weights": "v", "optimizer state": "s", "gradients": "b"}
-CLASSES |= {"message buffers": "m", "activations": "f", "temporary": "x"}
+CLASSES |= {"communication buffers": "m", "activations": "f", "temporary": "x"}
 TEXT_STYLES = {"backward": "light", "waiting": "", "other": ""}  # else dark
 
 

@@ -31,7 +31,7 @@ def blocks_of(events: list[dict], device: str, thread: int) -> dict[int, list[Bl
             if here and not here[-1].is_end_known:
                 here[-1].freed = now  # a thread of gloo's has freed it: that is not recorded
             is_message = event["tid"] in threads
-            here.append(Block("message buffers" if is_message else "", size, now))
+            here.append(Block("communication buffers" if is_message else "", size, now))
         elif here:
             here[-1].freed = now
             here[-1].is_end_known = True
@@ -55,7 +55,7 @@ def memory_of(
     for block in named:
         if not block.kind:
             block.kind = kind_by_time(block, backwards)
-        elif block.kind == "message buffers" and not block.is_end_known:
+        elif block.kind == "communication buffers" and not block.is_end_known:
             call = bisect_right(issued, block.born)
             if call > 0:
                 block.freed = max(block.born, messages[call - 1].end)
@@ -72,7 +72,7 @@ def name_block(here: list[Block], now: int, kind: str, size: int) -> None:
     """Note that the address held such a tensor at this time."""
     for block in here:
         if block.born <= now < block.freed:
-            if block.kind in ("", "message buffers"):
+            if block.kind in ("", "communication buffers"):
                 block.kind = kind
             return
     if size and not here:

@@ -43,6 +43,11 @@ def who(table: Table) -> str:
     return "each rank" if len(table.ranks) > 1 else "the process"
 
 
+def up_to(table: Table) -> str:
+    """What stands before a time for which several others wait, which is the longest."""
+    return "up to " if len(table.ranks) > 2 else ""
+
+
 def spent_in(*parts: str) -> Measure:
     return lambda step: sum(step.spent[part] for part in parts)
 
@@ -93,8 +98,7 @@ def always_slow(table: Table) -> list[Reason]:
     core = statistics.median(table.more(slow, Step.without_core))
     if core > more / 2:
         text += f" ({ms(min(core, more))} ms of it without a CPU core)"
-    at_most = "up to " if len(table.ranks) > 2 else ""
-    return [Reason(f"{text}, which wait {at_most}{ms(wait)} ms per step for it")]
+    return [Reason(f"{text}, which wait {up_to(table)}{ms(wait)} ms per step for it")]
 
 
 def slow_in_some(table: Table) -> list[Reason]:
@@ -133,11 +137,12 @@ def late_by_turns(table: Table) -> list[Reason]:
         return []
     if table.least(Step.without_core) > usual / 2:
         return []  # they take turns on the cores
-    text = f"in each step another rank is late, and the others wait {ms(usual)} of {ms(length)} ms"
-    text += (
-        " for it. Does the work of a batch differ, do the ranks take turns at a lock, or is the "
+    wait = f"{up_to(table)}{ms(usual)} of {ms(length)} ms"
+    text = (
+        f"in each step another rank is late, and the others wait {wait} for it. Does the work of a "
     )
-    return [Reason(f"{text}machine shared?")]
+    text += "batch differ, do the ranks take turns at a lock, or is the machine shared?"
+    return [Reason(text)]
 
 
 # ----------------------------------------------------------------------------- what all ranks spend

@@ -439,11 +439,11 @@ def test_memory_in_closed_form():
     assert held(small)["optimizer state"] == 2 * SMALL + 4 * 4  # two averages, and the numbers of steps
     assert held(small)["gradients"] == held(small)["weights"] == SMALL
     if profiler.HAS_MESSAGE_HOOKS:
-        assert held(small)["message buffers"] == SMALL  # DDP's buckets are a second copy of the gradients
+        assert held(small)["communication buffers"] == SMALL  # DDP's buckets are a second copy of the gradients
         padded = 4 * N * -(-WEIGHTS // N)
         assert zero["gradients"] == padded + padded // N  # all, and this rank's averages
-        assert zero["message buffers"] == padded  # gloo's copy of them
-        sent = [held(*program_of("mnist_pipeline"), rank=rank)["message buffers"] for rank in range(N)]
+        assert zero["communication buffers"] == padded  # gloo's copy of them
+        sent = [held(*program_of("mnist_pipeline"), rank=rank)["communication buffers"] for rank in range(N)]
         most = [2 * CUT_1, 2 * (CUT_1 + CUT_2), 2 * CUT_2]  # two micro-batches', if one waits; on torch 2.15 less
         assert all(0 < has <= limit for has, limit in zip(sent, most, strict=True))  # not what is allocated later
     # Activations: images; of each convolution its output, ReLU's, the pool's places (int64) and output; small ones.
@@ -503,6 +503,15 @@ def test_the_steps_in_which_workers_start_are_noted():
         with Hooks([recorder]).installed():
             assert [*loader, *loader]
         assert recorder.noted.worker_starts == starts
+
+
+def test_the_time_without_a_core_is_noted_in_the_recorded_steps_at_most_once_in_a_millisecond():
+    for one in recordings(small):
+        times = [wait.time for wait in one["core_waits"]]
+        assert one["cuts"][one["first"] - 1] < times[0] and times[-1] > one["cuts"][one["last"]]
+        assert all(later - earlier > 1_000_000 for earlier, later in zip(times, times[1:], strict=False))
+        totals = [wait.total for wait in one["core_waits"]]
+        assert totals == sorted(totals)
 
 
 def test_each_step_puts_off_the_end_of_patience():

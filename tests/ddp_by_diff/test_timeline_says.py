@@ -273,9 +273,9 @@ def test_two_long_pauses_are_no_chance(ranks, part):
     (reason,) = why.why(table_of(found))
     assert (reason.text, reason.steps) == (f"rank 1 spends 1200.0 ms more in {part} in 2 of 20 steps", [3, 12])
     short = made([300 * (step in (3, 12)) for step in range(20)], part, ranks=2)
-    once = made([1200 * (step == 3) for step in range(20)], part, ranks=ranks)
-    also = {"also": lambda rank, step, what: 1200 * ((rank, step, what) == (0, 8, "forward"))}
-    both = made([1200 * (step in (3, 12)) for step in range(20)], part, ranks=2, **also)
+    once = made([60_000 * (step == 3) for step in range(20)], part, ranks=ranks)
+    also = {"also": lambda rank, step, what: 60_000 * ((rank, step, what) == (0, 8, "forward"))}
+    both = made([60_000 * (step in (3, 12)) for step in range(20)], part, ranks=2, **also)
     assert why_of(short) == why_of(once) == why_of(both) == ""
 
 
@@ -309,8 +309,10 @@ def test_what_comes_and_goes_as_others_take_cores_is_chance():
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_ranks_that_are_late_by_turns(ranks):
     found = made([0] * 20, ranks=ranks, also=lambda rank, step, part: 60 * (part == "other" and step % ranks == rank))
-    text = "in each step another rank is late, and the others wait 60.0 of 95.0 ms for it. Does the work of a batch "
-    assert why_of(found) == f"{text}differ, do the ranks take turns at a lock, or is the machine shared?"
+    text = (
+        f"in each step another rank is late, and the others wait {UP_TO[ranks]}60.0 of 95.0 ms for it. Does the work "
+    )
+    assert why_of(found) == f"{text}of a batch differ, do the ranks take turns at a lock, or is the machine shared?"
     for one in found:
         one["core_waits"] = [CoreWait(cut, 40 * MS * step) for step, cut in enumerate(one["cuts"])]
     assert why_of(found) == "each rank is ready to run, but has no CPU core for 40.0 of 95.0 ms"
