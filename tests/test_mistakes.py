@@ -97,5 +97,5 @@ def test_other_changes_after_wrapping(how):
 @pytest.mark.parametrize(("name", "n"), [("after_wrapping", 3), ("token_mean", 2), ("early_stop", 3), ("weighted", 3)])
 def test_equivalence_accuses_none_that_is_right(name, n):
     """What it says of the wrong ones stands on the page.  `weighted` draws with replacement; there are two texts."""
-    done = forker().run(ROOT / "equivalence", "--nproc", n, "-m", "demos.mistakes", name, "right", cwd=ROOT)
+    done = forker().run("-m", "ddp_by_diff.equivalence", "--nproc", n, "-m", "demos.mistakes", name, "right", cwd=ROOT)
     assert done.code == 0 and done.out.startswith("verdict       THE SAME"), done

@@ -66,7 +66,7 @@ FAULTS = {  # planted in distributed.py: what is said, and the advice
 @pytest.mark.parametrize("fault", FAULTS, ids=["product", "sum", "connection"])
 def test_a_fault_on_the_ranks_is_shown_with_what_to_do(fault):
     says, advice = FAULTS[fault]
-    done = forker().run("-m", "ddp_by_diff.doctor", before=f"import distributed as dist\n{fault}")
+    done = forker().run("-m", "ddp_by_diff.doctor", before=f"from ddp_by_diff import distributed as dist\n{fault}")
     table, wrong = examined(done)
     assert wrong == ["together"] and re.match(r"rank \d of 2 failed first:", table["together"]), done.out
     assert says in done.out and done.out.splitlines()[-1].startswith(f"       -> {advice}")
@@ -74,7 +74,7 @@ def test_a_fault_on_the_ranks_is_shown_with_what_to_do(fault):
 
 def test_without_torch_it_says_so_and_stops(tmp_path):
     (tmp_path / "torch.py").write_text("raise OSError('libcudart.so.12: cannot open shared object file')")
-    done = shell(ROOT / "doctor.py", path=[tmp_path])
+    done = shell("-m", "ddp_by_diff.doctor", path=[tmp_path])
     says = "WRONG  torch     libcudart.so.12: cannot open shared object file: pip install torch\n"
     assert done == (1, "", says)
 

@@ -36,7 +36,9 @@ def answer(*command, nproc=2, cwd=None, options=(), code=None, text="", **more):
         command = ("train.py", *command)
     if nproc:
         options = ("--nproc", nproc, *options)
-    done = forker().run(ROOT / "equivalence", *options, *command, cwd=cwd, COLUMNS=10000, **more)
+    done = forker().run(
+        "-m", "ddp_by_diff.equivalence", *options, *command, path=[ROOT], cwd=cwd, COLUMNS=10000, **more
+    )
     lines = {}
     for line in done.out.splitlines():
         lines.setdefault(line[:13].strip(), line[14:])
@@ -1163,7 +1165,9 @@ def test_nothing_is_left(tmp_path):
         mark = "open('alone', 'w').close() if n == 1 else None"
         (tmp_path / "train.py").write_text(program(ready=f"{mark}\n{text}"))
         (tmp_path / "alone").unlink(missing_ok=True)
-        job = forker().start(ROOT / "equivalence", "train.py", cwd=tmp_path, TMPDIR=tmp_path / "tmp")
+        job = forker().start(
+            "-m", "ddp_by_diff.equivalence", "train.py", path=[ROOT], cwd=tmp_path, TMPDIR=tmp_path / "tmp"
+        )
         if code == 143:
             wait_for(lambda: (tmp_path / "alone").exists())
             os.kill(job.pid, signal.SIGTERM)
@@ -1228,9 +1232,11 @@ def test_bad_flags_are_one_line(tmp_path):
         "--epoch --only averaging train.py",
         "--alone ' train.py",
     ):
-        done = forker().run(ROOT / "equivalence", *given.split(), cwd=tmp_path)
+        done = forker().run("-m", "ddp_by_diff.equivalence", *given.split(), path=[ROOT], cwd=tmp_path)
         assert done.code == 2 and len(done.err.splitlines()) == 1, done
-    done = forker().run(ROOT / "equivalence", "--nproc", 2, "train.py", cwd=tmp_path, RANK=0, WORLD_SIZE=2)
+    done = forker().run(
+        "-m", "ddp_by_diff.equivalence", "--nproc", 2, "train.py", path=[ROOT], cwd=tmp_path, RANK=0, WORLD_SIZE=2
+    )
     said = "equivalence: error: a launcher has started the processes: leave out --nproc\n"
     assert (done.code, done.err) == (2, said)
 
@@ -1283,8 +1289,8 @@ def test_the_largest_epoch_that_is_listed(largest, tmp_path):
 @pytest.mark.slow
 def test_under_torchrun_from_any_folder(tmp_path):
     (tmp_path / "train.py").write_text(program())
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", ROOT / "equivalence")
-    done = forker().run(*torchrun, "--steps", 2, "train.py", cwd=tmp_path)
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "ddp_by_diff.equivalence")
+    done = forker().run(*torchrun, "--steps", 2, "train.py", path=[ROOT], cwd=tmp_path)
     assert done.code == 0 and done.out.startswith("verdict       THE SAME as one process"), done
 
 

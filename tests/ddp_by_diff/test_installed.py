@@ -90,4 +90,4 @@ def test_the_ranks_that_a_command_starts_find_the_tools(environment, train, meth
     code, said = call(environment / "ddp-timeline", "own.py", cwd=train)
     assert code == 0 and "all-reduce" in said, said
     code, said = call(environment / "ddp-timeline", "nothing.py", cwd=train)
-    assert code == 2 and said == "timeline: error: there is no file nothing.py\n", said
+    assert code == 2 and said == "ddp-timeline: error: there is no file nothing.py\n", said

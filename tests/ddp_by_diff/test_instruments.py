@@ -3,7 +3,6 @@
 import json
 import os
 import resource
-import shutil
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -73,7 +72,7 @@ def drawn_ranks(folder):
 def test_what_was_recorded_is_drawn(mode, tmp_path):
     (tmp_path / "train.py").write_text(PROGRAM)
     options = ("--nproc", 3, *STEPS, "--patience", 5)
-    done = forker().run(ROOT / "timeline", *options, "train.py", mode, cwd=tmp_path)
+    done = forker().run("-m", "ddp_by_diff.timeline", *options, "train.py", mode, path=[ROOT], cwd=tmp_path)
     code, text = SAYS[mode]
     assert done.code == code and text.format(5) in " ".join((done.out + done.err).split()), done
     assert drawn_ranks(tmp_path) == [0, 1, 2]
@@ -81,26 +80,25 @@ def test_what_was_recorded_is_drawn(mode, tmp_path):
 
 
 @pytest.mark.slow
-def test_under_torchrun_without_the_helpers_from_another_folder(tmp_path):
-    """The clone has no distributed.py and no distributed_launcher.py.  Here rank 0 draws, and torchrun ends it."""
-    for folder in "timeline", "instruments":
-        shutil.copytree(ROOT / folder, tmp_path / "clone" / folder)
-    home = tmp_path / "home"
-    write_program(home)
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+def test_under_torchrun_from_another_folder(tmp_path):
+    """The program has files with our names beside it.  Here rank 0 draws, and torchrun ends it."""
+    write_program(tmp_path)
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "ddp_by_diff.timeline")
     options = (*STEPS, "--patience", 15)  # processes that import torch on a busy machine
-    done = forker().run(*torchrun, tmp_path / "clone" / "timeline", *options, "train.py", "fails", cwd=home)
+    done = forker().run(*torchrun, *options, "train.py", "fails", path=[ROOT], cwd=tmp_path)
     code, text = SAYS["fails"]
     assert done.code == code and text in done.err, done
-    assert drawn_ranks(home) == [0, 1] and imported_own(done, 2), done
+    assert drawn_ranks(tmp_path) == [0, 1] and imported_own(done, 2), done
 
 
 def test_one_process_and_two_of_a_program_in_another_folder(tmp_path):
     """It has its neighbours, also those with our names, and torchrun's variables."""
     write_program(tmp_path / "home")
-    done = forker().run(ROOT / "timeline", "--nproc", 1, *STEPS, tmp_path / "home/train.py", "", cwd=tmp_path)
+    done = forker().run(
+        "-m", "ddp_by_diff.timeline", "--nproc", 1, *STEPS, tmp_path / "home/train.py", "", path=[ROOT], cwd=tmp_path
+    )
     assert done.code == 0 and imported_own(done, 1) and drawn_ranks(tmp_path) == [0], done
-    done = forker().run(ROOT / "timeline", *STEPS, "-m", "train", "", cwd=tmp_path / "home")
+    done = forker().run("-m", "ddp_by_diff.timeline", *STEPS, "-m", "train", "", path=[ROOT], cwd=tmp_path / "home")
     assert done.code == 0 and imported_own(done, 2), done
 
 

@@ -661,7 +661,9 @@ if "SIG" in sys.argv[-1]:
 
 def program(folder, *flags, options=(), text=PROGRAM, nproc=1, **more):
     (folder / "train.py").write_text(text)
-    return forker().run(ROOT / "timeline", "--nproc", nproc, *options, "train.py", *flags, cwd=folder, **more)
+    return forker().run(
+        "-m", "ddp_by_diff.timeline", "--nproc", nproc, *options, "train.py", *flags, path=[ROOT], cwd=folder, **more
+    )
 
 
 def test_a_program_that_knows_nothing_of_it(tmp_path):
@@ -677,7 +679,7 @@ def test_a_program_that_knows_nothing_of_it(tmp_path):
 
 def test_a_program_that_has_left_its_group(tmp_path):
     script = ROOT / "mnist_ddp.py", "--dataset", "synthetic", "--dry-run"
-    done = forker().run(ROOT / "timeline", *script, cwd=tmp_path, before=FEW_DIGITS)
+    done = forker().run("-m", "ddp_by_diff.timeline", *script, path=[ROOT], cwd=tmp_path, before=FEW_DIGITS)
     assert done.code == 1 and "timeline: the program made 1 step;" in done.err and "Traceback" not in done.err, done
 
 
@@ -725,8 +727,8 @@ def test_bad_flags_are_one_line(tmp_path):
     (tmp_path / "train.py").touch()
     wrong = "", "nothing.py", "--out no/x train.py", "--steps 0 train.py", "--nproc 0 train.py"
     for given in *wrong, "train.py --nproc 3":
-        done = forker().run(ROOT / "timeline", *given.split(), cwd=tmp_path)
+        done = forker().run("-m", "ddp_by_diff.timeline", *given.split(), path=[ROOT], cwd=tmp_path)
         assert done.code == 2 and len(done.err.splitlines()) == 1, done
-    assert done.err == "timeline: error: put --nproc before the program\n"
-    done = forker().run(ROOT / "timeline", "train.py", cwd=tmp_path, RANK="0", WORLD_SIZE="1")
+    assert done.err == "python -m ddp_by_diff.timeline: error: put --nproc before the program\n"
+    done = forker().run("-m", "ddp_by_diff.timeline", "train.py", path=[ROOT], cwd=tmp_path, RANK="0", WORLD_SIZE="1")
     assert done.code == 2 and done.err.startswith("timeline: error: set MASTER_ADDR and MASTER_PORT"), done

@@ -154,7 +154,9 @@ def test_a_checkpoint_moves_between_cards_and_to_the_cpu(machine, tmp_path):
 
 
 def test_a_timeline(machine, tmp_path):
-    run = machine.run("timeline", "--steps=2", f"--out={tmp_path}/t", ROOT / "min_DDP.py", gpus=("8.0", "8.0"))
+    run = machine.run(
+        "-m", "ddp_by_diff.timeline", "--steps=2", f"--out={tmp_path}/t", ROOT / "min_DDP.py", gpus=("8.0", "8.0")
+    )
     assert run.code == 0 and "cuda" in (tmp_path / "t.svg").read_text(), run.err[-3000:]
     assert "messages  per rank: 1 all-reduce, 288 B" in run.out and "warning" not in run.out, run.out
 
@@ -179,7 +181,7 @@ def test_a_timeline_shows_when_kernels_run(simulated, tmp_path):
     What is idle is no kernel.  Without the recorder steps last as long.
     """
     (tmp_path / "train.py").write_text(ALONE.format("net(x).sum().backward()"))
-    run = simulated.run("timeline", "--steps=8", "train.py", cwd=tmp_path, SIM_KERNEL_US=3000)
+    run = simulated.run("-m", "ddp_by_diff.timeline", "--steps=8", "train.py", cwd=tmp_path, SIM_KERNEL_US=3000)
     text = " ".join(run.out.split())
     found = re.search(r"rank 0 .*?forward ([\d.]+), backward ([\d.]+), optimizer ([\d.]+)", text)
     assert run.code == 0 and found, run.out + run.err[-3000:]
@@ -196,7 +198,7 @@ def test_a_timeline_of_a_gpus_memory(simulated, tmp_path):
     program = ALONE.replace("Linear(8, 8)", "Linear(512, 512)").replace("ones(6, 8", "ones(512, 512")
     program = program.replace("optim.SGD", "optim.Adam").format("net(x).square().sum().backward()")
     (tmp_path / "train.py").write_text(program)
-    run = simulated.run("timeline", "--steps=4", "train.py", cwd=tmp_path, SIM_KERNEL_US=1000)
+    run = simulated.run("-m", "ddp_by_diff.timeline", "--steps=4", "train.py", cwd=tmp_path, SIM_KERNEL_US=1000)
     text, weights = " ".join(run.out.split()), 4 * (512 * 512 + 512) / 1e6
     found = dict(re.findall(r"(weights|optimizer state|gradients|activations|allocator) ([\d.]+) MB", text))
     assert run.code == 0 and len(found) == 5, run.out + run.err[-3000:]
@@ -210,7 +212,7 @@ def test_what_checkpointing_computes_again_is_forward_inside_backward(simulated,
     """It runs in autograd's own thread for the GPU."""
     twice = "checkpoint(net, checkpoint(net, x, **how), **how)"
     (tmp_path / "train.py").write_text(ALONE.format(f"{twice}.sum().backward()"))
-    simulated.run("timeline", "--steps=2", "train.py", cwd=tmp_path, SIM_KERNEL_US=3000)
+    simulated.run("-m", "ddp_by_diff.timeline", "--steps=2", "train.py", cwd=tmp_path, SIM_KERNEL_US=3000)
     events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
     parts = [event["name"] for event in events if event.get("cat") == "timeline"]
     assert [what for what in parts if what in ("forward", "backward")][:4] == ["forward", "backward"] * 2, parts
@@ -219,7 +221,7 @@ def test_what_checkpointing_computes_again_is_forward_inside_backward(simulated,
 def test_a_gpu_that_has_nothing_to_do_as_its_process_loads(simulated, tmp_path):
     loader = "torch.utils.data.DataLoader(range(60), collate_fn=lambda _: time.sleep(0.03))"
     (tmp_path / "train.py").write_text(ALONE.replace("range(60)", loader).format("net(x).sum().backward()"))
-    run = simulated.run("timeline", "--steps=8", "train.py", cwd=tmp_path, SIM_KERNEL_US=1000)
+    run = simulated.run("-m", "ddp_by_diff.timeline", "--steps=8", "train.py", cwd=tmp_path, SIM_KERNEL_US=1000)
     assert re.search(r"why +the process waits [\d.]+ of [\d.]+ ms for its next batch", run.out), run.out
     loading, length = map(float, re.search(r"waits ([\d.]+) of ([\d.]+) ms", run.out).groups())
     assert loading >= 20 and loading < length, "what was launched before still runs when the process begins to load"

@@ -42,5 +42,5 @@ BUT_FOR_NORM = "THE SAME as one process in the 3 steps compared, but for BatchNo
 )
 def test_two_gpus_and_one(machine, tmp_path, what, verdict):
     (tmp_path / "train.py").write_text(TRAIN)
-    run = machine.run(ROOT / "equivalence", tmp_path / "train.py", what, gpus=("8.0", "8.0"), path=[ROOT])
+    run = machine.run("-m", "ddp_by_diff.equivalence", tmp_path / "train.py", what, gpus=("8.0", "8.0"), path=[ROOT])
     assert run.code == 0 and re.sub(r"\n +", " ", run.out).startswith(f"verdict       {verdict}"), run.out + run.err
