@@ -6,6 +6,7 @@ import shlex
 from collections import Counter
 from itertools import chain
 
+from ddp_by_diff.instruments.command import started_as
 from ddp_by_diff.timeline.compare import earlier
 from ddp_by_diff.timeline.data import Picture, Recording, counted
 from ddp_by_diff.timeline.figures import figures_of
@@ -30,7 +31,7 @@ def picture_of(recordings: list[Recording], args: argparse.Namespace) -> tuple[P
             arrows.append(arrow | times)
     ranks = [rank_of(recording, numbers) for recording in moved]
     picture = {
-        "command": shlex.join(["python", "-m", "timeline", *args.command]),
+        "command": f"{started_as('timeline')} {shlex.join(args.command)}",
         "title": title_of(args.command),
         "setting": f"{counted(len(recordings), 'process')}, {recordings[0]['setting']}",
         "steps": [number, shown],

@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from world import ROOT, forker, shell
+from world import forker, shell
 
 from ddp_by_diff import doctor
 
