@@ -180,7 +180,7 @@ class Notes:
     has_changed: bool = False  # a weight has, and no optimizer has made a step
     has_clipped: bool = False  # torch's clip_grad_norm_ or clip_grad_value_ was called
     is_coarse: bool = False  # a module computes in bfloat16 or float16
-    has_coarse_optimizer: bool = False  # an optimizer does (see coarse.py)
+    has_coarse_optimizer: bool = False  # an optimizer does (see formats.py)
     loaders: dict[str, Loader] = field(default_factory=dict)
 
     def in_each_step(self, key: str) -> list[int]:
