@@ -1,4 +1,4 @@
-"""What docs/results.md, docs/slower.md and variants/README.md say of the recordings of experiments/."""
+"""What docs/results.md, docs/scaling.md, docs/timeline.md and variants/README.md say of the recordings of dev/."""
 
 import contextlib
 import copy

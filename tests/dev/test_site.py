@@ -1,4 +1,4 @@
-"""The site of tools.site: each link leads to a page or picture in it, and the pages fit a phone and a screen."""
+"""The site of dev.site: each link leads to a page or picture in it, and the pages fit a phone and a screen."""
 
 import itertools
 from html.parser import HTMLParser
@@ -17,7 +17,7 @@ SHOWN = [
     "variants/index.html",
     "docs/side_by_side.html",
 ]
-SHOWN += ["docs/collectives.html", "docs/slower.html", "docs/timeline.html"]
+SHOWN += ["docs/collectives.html", "docs/timeline.html"]
 
 
 @pytest.fixture(scope="module")
