@@ -227,6 +227,39 @@ def test_distributed_py_alone_runs_one_process_and_says_what_it_needs_for_more(t
         assert (done.code, done.out) == (2, "top\n") and re.fullmatch(f"{said}.*\n", done.err), done
 
 
+DIFFERENT_CALLS = """
+import torch
+import distributed as dist
+
+def main_worker(local_rank, world_size):
+    dist.init_process_group()
+    try:
+        dist.reduce(torch.zeros(3)) if dist.is_primary() else dist.gather(torch.zeros(3))
+    except RuntimeError as error:
+        print(f"{error}\\n", end="", flush=True)  # in one piece
+    total = dist.reduce(torch.tensor(dist.get_rank()), "sum").item()
+    dist.print_primary(f"the sum is {total}, the launcher {dist.launcher}")
+
+if __name__ == "__main__":
+    dist.launch(main_worker)
+"""
+
+
+def test_distributed_py_alone_under_torchrun_has_the_table_of_calls_that_differ(tmp_path):
+    """By the command that a user types."""
+    shutil.copy(ROOT / "distributed.py", tmp_path)
+    (tmp_path / "train.py").write_text(DIFFERENT_CALLS)
+    command, _ = torchrun_command()
+    done = subprocess.run(
+        [*command, "train.py"], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0 and "the sum is 1, the launcher None" in done.stdout, done
+    tables = re.findall(
+        r"the ranks called different things.*\n  rank 0: reduce mean of.*\n  rank 1: gather of", done.stdout
+    )
+    assert len(tables) == 2, done.stdout
+
+
 def test_both_run_in_a_package(tmp_path):
     package = tmp_path / "mine"
     package.mkdir()

@@ -46,7 +46,7 @@ def findings(
         lines.append(Line("warning", f"{text}torch.func hide what they run"))
     elif len(ranks) > 1 and not any(recording["messages"] for recording in recordings):
         text = "no communication was seen in the recorded steps. Does each rank train on its own? "
-        text += "Check with equivalence/, or record one process with --nproc 1"
+        text += "Check with ddp-equivalence, or record one process with --nproc 1"
         lines.append(Line("warning", text))
     return lines
 

@@ -1280,7 +1280,9 @@ def test_a_large_tensor_is_kept_in_a_file_and_read(size, times, tmp_path):
 
 @pytest.mark.parametrize("largest", [159, 160])
 def test_the_largest_epoch_that_is_listed(largest, tmp_path):
-    before = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from ddp_by_diff.equivalence import limits; sys.path.pop(0)\n"
+    before = (
+        f"import sys; sys.path.insert(0, {str(ROOT)!r}); from ddp_by_diff.equivalence import limits; sys.path.pop(0)\n"
+    )
     before += f"limits.LARGEST_EPOCH = {largest}"
     _, lines, _ = answer(text=program(), nproc=3, cwd=tmp_path, code=0, before=before)
     seen = ", and in an epoch" if largest == 160 else "; the length of an epoch is unknown"
