@@ -140,8 +140,8 @@ def say(args: argparse.Namespace, found: "Answer", processes: int, started: floa
     import torch
 
     seconds, lines = time.perf_counter() - started, found.lines()
-    if found.links:
-        and_one = "" if args.only or args.epoch else " and on 1"
+    if len(found.links) > 1:
+        and_one = " and on 1" * any(link.label == "weights" for link in found.links)
         length = "one epoch" if args.epoch else f"{args.steps} steps"
         text = f"{shlex.join(args.command)} on {processes} processes{and_one}, {length}"
         place = 1 + len(found.verdict.ways_on)

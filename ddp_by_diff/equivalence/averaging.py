@@ -33,7 +33,6 @@ OWN_PARAMETERS = Reason(
     "in a copy, give the optimizer the model's own parameters",
 )
 DEPENDS = "whether that is right depends on the loss: stage 2, one batch, would tell"
-NO_STAGE_2 = "see the other stages: what settles them settles this"
 UNEVEN = (
     "Do the ranks have different numbers of examples, tokens or labels? Then the mean of their "
     "means is not the overall mean"
@@ -92,7 +91,7 @@ def of_the_mean(facts: Facts, right: Look | None, is_all: bool = False) -> Link:
         gradients = WrongGradients(step, own, got, goal, factors[step], place)
         text = "" if right else perhaps_right(gradients, figures)
         if text and not is_all:
-            return inconclusive(LABEL, Reason(f"{text}; {DEPENDS}", NO_STAGE_2), text, figures)
+            return inconclusive(LABEL, Reason(f"{text}; {DEPENDS}", ""), text, figures)
         return wrong(text or explain(facts, gradients), figures)
 
     links = {k: explained(k) for k in facts.steps if not goals[k].keys().isdisjoint(bad)}
