@@ -270,8 +270,7 @@ def unexplained(runs: Any, look: Look, text: str) -> Link:
         return wrong()
     is_own = shares_give_their_own(runs, look)
     if is_own:
-        state = f"{STATE}: step 1 is right, and later ones are not"
-        return wrong(state if goes_on else TOGETHER, f"; {ALONE_RIGHT}")
+        return wrong(f"{TOGETHER}; or {STATE}" if goes_on else TOGETHER, f"; {ALONE_RIGHT}")
     if look.is_given and is_own is not None:  # nothing was joined
         return wrong(OWN_DIFFERS)
     return inconclusive(look.facts.stage_2, GOES_ON if goes_on else OTHERWISE, text)

@@ -335,12 +335,12 @@ CASES = {
         begin=USUAL.format("", BUFFER),
     ),
     "usual_of_each_for_itself": case(
-        STATE + "step 1 is right, and later ones are not",
+        TOGETHER + "; or training reads what each process changes by its own examples",
         begin=USUAL.format("", BUFFER),
         model="nn.parallel.DistributedDataParallel(net, broadcast_buffers=False)",
     ),
     "usual_that_is_no_buffer": case(
-        STATE + "step 1 is right, and later ones are not",
+        TOGETHER + "; or training reads what each process changes by its own examples",
         nproc=(2, 3),
         begin=USUAL.format("", "usual = torch.zeros(8)"),
     ),
