@@ -531,6 +531,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @needs_proc
 def test_a_rank_that_has_finished_is_not_failed_by_those_who_look_at_it(tmp_path):
     """Python's handlers are gone when C's atexit functions run.  The program is a package, started as a user does."""
