@@ -33,8 +33,8 @@ def main(rank, n):
 if __name__ == "__main__":
     dist.launch(main)
 """
-SAME = "THE SAME as one process in the 3 steps compared, up to rounding"
-BUT_FOR_NORM = "THE SAME as one process in the 3 steps compared, but for BatchNorm"
+SAME = "THE SAME as one process, up to rounding, in the 3 steps compared"
+BUT_FOR_NORM = "THE SAME as one process, except for BatchNorm"
 
 
 @pytest.mark.parametrize(
