@@ -6,7 +6,6 @@ And is that what one process's optimizer would receive, after its own program ha
 import dataclasses
 import math
 import re
-from collections.abc import Callable
 
 import torch
 
@@ -25,7 +24,6 @@ from ddp_by_diff.equivalence.verdict import (
     some_of,
 )
 
-Choose = Callable[[Step], Vector]  # before or after
 LABEL = "averaging"
 MEAN = "the optimizers receive the mean of the ranks' gradients"
 OWN_PARAMETERS = Reason(
@@ -108,11 +106,6 @@ def before(step: Step) -> Vector:
     return step.got | step.unclipped
 
 
-def after(step: Step) -> Vector:
-    """The gradients of a step, as the optimizer received them."""
-    return step.got
-
-
 def limit_of(facts: Facts) -> float:
     """The largest difference that is rounding: more if gradients are in bfloat16 or float16."""
     step = facts.ranks[0].steps[0]
@@ -179,7 +172,7 @@ def of_the_whole_step(right: Look, link: Link) -> Link:
     facts = right.facts
     limit = max(limits.UPDATED, limit_of(facts), link.limit, right.limit)
     if not link.is_right:
-        far, k, got, wanted = furthest_from_alone(right, before)
+        far, k, got, wanted = furthest_from_alone(right, is_before=True)
         if far > limit:
             alone, times = right.alone.notes.steps[k], vectors.fit(got, [wanted])
             is_changed = vectors.distance(wanted, vectors.only(alone.own, set(wanted))) > limit
@@ -187,7 +180,7 @@ def of_the_whole_step(right: Look, link: Link) -> Link:
                 text = f"{times.factors[0]:.7g} times what one process's optimizer receives"
                 return wrong(text, Figures(far, limit))
             return link
-    far, k, got, wanted = furthest_from_alone(right, after)
+    far, k, got, wanted = furthest_from_alone(right, is_before=False)
     figures, times = Figures(far, limit), vectors.fit(got, [wanted])
     if far <= limit:
         if link.is_right and not is_clipped(facts.ranks):
@@ -204,18 +197,23 @@ def of_the_whole_step(right: Look, link: Link) -> Link:
     return wrong(f"the mean is changed otherwise than in one process {figures}", figures)
 
 
-def furthest_from_alone(right: Look, choose: Choose) -> tuple[float, int, Vector, Vector]:
-    """The largest distance from what one process's optimizer would get; its step; both vectors."""
+def furthest_from_alone(right: Look, is_before: bool) -> tuple[float, int, Vector, Vector]:
+    """The largest distance from what one process's optimizer would get; its step; both vectors.
+
+    is_before: of the gradients before they were clipped.
+    """
     facts, worst = right.facts, (0.0, 0, {}, {})
     for k in facts.comparable:
         names = facts.comparable_names(k)
-        wanted = vectors.only(choose(right.alone.notes.steps[k]), names)
+        alone = right.alone.notes.steps[k]
+        wanted = vectors.only(before(alone) if is_before else alone.got, names)
         own = [vectors.only(part, names) for part in facts.owns[k]]
         # Relative to the own gradients, which may be longer: so much the program has shrunk them.
         shrunk = vectors.length(wanted) / (vectors.length(vectors.mean(own)) or 1.0)
         own = [vectors.combine([part], [min(1.0, shrunk)]) for part in own]
         for rank in facts.ranks:
-            got = vectors.only(choose(rank.steps[k]), names)
+            step = rank.steps[k]
+            got = vectors.only(before(step) if is_before else step.got, names)
             sizes = scales(facts, wanted | got, own)
             for name in sizes:
                 far = vectors.distance_in(name, got, wanted, sizes[name])

@@ -121,5 +121,5 @@ class Data(Observer):
             self.note_draws()
 
     def notes(self, is_own_thread: bool) -> None:
-        if is_own_thread:
+        if is_own_thread and not self.steps.source:
             self.loaders.look_into_data()

@@ -76,7 +76,7 @@ class Pick(NamedTuple):
 
     number: int
     whole: str  # a digest
-    label: str  # a digest of its numbers and words
+    label: str  # its whole numbers, such as its class
 
 
 @dataclass
@@ -105,11 +105,11 @@ def pick(dataset: Any, number: int, seed: int = 0) -> Pick:
 
 
 def labels_in(example: Any) -> list:
-    """An example's own numbers and words, which no augmentation changes."""
+    """The whole numbers in an example, which no augmentation changes."""
     if isinstance(example, torch.Tensor) and not example.dim() and not example.is_floating_point():
         return [int(example)]
-    if isinstance(example, int | str):
-        return [example]
+    if isinstance(example, int | numpy.integer):
+        return [int(example)]
     parts = example.values() if isinstance(example, Mapping) else example
     if not isinstance(parts, list | tuple | ValuesView):
         return []
