@@ -1,4 +1,4 @@
-"""The table of equivalence/'s answers in docs/results.md.
+"""The table of equivalence's verdicts in docs/results.md.
 
 python -m dev.equivalence_table                # all programs, with 3 processes: 5 minutes
 python -m dev.equivalence_table min_DDP sum    # two of them
@@ -17,6 +17,7 @@ from dev import measured, programs
 PROCESSES = 3  # with two a wrong factor can look right: tests hold both
 OTHERWISE = {"experts": 4}  # processes that can share out four experts
 NONE = "–"  # a cell without a figure
+VERDICTS = {"same": "THE SAME", "different": "DIFFERENT", "not found out": "INCONCLUSIVE"}
 MNIST = "--dataset synthetic --batch-size 198"  # 3 processes have equal shares
 COMMANDS = {"min_DDP": "min_DDP.py"}
 for name in "mnist_ddp", "mnist_ddp_plain", "mnist_amp":
@@ -33,7 +34,7 @@ for name in WAYS:
 
 
 def look_at(command: str, processes: int) -> dict:
-    """The answer that equivalence/ writes with --json for this command."""
+    """The answer that equivalence writes with --json for this command."""
     with tempfile.TemporaryDirectory() as folder:
         words, file = command.replace("FOLDER", f"{folder}/run").split(), Path(folder, "answer.json")
         start = ["-m", "ddp_by_diff.equivalence", "--json", file, "--nproc", processes, *words]
@@ -46,8 +47,8 @@ def row(name: str) -> list[str]:
     links = {link["name"]: link for link in found.get("links", [])}
     wrong = [name for name, link in links.items() if link["state"] == "wrong"]
     causes = [link["but_for"] for link in links.values() if link["but_for"]]
-    verdict = {"same": "THE SAME", "different": "DIFFERENT"}.get(found["verdict"], found["verdict"].upper())
-    verdict += f" in {', '.join(wrong)}" if wrong else f", but for {causes[0]}" if causes else ""
+    verdict = VERDICTS[found["verdict"]]
+    verdict += f" in {', '.join(wrong)}" if wrong else f", except for {causes[0]}" if causes else ""
     batch = links.get("one batch", links.get("gradients", {}))
     figures = [
         found.get("notices") if found["verdict"] == "same" else None,
@@ -57,8 +58,8 @@ def row(name: str) -> list[str]:
     said = ""
     for label in "gradients", "averaging", "learning rate", "copies":
         text = links.get(label, {}).get("text", "")
-        said = said if text.startswith("right") else text or said
-    said = re.match(r"(WRONG[^:]*: )?[^:(]*", said)[0].strip()
+        said = said if text.startswith("ok") else text or said
+    said = re.match(r"(WRONG[^:]*: )?.*?(?=[:(]|[.] |$)", said)[0].strip()  # its first sentence, without figures
     return [f"`{name}`", verdict, *[NONE if number is None else f"{number:.0e}" for number in figures], said]
 
 
@@ -69,7 +70,7 @@ def main() -> None:
     args = parser.parse_args()
     if not set(args.names) <= set(COMMANDS):
         parser.error(f"choose from {' '.join(COMMANDS)}")
-    rows = [["program", "verdict", "notices above", "difference", "rounding, up to", "what it says"]]
+    rows = [["program", "verdict", "detects from", "difference", "threshold", "the line says"]]
     for name in args.names or COMMANDS:
         rows.append(row(name))
         print(*rows[-1], sep="  ", flush=True)
