@@ -298,7 +298,7 @@ def _layer_of_experts():
     mine = tokens.chunk(dist.get_world_size())[dist.get_rank()].requires_grad_()
     with Messages() as messages:
         layer(mine).sum().backward()
-    return messages.sent, layer.balance.item(), layer.router(mine).argmax(2).flatten().tolist()
+    return messages.sent, layer.auxiliary_loss.item(), layer.router(mine).argmax(2).flatten().tolist()
 
 
 def test_a_layer_of_experts_sends_each_token_to_its_expert_and_back():
