@@ -14,7 +14,7 @@ import re
 import sys
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import NamedTuple
@@ -36,6 +36,7 @@ CONTEXT = 3  # equal lines that stay open on each side of a change
 FOLD = 4  # fewer equal lines than this are not folded
 JOIN = 2  # at most so many equal lines within one change
 SIMILAR = 0.4  # lines with a smaller similarity don't face each other
+NEAR = 6  # a note on a line further down than the first one's is shown above that line
 LONG = 40  # a line with more characters may be wrapped, on a phone
 
 
@@ -201,13 +202,16 @@ def all_notes() -> dict[str, dict[str, str]]:
     return tomllib.loads((DEV / "notes.toml").read_text(encoding="utf-8"))
 
 
-def notes_on(part: Part, before: str, after: str) -> dict[str, str]:
-    """The notes of the child script on this change: {line: note}."""
-    old, new = source(before).lines, source(after).lines
-    changed = [row for row in part.rows if None in row or old[row[0]] != new[row[1]]]
-    text = [old[i] for i, _ in changed if i is not None] + [new[j] for _, j in changed if j is not None]
-    notes = all_notes().get(Path(after).stem, {})
-    return {line: note for line, note in notes.items() if line in "\n" + "\n".join(text) + "\n"}
+def notes_on(part: Part, before: str, after: str) -> dict[str, int]:
+    """The child script's notes on this change: {line: the row above which the note is shown; 0, the change's head}."""
+    old, new, notes, rows = source(before).lines, source(after).lines, all_notes().get(Path(after).stem, {}), {}
+    for number, (i, j) in enumerate(part.rows):
+        lines = [*([] if i is None else [old[i]]), *([] if j is None else [new[j]])]
+        if len(set(lines)) == len(lines):  # not an equal line
+            text = "\n" + "\n".join(lines) + "\n"
+            rows |= {line: number for line in notes if line in text and line not in rows}
+    first = min(rows.values(), default=0)
+    return {line: number if number > first + NEAR else 0 for line, number in rows.items()}
 
 
 def problems() -> list[str]:
@@ -296,10 +300,11 @@ def cell(lines: list[list[tuple[str, str]]], number: int | None, marked: set[int
     return f"<td data-n={number + 1} style=--i:{indent}><s>{line_html(line[:indent], marked)}</s>{code}"
 
 
-def rows_html(part: Part, before: str, after: str) -> str:
+def rows_html(part: Part, before: str, after: str, above: Mapping[int, str]) -> str:
     old, new = source(before), source(after)
     html = ""
-    for i, j in part.rows:
+    for number, (i, j) in enumerate(part.rows):
+        html += f"<tr class=aside><td colspan=2>{above[number]}\n" if number in above else ""
         is_equal = None not in (i, j) and old.lines[i] == new.lines[j]
         marks = changed_words(old.lines[i], new.lines[j]) if None not in (i, j) else (set(), set())
         # An equal line is written once; page.js copies it to the left.
@@ -350,14 +355,16 @@ def pair_html(before: str, after: str) -> str:
         if part.is_folded:
             html += f"<tbody>{folded_html(part, after)}</tbody>\n"
         elif not part.is_change:
-            html += f"<tbody>{rows_html(part, before, after)}</tbody>\n"
+            html += f"<tbody>{rows_html(part, before, after, {})}</tbody>\n"
         else:
             number += 1
             anchor = f"{key(before, after)}:change{number}"
             title = f"Change {number} of {sum(part.is_change for part in parts)}"
-            notes = "".join(f"<p>{prose.html(note)}" for note in notes_on(part, before, after).values())
-            html += f'<tbody class=note id="{anchor}"><tr><td colspan=2><h3><a href="#{anchor}">{title}</a></h3>{notes}'
-            html += f"</tbody>\n<tbody class=change>{rows_html(part, before, after)}</tbody>\n"
+            above: dict[int, str] = {}
+            for line, row in sorted(notes_on(part, before, after).items(), key=lambda note: note[1]):
+                above[row] = f"{above.get(row, '')}<p>{prose.html(all_notes()[Path(after).stem][line])}"
+            html += f'<tbody class=note id="{anchor}"><tr><td colspan=2><h3><a href="#{anchor}">{title}</a></h3>'
+            html += f"{above.pop(0, '')}</tbody>\n<tbody class=change>{rows_html(part, before, after, above)}</tbody>\n"
     return f"{html}</table>\n</section>\n"
 
 

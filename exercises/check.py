@@ -1,6 +1,6 @@
 """Checks an exercise: runs your function with 1, 2 and 3 processes.  python -m exercises.check shard
 
-python -m exercises.check all                 # all eleven, in their order
+python -m exercises.check all                 # all twelve, in their order
 python -m exercises.check 5                   # the fifth
 python -m exercises.check shard --hint        # how to begin
 python -m exercises.check shard --solution    # the stored solution instead of your function

@@ -38,6 +38,8 @@ HANG = """import signal, time
 SQUARES = "centred.square().sum(0)"
 OWN_VARIANCE = "inputs.var(0, correction=0)"
 TOLD = 'dist.reduce(told, "max")'
+DIVIDED = "\n        output = output / denominator"
+LARGEST = "torch.maximum(maximum, scores.amax(1, keepdim=True))"
 UNDO = "result[chosen.argsort(stable=True)] = received"
 
 # Words of the verdict, and pairs: a text of the stored solution, and what stands there instead.
@@ -141,14 +143,24 @@ WRONG = {
         ("the rows were sorted once more", UNDO, "result = received[chosen.argsort(stable=True)]"),
         ("the weights are left out", " * weights[:, None]", ""),
         ("each weight counts twice", "weights[:, None]", "weights[:, None] ** 2"),
-        (
-            "another token's weight",
-            "= received",
-            "= received * weights[:, None]",
-            "result * weights[:, None]",
-            "result",
-        ),
+        ("another token's", "= received", "= received * weights[:, None]", "result * weights[:, None]", "result"),
         ("which nobody has sent back", START, "return outputs"),
+    ],
+    "ring_attention": [
+        ("both sums are never corrected", "(previous - maximum)", "(maximum - maximum)"),
+        ("corrected, the output is not", "correction * output", "output"),
+        ("corrected, the denominator is not", "correction * denominator", "denominator"),
+        ("upside down", "(previous - maximum)", "(maximum - previous)"),
+        ("of their own part", "(scores - maximum)", "(scores - scores.amax(1, keepdim=True))"),
+        ("replaces a larger one before", LARGEST, "scores.amax(1, keepdim=True)"),
+        ("exp overflows", LARGEST, "0 * maximum.nan_to_num()"),
+        ("one maximum for all queries", "scores.amax(1, keepdim=True)", "scores.max()"),
+        ("divide once, after", "+ weights @ values", f"+ weights @ values{DIVIDED}", " / denominator,", ","),
+        ("not divided by the sum", "output / denominator", "output"),
+        ("lacks the maximum", "maximum + denominator.log()", "denominator.log()"),
+        ("q.shape[-1] ** -0.5", " * q.shape[-1] ** -0.5", ""),
+        ("only this rank's own keys", "in parts", "in [next(parts)]"),
+        ("memory has been overwritten", "in parts", "in list(parts)"),
     ],
 }
 RIGHT = [
@@ -189,12 +201,8 @@ def verdict(n, name, file, folder):
     return check.judge(name, file, answers, folder)
 
 
-ALWAYS_SEVERAL = (
-    "ring_all_reduce",
-    "gather_unequal",
-    "stop_together",
-    "return_tokens",
-)  # a group of torch's, or pytest's SIGTERM
+# A group of torch's, or pytest's SIGTERM.
+ALWAYS_SEVERAL = "ring_all_reduce", "gather_unequal", "stop_together", "return_tokens"
 
 
 @pytest.mark.parametrize(("name", "words", "pairs"), [(n, w, pairs) for n, w, *pairs in CASES])
@@ -209,7 +217,7 @@ def test_a_wrong_solution_is_named_and_a_right_one_passes(tmp_path, name, words,
 
 def summary_of(done):
     """The exercises of each line of the summary, which stands after an empty line."""
-    lines = re.findall(r"^(\w+(?: \w+)?) +(\d+) of 11(?:  (.*))?$", done.out.rpartition("\n\n")[2], re.MULTILINE)
+    lines = re.findall(r"^(\w+(?: \w+)?) +(\d+) of 12(?:  (.*))?$", done.out.rpartition("\n\n")[2], re.MULTILINE)
     groups = {title: names.split(", ") if names else [] for title, _, names in lines}
     assert [int(count) for _, count, _ in lines] == [len(names) for names in groups.values()] and len(groups) == 3
     return {title: names for title, names in groups.items() if names}
@@ -256,7 +264,7 @@ def test_a_solution_passes_and_a_hint_is_given():
 
 
 def test_a_bad_name_and_a_launcher_are_one_line(monkeypatch):
-    for name in "shrad", "0", "12":  # there are eleven
+    for name in "shrad", "0", "13":  # there are twelve
         refused(check.parse_args, f"invalid choice: '{name}'", flags=[name])
     for name, value in dict(RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", LOCAL_WORLD_SIZE="2").items():
         monkeypatch.setenv(name, value)
@@ -300,11 +308,7 @@ def test_a_hang_is_an_answer_with_the_place_of_each_rank(tmp_path):
         ("ring_all_reduce", "rank 0: a.py:1, f, in send\nrank 1: a.py:2, f, in recv", ""),
         ("stop_together", "rank 0: a.py:1, f, in reduce\nrank 1: exercises/checks/common.py:112, <genexpr>", "alone"),
         ("stop_together", "rank 0 of 1 failed first: ended by SIGTERM", "no function is set"),
-        (
-            "return_tokens",
-            "RuntimeError: Split sizes doesn't match total dim 0 size",
-            "are swapped",
-        ),
+        ("return_tokens", "RuntimeError: Split sizes doesn't match total dim 0 size", "are swapped"),
         ("return_tokens", "Tensor's dim 0 does not divide equally across group size", "the counts are left out"),
         ("shard", "rank 0: a.py:1, f, in send\nrank 1: a.py:1, f, in send", ""),
     ],

@@ -38,11 +38,11 @@ ROOMS = {  # lines of Python, at most.  Raise a number only in a commit that say
     "distributed_launcher.py": 900,
     "*.py": 3600,
     "variants/*.py": 2114,
-    "exercises/**/*.py": 1848,
+    "exercises/**/*.py": 1994,
     "demos/*.py": 895,
     "ddp_by_diff/**/*.py": 8200,
     "dev/*.py": 1660,
-    "tests/**/*.py": 10700,
+    "tests/**/*.py": 10722,
 }
 CODE = {"distributed.py": 280}  # without comments, docstrings and blank lines
 

@@ -245,6 +245,32 @@ def test_ring_attention_is_torchs_attention_to_all_tokens(counts):
     assert max(max(rank) for rank in ranks) < 1e-9
 
 
+def _parts_in_turns(counts):
+    """The ranks whose parts are here: in each turn, and after the last one."""
+    part = torch.full((1, counts[dist.get_rank()], 1), dist.get_rank())
+    here = [part.max().item()]
+    for turn in range(len(counts)):
+        part = mnist_context_parallel.pass_on(part, counts, turn)
+        here.append(part.max().item())
+    return here
+
+
+def test_the_page_shows_the_ring_and_the_softmax_of_three_keys():
+    page = (ROOT / "variants/README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (?:turn|backward)[^|]+" + 3 * r"\|[ *]*rank (\d)[ *]*", page, re.MULTILINE)
+    assert [[int(rank) for rank in row] for row in zip(*rows, strict=True)] == run(_parts_in_turns, 3, [6, 5, 5])
+    code, shown = re.search(r"```python\n(from math .*?)```\n\n```text\n(.*?)```", page, re.DOTALL).groups()
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(code, names := {})
+    scores, values = torch.tensor(names["keys"], dtype=torch.float64).T
+    output = scores.requires_grad_().softmax(0) @ values
+    output.backward()
+    expected = [output.item(), scores.logsumexp(0).item(), *scores.grad.tolist()]
+    numbers = re.findall(r"^output (\S+) +logsumexp (\S+)|d_score +(\S+)", shown, re.MULTILINE)
+    assert [float(number) for row in numbers for number in row if number] == pytest.approx(expected, abs=6e-4)
+    assert printed.getvalue() == shown
+
+
 def _torchs_own():
     """Of torch's context_parallel: this rank's tokens, and how far its attention is from attention to all tokens."""
     from torch.distributed.tensor.experimental import context_parallel  # torch 2.4 has none
@@ -298,7 +324,7 @@ def _layer_of_experts():
     mine = tokens.chunk(dist.get_world_size())[dist.get_rank()].requires_grad_()
     with Messages() as messages:
         layer(mine).sum().backward()
-    return messages.sent, layer.balance.item(), layer.router(mine).argmax(2).flatten().tolist()
+    return messages.sent, layer.auxiliary_loss.item(), layer.router(mine).argmax(2).flatten().tolist()
 
 
 def test_a_layer_of_experts_sends_each_token_to_its_expert_and_back():

@@ -31,8 +31,8 @@ class Block(nn.Module):
 
     def forward(self, x):
         q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
-        seen = RingAttention.apply(q, k, v, self.counts)  # of this rank's tokens; each looks at those of all ranks
-        x = x + self.out(seen.transpose(1, 2).flatten(2))
+        attended = RingAttention.apply(q, k, v, self.counts)  # of this rank's tokens; each looks at those of all ranks
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
         return x + self.mlp(self.norm2(x))
 
 
@@ -42,44 +42,46 @@ def share(tokens):
 
 
 class RingAttention(torch.autograd.Function):
-    """Attention to the tokens of all ranks.  Their keys and values come round the ring, one rank's at a time.
+    """Attention to the tokens of all ranks.  In each turn, the keys and values of one rank arrive from the ring.
 
-    A softmax needs the maximum and the sum over all keys.  Both are corrected each time that a part arrives.
+    Forward is an online softmax: it corrects its sums when a larger score arrives.  Backward needs only logsumexp.
     """
 
     @staticmethod
     def forward(ctx, q, k, v, counts):
-        largest = q.new_full((*q.shape[:-1], 1), -torch.inf)  # score of each token so far
-        total, result = torch.zeros_like(largest), torch.zeros_like(q)
+        maximum = q.new_full((*q.shape[:-1], 1), -torch.inf)  # of each query's scores so far
+        denominator, output = torch.zeros_like(maximum), torch.zeros_like(q)
         part = torch.stack([k, v])
         for turn in range(len(counts)):
-            scores = q @ part[0].mT * q.shape[-1] ** -0.5
-            new_largest = torch.maximum(largest, scores.amax(-1, keepdim=True))
-            weights, correction = (scores - new_largest).exp(), (largest - new_largest).exp()
-            total = correction * total + weights.sum(-1, keepdim=True)
-            result = correction * result + weights @ part[1]
-            largest = new_largest
+            keys, values = part
+            scores = q @ keys.mT * q.shape[-1] ** -0.5
+            previous, maximum = maximum, torch.maximum(maximum, scores.amax(-1, keepdim=True))
+            weights, correction = (scores - maximum).exp(), (previous - maximum).exp()
+            denominator = correction * denominator + weights.sum(-1, keepdim=True)
+            output = correction * output + weights @ values
             if turn < len(counts) - 1:
                 part = pass_on(part, counts, turn)
-        result /= total
-        ctx.save_for_backward(q, k, v, result, largest + total.log())
+        output /= denominator
+        logsumexp = maximum + denominator.log()  # log(sum of exp(score)), over the keys of all ranks
+        ctx.save_for_backward(q, k, v, output, logsumexp)
         ctx.counts = counts
-        return result
+        return output
 
     @staticmethod
-    def backward(ctx, gradient):
-        q, k, v, result, logarithm = ctx.saved_tensors
-        scale, q_gradient = q.shape[-1] ** -0.5, torch.zeros_like(q)
-        mean = (gradient * result).sum(-1, keepdim=True)
+    def backward(ctx, d_output):
+        q, k, v, output, logsumexp = ctx.saved_tensors
+        scale, d_q = q.shape[-1] ** -0.5, torch.zeros_like(q)
+        delta = (d_output * output).sum(-1, keepdim=True)  # rowsum(dO * O)
         part = torch.stack([k, v, torch.zeros_like(k), torch.zeros_like(v)])  # their gradients travel with them
         for turn in range(len(ctx.counts)):
-            weights = (q @ part[0].mT * scale - logarithm).exp()
-            score_gradient = weights * (gradient @ part[1].mT - mean) * scale
-            q_gradient += score_gradient @ part[0]
-            part[2] += score_gradient.mT @ q
-            part[3] += weights.mT @ gradient
+            keys, values, d_keys, d_values = part  # views: += changes the part
+            probabilities = (q @ keys.mT * scale - logsumexp).exp()
+            d_scores = probabilities * (d_output @ values.mT - delta) * scale
+            d_q += d_scores @ keys
+            d_keys += d_scores.mT @ q
+            d_values += probabilities.mT @ d_output
             part = pass_on(part, ctx.counts, turn)
-        return q_gradient, part[2], part[3], None
+        return d_q, *part[2:], None  # this rank's keys and values are at home again, with their gradients
 
 
 def pass_on(part, counts, turn):
@@ -102,16 +104,16 @@ class Transformer(nn.Module):
     def __init__(self, channels: int, side: int) -> None:
         super().__init__()
         self.embed = nn.Linear(channels * PATCH**2, WIDTH)
-        self.places = nn.Parameter(0.1 * torch.randn((side // PATCH) ** 2, WIDTH))
-        counts = [len(places) for places in self.places.tensor_split(dist.get_world_size())]
+        self.positions = nn.Parameter(0.1 * torch.randn((side // PATCH) ** 2, WIDTH))
+        counts = [len(part) for part in self.positions.tensor_split(dist.get_world_size())]
         self.blocks = nn.Sequential(Block(counts), Block(counts))
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, 10, bias=False)
 
     def forward(self, images):
         patches = F.unfold(images, PATCH, stride=PATCH).transpose(1, 2)  # [N, tokens, channels * PATCH**2]
-        x = self.blocks(self.embed(share(patches)) + share(self.places[None]))
-        return dist.all_reduce(self.head(self.norm(x).sum(1) / len(self.places)))  # in place, unseen by autograd
+        x = self.blocks(self.embed(share(patches)) + share(self.positions[None]))
+        return dist.all_reduce(self.head(self.norm(x).sum(1) / len(self.positions)))  # in place, unseen by autograd
 
 
 def train(model, loader, optimizer, scheduler, device):

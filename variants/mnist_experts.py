@@ -15,7 +15,6 @@ import data
 import distributed as dist  # this project's file, not torch.distributed
 
 WIDTH, HEADS, PATCH = 64, 4, 7  # of CIFAR-10's 32 x 32 pixels 28 x 28 are seen
-
 EXPERTS = 4  # in each layer, of all processes together
 
 
@@ -35,7 +34,7 @@ class Exchange(torch.autograd.Function):
 
 
 class Experts(nn.Module):
-    """Tokens [N, tokens, WIDTH] -> the same shape: the router chooses one expert for each token."""
+    """Tokens [N, tokens, WIDTH] -> the same shape: the router chooses one expert for each token (top-1 routing)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,27 +42,26 @@ class Experts(nn.Module):
         experts = [
             nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)) for _ in range(EXPERTS)
         ]
-        share = EXPERTS // dist.get_world_size()
-        self.mine = range(share * dist.get_rank(), share * (dist.get_rank() + 1))
+        self.mine = torch.arange(EXPERTS).chunk(dist.get_world_size())[dist.get_rank()].tolist()
         self.experts = nn.ModuleList(expert if i in self.mine else None for i, expert in enumerate(experts))
 
     def forward(self, x):
         tokens, rank, n = x.flatten(0, 1), dist.get_rank(), dist.get_world_size()
         probabilities = self.router(tokens).softmax(1)
-        weights, chosen = probabilities.max(1)
+        weights, chosen = probabilities.max(1)  # top-1
         counts = torch.empty(n, EXPERTS, dtype=torch.int64, device=x.device)
         torch_dist.all_gather(list(counts), chosen.bincount(minlength=EXPERTS))  # all ranks' tokens for each expert
         # Shares of all ranks' tokens, but probabilities of this rank's: DDP takes the mean of their gradients.
-        self.balance = EXPERTS * (counts.sum(0) / counts.sum() * probabilities.mean(0)).sum()
+        self.auxiliary_loss = EXPERTS * (counts.sum(0) / counts.sum() * probabilities.mean(0)).sum()
 
         sent = counts[rank].view(n, -1).sum(1).tolist()
         arriving = counts[:, self.mine]  # from each rank, for each expert here
         received = arriving.sum(1).tolist()
         order = chosen.argsort(stable=True)  # by expert, and so by rank
-        parts = Exchange.apply(tokens[order], sent, received).split(arriving.flatten().tolist())
-        outputs = [self.experts[i](part) for i, part in zip([*self.mine] * n, parts, strict=True)]
-        returned = Exchange.apply(torch.cat(outputs), received, sent)[order.argsort()]  # in the tokens' own order
-        return (weights[:, None] * returned).view_as(x)  # so that the router learns, too
+        dispatched = Exchange.apply(tokens[order], sent, received).split(arriving.flatten().tolist())
+        outputs = [self.experts[i](part) for i, part in zip(self.mine * n, dispatched, strict=True)]
+        combined = Exchange.apply(torch.cat(outputs), received, sent)[order.argsort()]  # in the tokens' own order
+        return (weights[:, None] * combined).view_as(x)  # so that the router learns, too
 
 
 class Block(nn.Module):
@@ -79,8 +77,8 @@ class Block(nn.Module):
 
     def forward(self, x):
         q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
-        seen = F.scaled_dot_product_attention(q, k, v)  # [N, HEADS, tokens, WIDTH / HEADS]: each token looks at all
-        x = x + self.out(seen.transpose(1, 2).flatten(2))
+        attended = F.scaled_dot_product_attention(q, k, v)  # [N, HEADS, tokens, WIDTH / HEADS]: each token looks at all
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
         return x + self.mlp(self.norm2(x))
 
 
@@ -90,14 +88,14 @@ class Transformer(nn.Module):
     def __init__(self, channels: int, side: int) -> None:
         super().__init__()
         self.embed = nn.Linear(channels * PATCH**2, WIDTH)
-        self.places = nn.Parameter(0.1 * torch.randn((side // PATCH) ** 2, WIDTH))
+        self.positions = nn.Parameter(0.1 * torch.randn((side // PATCH) ** 2, WIDTH))
         self.blocks = nn.Sequential(Block(), Block())
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, 10, bias=False)
 
     def forward(self, images):
         patches = F.unfold(images, PATCH, stride=PATCH).transpose(1, 2)  # [N, tokens, channels * PATCH**2]
-        x = self.blocks(self.embed(patches) + self.places)
+        x = self.blocks(self.embed(patches) + self.positions)
         return self.head(self.norm(x).mean(1))
 
 
@@ -108,7 +106,7 @@ def train(model, loader, optimizer, scheduler, device):
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     for images, labels in data.batches(loader, device):
         loss = F.cross_entropy(model(images), labels)
-        (loss + 0.01 * sum(layer.balance for layer in layers)).backward()
+        (loss + 0.01 * sum(layer.auxiliary_loss for layer in layers)).backward()
         for layer in layers:
             for p in layer.experts.parameters():
                 p.grad /= dist.get_world_size()  # a sum over all ranks' tokens already; DDP averages the others

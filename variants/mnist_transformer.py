@@ -29,8 +29,8 @@ class Block(nn.Module):
 
     def forward(self, x):
         q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
-        seen = F.scaled_dot_product_attention(q, k, v)  # [N, HEADS, tokens, WIDTH / HEADS]: each token looks at all
-        x = x + self.out(seen.transpose(1, 2).flatten(2))
+        attended = F.scaled_dot_product_attention(q, k, v)  # [N, HEADS, tokens, WIDTH / HEADS]: each token looks at all
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
         return x + self.mlp(self.norm2(x))
 
 
@@ -40,14 +40,14 @@ class Transformer(nn.Module):
     def __init__(self, channels: int, side: int) -> None:
         super().__init__()
         self.embed = nn.Linear(channels * PATCH**2, WIDTH)
-        self.places = nn.Parameter(0.1 * torch.randn((side // PATCH) ** 2, WIDTH))
+        self.positions = nn.Parameter(0.1 * torch.randn((side // PATCH) ** 2, WIDTH))
         self.blocks = nn.Sequential(Block(), Block())
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, 10, bias=False)
 
     def forward(self, images):
         patches = F.unfold(images, PATCH, stride=PATCH).transpose(1, 2)  # [N, tokens, channels * PATCH**2]
-        x = self.blocks(self.embed(patches) + self.places)
+        x = self.blocks(self.embed(patches) + self.positions)
         return self.head(self.norm(x).mean(1))
 
 

@@ -17,4 +17,5 @@ NAMES = [
     "atomic_checkpoint",
     "stop_together",
     "return_tokens",
+    "ring_attention",
 ]

@@ -35,6 +35,13 @@ def test_each_line_stands_once(pair):
     assert html.unescape(text).splitlines() == new  # colours and links leave the text as it is
 
 
+def test_a_note_in_a_long_change_is_above_its_line():
+    html = side_by_side.pair_html("variants/mnist_transformer.py", "variants/mnist_context_parallel.py")
+    below = re.findall(r"^<tr class=aside>.*\n<tr>.*?<td data-n=\d+[^>]*>(.*)", html, re.MULTILINE)
+    first_names = {re.sub("<.*?>", "", line).split()[0] for line in below}
+    assert {"maximum", "previous,", "logsumexp", "delta", "probabilities", "d_q"} <= first_names
+
+
 def test_pictures_parse():
     pictures = sorted((ROOT / "docs").rglob("*.svg"))
     assert len(pictures) > 10
