@@ -55,7 +55,7 @@ def test_one_process(flags):
 
 
 def test_ddp_and_amp():
-    """Two whole batches each; what they compute: test_variants.py."""
+    """Two whole batches each; what they compute: tests/variants/."""
     ddp, amp = (printed(forker().run(f"{script}.py", *DRY, "--nproc", 3, before=FEW_DIGITS)) for script in DDP)
     head = ["distributed: 3 processes, gloo, cpu", "synthetic on cpu, global batch 48 = 3 x 16"]
     assert ddp[:2] == amp[:2] == head and figures(ddp[2])[1] == figures(amp[2])[1] == 2 * 48
@@ -102,7 +102,7 @@ def digits(count):
 
 @pytest.mark.parametrize("name", ["mnist_single", "mnist_dataparallel", "mnist_apex"])
 def test_an_evaluation_is_in_evaluation_mode_and_changes_nothing(name):
-    """The others: test_variants.py."""
+    """The others: tests/variants/test_variants.py."""
     module, modes = importlib.import_module(name), []
     model = module.ConvNet(1, 8)
     model.register_forward_pre_hook(lambda model, inputs: modes.append((model.training, torch.is_grad_enabled())))

@@ -30,7 +30,7 @@ PRINTED = {  # by name and number of ranks: what the right lines print, and the 
     ("batch_size", 3): ("7 steps of 198", "2 steps of 600"),
     ("iterable", 2): (re.escape(str(NUMBERS)), re.escape(str(sorted(4 * NUMBERS)))),  # two workers on two ranks
 }
-# These end in an error, or write a file: tools/test_docs.py runs them as programs, wrong and right.
+# These end in an error, or write a file: tests/dev/test_docs.py runs them as programs, wrong and right.
 PROGRAMS = {"every_rank", "collective", "unused", "early_stop", "rank_0_works"}
 
 
