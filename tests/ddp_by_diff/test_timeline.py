@@ -723,12 +723,16 @@ def test_a_reader_that_leaves_early_ends_nothing(tmp_path):
     assert (tmp_path / "timeline.json").exists()
 
 
-def test_bad_flags_are_one_line(tmp_path):
+@pytest.mark.parametrize(
+    ("options", "variables", "says"),
+    [
+        (["--nproc", 0], {}, "nproc (or NPROC) is 0"),
+        ([], {"RANK": "0", "WORLD_SIZE": "1"}, "timeline: error: set MASTER_ADDR and MASTER_PORT"),
+    ],
+)
+def test_processes_that_cannot_start_are_one_line(options, variables, says, tmp_path):
+    """Bad flags: test_flags.py."""
     (tmp_path / "train.py").touch()
-    wrong = "", "nothing.py", "--out no/x train.py", "--steps 0 train.py", "--nproc 0 train.py"
-    for given in *wrong, "train.py --nproc 3":
-        done = forker().run("-m", "ddp_by_diff.timeline", *given.split(), path=[ROOT], cwd=tmp_path)
-        assert done.code == 2 and len(done.err.splitlines()) == 1, done
-    assert done.err == "python -m ddp_by_diff.timeline: error: put --nproc before the program\n"
-    done = forker().run("-m", "ddp_by_diff.timeline", "train.py", path=[ROOT], cwd=tmp_path, RANK="0", WORLD_SIZE="1")
-    assert done.code == 2 and done.err.startswith("timeline: error: set MASTER_ADDR and MASTER_PORT"), done
+    command = "-m", "ddp_by_diff.timeline", *options, "train.py"
+    done = forker().run(*command, path=[ROOT], cwd=tmp_path, **variables)
+    assert done.code == 2 and says in done.err and done.err.count("\n") == 1, done

@@ -6,10 +6,10 @@ import re
 
 import pytest
 import torch
-from world import ROOT, forker, refused, run
+from world import ROOT, forker, run
 
 import distributed as dist
-from demos.mistakes import MISTAKES, parse_args, zero_model
+from demos.mistakes import MISTAKES, zero_model
 
 NUMBERS = list(range(6))
 PRINTED = {  # by name and number of ranks: what the right lines print, and the wrong ones
@@ -50,14 +50,6 @@ def test_without_a_name_each_mistake_is_listed_in_a_line():
     name, way = re.search(r"^To run one: python -m demos.mistakes (\w+) (\w+)$", how_to_run, re.MULTILINE).groups()
     done = forker().run("-m", "demos.mistakes", name, way)
     assert done.code == 0 and re.search(PRINTED[name, 2][1], done.out), done
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [(["no_dpd"], "invalid choice: 'no_dpd'"), (["padding"], "type python -m demos.mistakes padding wrong")],
-)
-def test_a_name_alone_or_a_wrong_one_is_one_line(flags, words):
-    refused(parse_args, words, flags=flags)
 
 
 def _printed(name, way):
