@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
-from world import FEW_DIGITS, forker, free_port, on_ranks, refused, run
+from world import FEW_DIGITS, forker, free_port, on_ranks, refused, run, shell
 
 import data
 import distributed as dist
@@ -20,9 +20,6 @@ import mnist_amp
 import mnist_apex
 
 CPU = torch.device("cpu")
-ONE_PROCESS = ["mnist_single", "mnist_dataparallel"]
-DDP = ["mnist_ddp", "mnist_amp"]
-PLAIN = "mnist_ddp_plain"
 BATCH = 50  # of the dry runs: by three, 16 each
 DRY = ("--dataset", "synthetic", "--dry-run", "--batch-size", BATCH, "--seed", 1)
 
@@ -43,37 +40,20 @@ def figures(line):
     return float(loss), int(count)
 
 
-@pytest.mark.parametrize("flags", [(), ("--dry-run",)])
+@pytest.mark.parametrize("flags", [("--epochs", 2), ("--dry-run",)])
 def test_one_process(flags):
     """Nothing but the wrapper differs, and without GPUs that calls the model directly."""
-    flags = ("--dataset", "synthetic", "--batch-size", BATCH, "--seed", 1, "--epochs", 2, *flags)
-    single, parallel = (printed(forker().run(f"{script}.py", *flags, before=FEW_DIGITS)) for script in ONE_PROCESS)
+    is_dry = "--dry-run" in flags
+    flags = ("--dataset", "synthetic", "--batch-size", BATCH, "--seed", 1, *flags)
+    if is_dry:  # as a user starts it, with all digits
+        single, before = shell("mnist_single.py", *flags), ""
+    else:
+        single, before = forker().run("mnist_single.py", *flags, before=FEW_DIGITS), FEW_DIGITS
+    single = printed(single)
     assert single[0] == f"synthetic on cpu, batch size {BATCH}"
-    assert [figures(line)[1] for line in single[1:]] == ([2 * BATCH] if "--dry-run" in flags else [150] * 2)
+    assert [figures(line)[1] for line in single[1:]] == ([2 * BATCH] if is_dry else [150] * 2)
+    parallel = printed(forker().run("mnist_dataparallel.py", *flags, before=before))
     assert parallel == ["DataParallel on 0 GPUs (with fewer than two it calls the model directly)", *single]
-
-
-def test_ddp_and_amp():
-    """Two whole batches each; what they compute: tests/variants/."""
-    ddp, amp = (printed(forker().run(f"{script}.py", *DRY, "--nproc", 3, before=FEW_DIGITS)) for script in DDP)
-    head = ["distributed: 3 processes, gloo, cpu", "synthetic on cpu, global batch 48 = 3 x 16"]
-    assert ddp[:2] == amp[:2] == head and figures(ddp[2])[1] == figures(amp[2])[1] == 2 * 48
-    exact, rough = figures(ddp[2])[0], figures(amp[2])[0]
-    assert rough == pytest.approx(exact, rel=0.05)
-    assert rough != exact  # bfloat16 has three digits: were they equal, autocast would be off
-
-
-def test_on_a_terminal_rank_0_alone_has_a_progress_bar():
-    """One for the training, one for the evaluation; elsewhere there is none (`printed`)."""
-    screen, terminal = os.openpty()
-    subprocess.run(["stty", "cols", "80", "rows", "24"], stdin=terminal, check=True)  # else a bar has no room
-    os.set_blocking(screen, False)
-    before = f"{FEW_DIGITS}import os; os.dup2(os.open({os.ttyname(terminal)!r}, os.O_RDWR), 2)"
-    script = "-m", "variants.mnist_tensor_parallel"  # its loader gives every rank the same, as if it were rank 0
-    assert forker().run(*script, *DRY, "--nproc", 3, before=before).code == 0
-    assert os.read(screen, 4096).count(b" 0/2 ") == 2
-    os.close(screen)
-    os.close(terminal)
 
 
 AS_TORCHRUN_DOES = """
@@ -86,13 +66,35 @@ for rank in 2, 1, 0:
 """
 
 
-def test_plain_torch_prints_what_the_helper_prints():
-    """Under the real torchrun: tests/gpu/test_matrix.py."""
-    start = FEW_DIGITS + AS_TORCHRUN_DOES
-    plain = printed(forker().run(f"{PLAIN}.py", *DRY, before=start, MASTER_PORT=free_port()))
-    assert ["distributed: 3 processes, gloo, cpu", *plain] == printed(
-        forker().run("mnist_ddp.py", *DRY, "--nproc", 3, before=FEW_DIGITS)
+def test_ddp_plain_torch_and_amp():
+    """Two whole batches each; what they compute: tests/variants/.  Under a real torchrun: tests/gpu/test_matrix.py."""
+    ddp, amp = (
+        printed(forker().run(f"{script}.py", *DRY, "--nproc", 3, before=FEW_DIGITS))
+        for script in ("mnist_ddp", "mnist_amp")
     )
+    under_torchrun = {"before": FEW_DIGITS + AS_TORCHRUN_DOES, "MASTER_PORT": free_port()}
+    plain = printed(forker().run("mnist_ddp_plain.py", *DRY, **under_torchrun))
+    head = ["distributed: 3 processes, gloo, cpu", "synthetic on cpu, global batch 48 = 3 x 16"]
+    assert ddp[:2] == amp[:2] == head and figures(ddp[2])[1] == figures(amp[2])[1] == 2 * 48
+    assert plain == ddp[1:]
+    exact, rough = figures(ddp[2])[0], figures(amp[2])[0]
+    assert rough == pytest.approx(exact, rel=0.05)
+    assert rough != exact  # bfloat16 has three digits: were they equal, autocast would be off
+
+
+def test_on_a_terminal_rank_0_alone_has_a_progress_bar():
+    """One for the training, one for the evaluation; elsewhere there is none (`printed`)."""
+    screen, terminal = os.openpty()
+    subprocess.run(["stty", "cols", "80", "rows", "24"], stdin=terminal, check=True)  # else a bar has no room
+    os.set_blocking(screen, False)
+    before = f"{FEW_DIGITS}import os; os.dup2(os.open({os.ttyname(terminal)!r}, os.O_RDWR), 2)"
+    script = "-m", "variants.mnist_tensor_parallel"  # its loader gives every rank the same, as if it were rank 0
+    done = forker().run(*script, *DRY, "--nproc", 3, before=before)
+    assert done.code == 0 and done.out.startswith("distributed: 3 processes, gloo, cpu\n"), done
+    assert done.out.count(f"/{2 * BATCH})  ") == 1
+    assert os.read(screen, 4096).count(b" 0/2 ") == 2
+    os.close(screen)
+    os.close(terminal)
 
 
 def digits(count):
