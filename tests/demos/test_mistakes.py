@@ -23,10 +23,7 @@ PRINTED = {  # by name and number of ranks: what the right lines print, and the 
     ("mean_of_means", 2): ("80.0%", "83.3%"),  # 4 / 5; (2 / 3 + 2 / 2) / 2
     ("token_mean", 3): (" 28.6%", " 44.4%"),  # rank 2 has rank 0's text again: 4 / 14; (1 / 6 + 2 / 2 + 1 / 6) / 3
     ("border", 2): (" 50%", " 0%"),  # one of two followers; never seen
-    ("balance", 2): (
-        " 88%",
-        r" 5\d%",
-    ),  # exp(2) / (exp(2) + 1), with a gradient of 0; a half is in balance on each rank
+    ("balance", 2): (" 88%", r" 5\d%"),  # exp(2) / (exp(2) + 1), with a gradient of 0; a half: in balance on each rank
     ("batch_size", 3): ("7 steps of 198", "2 steps of 600"),
     ("iterable", 2): (re.escape(str(NUMBERS)), re.escape(str(sorted(4 * NUMBERS)))),  # two workers on two ranks
 }
