@@ -264,6 +264,7 @@ def test_both_run_in_a_package(tmp_path):
         (folder / "launcher.py").write_bytes("é".encode("latin-1"))
     done = forker().run("-m", "mine.train", cwd=tmp_path, NPROC=3)
     assert done.code == 0 and says(3) in done.out, done
+    assert "1 without a seed" in done.out, "forked ranks draw on where the program is, also with Python's generator"
 
 
 def mpirun(names, says, package):
