@@ -161,8 +161,8 @@ def test_a_bad_argument_of_one_rank_is_refused_on_all(tmp_path):
     """Whichever rank it is; and none of them waits: the next save works."""
     keeper, rank = save(tmp_path, 1), dist.get_rank()
     for culprit in range(3):
-        scores = [{"score": score} for score in (math.nan, "0.5", torch.ones(2))]
-        for arguments in {"step": True}, {"step": -1}, *scores, {"parts": 1}:
+        scores = [{"score": score} for score in (math.nan, "0.5", 10**400, torch.ones(2))]
+        for arguments in {"step": True}, {"step": -1}, {"step": 2.0}, *scores, {"parts": 1}:
             error = error_of(keeper.save, **{"step": 2} | (arguments if rank == culprit else {}))
             assert error.startswith("ValueError: save: " if rank == culprit else "CheckpointError: ValueError: save: ")
         for arguments in {"keep": -1}, {"keep": True}, {"folder": None}:
@@ -174,12 +174,8 @@ def test_a_bad_argument_of_one_rank_is_refused_on_all(tmp_path):
 
 
 @on_ranks(3)
-def test_what_could_not_be_restored_is_not_saved(tmp_path):
+def test_a_value_that_could_not_be_restored_is_not_saved(tmp_path):
     keeper = save(tmp_path, 1)
-    for bad in (-1,), (2.0,), (True,), (2, float("nan")), (2, 10**400), (2, torch.ones(2)):
-        assert error_of(keeper.save, *bad).startswith("ValueError: save: "), bad
-    assert error_of(keeper.save, 2, parts=[]).startswith("ValueError: save: ")
-    assert error_of(checkpoint.Keeper, tmp_path, keep=-1).startswith("ValueError: Keeper: keep is -1: give an integer")
     for kind, value in ("pathlib", Path("a")), ("numpy", np.float64(1)):
         error = error_of(keeper.save, 2, value=value)
         assert error.startswith(f"CheckpointError: can't write {tmp_path}/step-2.pt ({kind}")
@@ -360,22 +356,6 @@ def test_a_later_chdir_does_not_matter(tmp_path, monkeypatch):
     assert names(tmp_path / "here" / "run") == ["step-1.pt", "step-2.pt"] and names(tmp_path / "there") == []
 
 
-def test_newest_looks_again_if_another_process_has_removed_the_file(tmp_path, monkeypatch):
-    """The first two files vanish after they were listed; the third is the newest by then."""
-    save(tmp_path, 1, 2)
-    opened, really = [], checkpoint.zipfile.ZipFile
-
-    def open_slowly(path):
-        opened.append(path)
-        if len(opened) < 3:
-            save(tmp_path, *range(2 * len(opened) + 1, 2 * len(opened) + 3), keep=0)
-        return really(path)
-
-    monkeypatch.setattr("zipfile.ZipFile", open_slowly)
-    assert checkpoint.newest(tmp_path) == (tmp_path / "step-6.pt", {})
-    assert [path.name for path in opened] == ["step-2.pt", "step-4.pt", "step-6.pt"]
-
-
 def test_newest_while_another_process_saves(tmp_path):
     save(tmp_path, 0)
     pid = os.fork()
@@ -524,16 +504,6 @@ def test_agreed_in_some_steps_only():
     assert stop.agreed()
     for wrong in 0, -1, 2.5, "2", None:
         assert error_of(stop.agreed, wrong) == f"ValueError: agreed: every is {wrong!r}: give an integer of at least 1"
-
-
-@on_ranks(3)
-def test_a_step_below_one_that_is_saved_is_refused(tmp_path):
-    """A new run in the folder of a longer one, which it doesn't restore: the next restore would take that one."""
-    save(tmp_path, 1000)
-    keeper = save(tmp_path)
-    assert error_of(keeper.save, 999).startswith(f"CheckpointError: {tmp_path}/step-1000.pt is later than step 999: ")
-    keeper.save(1000)
-    assert names(tmp_path) == ["step-1000.pt"]
 
 
 @on_ranks(3)

@@ -292,10 +292,10 @@ def test_a_finished_run_says_so_and_refuses_other_flags(run, reference, folder, 
     right = [f"{flag} {was[flag]}" for flag in others]
     flags = [*FLAGS, "--nproc", 2, *(text for flag in others.items() for text in flag)]
     monkeypatch.chdir(folder.parents[1])
-    refused(cifar10_ddp.parse_args, "/step-10-score-", "was trained with other flags: type ", *right, flags=flags)
-    refused(cifar10_ddp.parse_args, "type no --amp", flags=[*FLAGS, "--nproc", 2, "--amp"])
+    refused(SCRIPT, "/step-10-score-", "was trained with other flags: type ", *right, flags=flags)
+    refused(SCRIPT, "type no --amp", flags=[*FLAGS, "--nproc", 2, "--amp"])
     another = "type --batch-size 12, with a number of processes"
-    refused(cifar10_ddp.parse_args, another, flags=[*FLAGS, "--nproc", 5])
+    refused(SCRIPT, another, flags=[*FLAGS, "--nproc", 5])
     assert {path.name: path.read_bytes() for path in folder.glob("[!.]*")} == before
 
 
@@ -312,35 +312,6 @@ def test_a_second_run_in_the_folder(run, folder):
     keeper.lock.release()
     assert result.code == 1 and f"another run is writing to {folder}: end it" in result.err
     assert "Traceback" not in result.err and list(folder.glob("*.pt")) == []
-
-
-@pytest.mark.parametrize(
-    ("args", "words"),
-    [
-        (["--model", "resnet19"], ["--model resnet19 is unknown", "resnet18"]),
-        (["--model", "alexnet"], ["--model alexnet can't train on images of 32 x 32"]),
-        (["--batch-size", "12001"], ["--batch-size 12001 is too large for the 12000 examples of synthetic"]),
-        (["--checkpoint-every", "0"], ["--checkpoint-every", "at least 1"]),
-        (["--lr", "nan"], ["--lr", "greater than 0"]),
-        (["--weight-decay", "-1"], ["--weight-decay"]),
-        (["--warmup", "1.5"], ["--warmup", "from 0 to 1"]),
-        (["--label-smoothing", "1"], ["--label-smoothing"]),
-        (["--seed", "-1"], ["--seed from 0"]),
-        (["--dtype", "float16"], ["--dtype", "add --amp"]),
-        (["--clearml"], ["pip install clearml"]),
-        (["--run-dir", "text.pt"], ["can't write to --run-dir text.pt (File exists): choose another"]),
-        (["--run-dir", "foreign"], ["foreign/step-1.pt is damaged, or no checkpoint", "choose another --run-dir"]),
-    ],
-    ids=lambda value: " ".join(value),
-)
-def test_bad_value(monkeypatch, tmp_path, args, words):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "foreign").mkdir()
-    for path in tmp_path / "text.pt", tmp_path / "foreign" / "step-1.pt":
-        path.write_text("not a checkpoint")
-    if args == ["--clearml"]:  # even if this machine has it
-        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    refused(cifar10_ddp.parse_args, *words, flags=["--dataset", "synthetic", "--epochs", 2, *args])
 
 
 def test_an_evaluation_ends_early_once_told():

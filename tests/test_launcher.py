@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from world import ENVIRONMENT, ROOT, forker, gone, processes_in, wait_for
+from world import ENVIRONMENT, ROOT, forker, gone, processes_in, shell, wait_for
 
 import distributed as dist
 import distributed_launcher as launcher
+from dev import programs
 
 pytestmark = pytest.mark.timeout(180)
 needs_proc = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
@@ -77,7 +78,6 @@ def fails(what):
     if what == "raise": raise ValueError("mine")
     if what == "times out": raise TimeoutError("mine")
     if what.startswith("SIG"): os.kill(os.getpid(), signal.Signals[what])
-    if what == "hangs": time.sleep(1000)
 
 def waits(loader):
     for batch in loader:
@@ -109,22 +109,17 @@ FAULT_CASES = [  # what rank 1 does; its data loader's workers; the error
     ("SIGSEGV", "", FIRST + "ended by SIGSEGV\n(?s:.*)  rank 1: .*, fails\n"),
     ("returns", "", r", in waits\n(?s:.*)\nIt lost its connection after rank 1 had finished\. All ranks must call"),
     ("times out", "", FIRST + "(?s:.*)TimeoutError: mine\nwhere each rank (?s:.*)  rank 1: .*, fails\n"),
-    (
-        "hangs",
-        "",
-        r"rank [02] of 3 (?s:.*)\n  rank 0: .*, waits, in all_reduce\n  rank 1: .*, fails\n  rank 2: .*, waits, .*\n",
-    ),
 ]
 
 
 @pytest.mark.parametrize(("what", "workers", "error"), FAULT_CASES)
 def test_the_error_is_that_of_the_rank_that_failed_first_and_nothing_is_left(program, what, workers, error):
     file = program(FAULTS)
-    done = run(file, what, workers, DIST_TIMEOUT=5 if what == "hangs" else None)
+    done = run(file, what, workers)
     assert done.code == 1 and re.search(error, done.err), done.err
     assert done.err.count("failed first") == 1
-    assert done.err.count("Traceback") <= 1 or what == "hangs", done.err
-    assert "its last words" in done.out or what in ("SIGKILL", "SIGSEGV", "hangs"), "its output is lost"
+    assert done.err.count("Traceback") <= 1, done.err
+    assert "its last words" in done.out or what in ("SIGKILL", "SIGSEGV"), "its output is lost"
 
 
 @needs_proc
@@ -354,6 +349,7 @@ if __name__ == "__main__":
 
 def test_a_hang_with_unequal_batches_says_how_far_each_rank_is(program):
     done = run(program(UNEQUAL), DIST_TIMEOUT=3)
+    assert done.code == 1 and re.search(r"rank \d of 3 failed first", done.err), done.err
     ranks = [(0, "backward", 6), (1, "backward", 6), (2, "reduce", 5)]  # two have begun the pass that rank 2 lacks
     table = "".join(rf"  rank {rank}: .*in {what}, after {passes} forward passes\n" for rank, what, passes in ranks)
     assert re.search(f"where each rank stands:\n{table}", done.err), done.err
@@ -538,12 +534,10 @@ def test_a_rank_that_has_finished_is_not_failed_by_those_who_look_at_it(tmp_path
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/__init__.py").touch()
     (tmp_path / "mine/__main__.py").write_text(SLOW_END)
-    environment = ENVIRONMENT | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "mine"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100)
-    assert (done.returncode, done.stdout) == (0, "result 7\n"), done
+    done = shell("-m", "mine", cwd=tmp_path, path=[ROOT])
+    assert (done.code, done.out) == (0, "result 7\n"), done
     assert sorted(path.name for path in tmp_path.glob("ended*")) == ["ended0", "ended1"]
-    assert done.stderr.count("where each rank stands:") >= 2, done  # by SIGUSR1, and because they have not ended
+    assert done.err.count("where each rank stands:") >= 2, done  # by SIGUSR1, and because they have not ended
 
 
 AT_HOME = """
@@ -604,12 +598,9 @@ def test_a_forked_rank_ends_as_a_fresh_process_and_leaves_its_parents_things_alo
     """Log records, finalizers, temporary folders, a running forkserver, an asyncio loop's handlers."""
     file = program(AT_HOME)
     folder = file.parent
-    environment = ENVIRONMENT | {"TMPDIR": str(folder.with_name("tmp")), "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, file, what]  # not forked: its own atexit functions run, too
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
+    code, out, err = shell(file, what, cwd=folder, path=[ROOT], TMPDIR=folder.with_name("tmp"))  # atexit functions run
+    assert code == 0, err
     assert_nothing_left(file)
-    out = done.stdout
     if what == "service":
         assert out == "True [] ['service']\n"
         assert (folder / "parents_log").read_text() == "its last words\nparent\n"
@@ -693,42 +684,29 @@ NO_ANSWER = "".join(rf"  rank {rank}: no answer \(starting, or stopped: then kil
 
 
 def test_with_threads_the_ranks_are_spawned_with_copies_and_a_lambda_is_refused(program):
-    """All else is as if they were forked.  While they still start they have no answer, and live on."""
+    """All else is as if they were forked.  While they still start they have no answer, and live on.
+
+    Started by a user's command; forked ranks draw on, too: test_variables.py.
+    """
     file = program(SEEDS + SPAWNS)
-    job = start(file)
-    wait_for(lambda: len(list(file.parent.glob("starting*"))) == 2)
-    os.kill(job.pid, signal.SIGUSR1)
-    wait_for(lambda: "rank 1" in job.err())
-    (file.parent / "go").touch()
-    done = job.wait()
-    assert done.code == 0 and re.fullmatch(f"where each rank stands:\n{NO_ANSWER}", done.err), done
-    unguarded, _, backend, result, refused = done.out.splitlines()
-    assert unguarded.endswith('write  if __name__ == "__main__":  above the call') and "gloo" in backend, done.out
+    process = programs.start(file, cwd=file.parent, path=[ROOT], TMPDIR=file.parent.with_name("tmp"))
+    try:
+        wait_for(lambda: len(list(file.parent.glob("starting*"))) == 2)
+        process.send_signal(signal.SIGUSR1)
+        said = [process.stderr.readline() for _ in range(3)]
+        (file.parent / "go").touch()
+        out, more = process.communicate(timeout=100)
+    finally:
+        process.kill()
+    assert process.returncode == 0 and re.fullmatch(f"where each rank stands:\n{NO_ANSWER}", "".join(said)), said
+    assert more == "", more
+    unguarded, _, backend, result, refused = out.splitlines()
+    assert unguarded.endswith('write  if __name__ == "__main__":  above the call') and "gloo" in backend, out
     assert result == "__mp_main__ 1.0 True 0.0"
     assert refused.startswith("the function and its arguments can't be sent to a new process "), refused
     assert [(file.parent / f"log{rank}").read_text() for rank in (0, 1)] == ["written"] * 2
     assert wrote(file, "ended") == [0, 1]
     assert_nothing_left(file)
-
-
-DRAWS = """
-def worker(rank, n):
-    with open(f"drawn{rank}", "w") as file: print(draw(), draw(), file=file)
-
-if __name__ == "__main__":
-    seed()
-    dist.launch(worker)
-    seed()
-    print(draw(), draw())
-"""
-
-
-@pytest.mark.parametrize("n", [1, 2])
-def test_random_numbers_go_on_in_each_rank_where_they_are_in_the_program(program, n):
-    """Spawned: above.  Under launchers: test_variables.py."""
-    file = program(SEEDS + DRAWS)
-    done = run(file, NPROC=n)
-    assert [(file.parent / f"drawn{rank}").read_text() for rank in range(n)] == [done.out] * n, done
 
 
 SHELL_LINES = """

@@ -1,4 +1,4 @@
-"""The scripts as programs: what they print, what they count, that they learn, and how they refuse bad input."""
+"""The scripts as programs: what they print, what they count, and that they learn."""
 
 import contextlib
 import importlib
@@ -12,18 +12,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
-from world import FEW_DIGITS, forker, free_port, on_ranks, refused, run
+from world import FEW_DIGITS, forker, free_port, on_ranks, refused, run, shell
 
 import data
 import distributed as dist
 import mnist_amp
 import mnist_apex
-from dev.steps import STEPS
 
 CPU = torch.device("cpu")
-ONE_PROCESS = ["mnist_single", "mnist_dataparallel"]
-DDP = ["mnist_ddp", "mnist_amp"]
-PLAIN = "mnist_ddp_plain"
 BATCH = 50  # of the dry runs: by three, 16 each
 DRY = ("--dataset", "synthetic", "--dry-run", "--batch-size", BATCH, "--seed", 1)
 
@@ -44,37 +40,20 @@ def figures(line):
     return float(loss), int(count)
 
 
-@pytest.mark.parametrize("flags", [(), ("--dry-run",)])
+@pytest.mark.parametrize("flags", [("--epochs", 2), ("--dry-run",)])
 def test_one_process(flags):
     """Nothing but the wrapper differs, and without GPUs that calls the model directly."""
-    flags = ("--dataset", "synthetic", "--batch-size", BATCH, "--seed", 1, "--epochs", 2, *flags)
-    single, parallel = (printed(forker().run(f"{script}.py", *flags, before=FEW_DIGITS)) for script in ONE_PROCESS)
+    is_dry = "--dry-run" in flags
+    flags = ("--dataset", "synthetic", "--batch-size", BATCH, "--seed", 1, *flags)
+    if is_dry:  # as a user starts it, with all digits
+        single, before = shell("mnist_single.py", *flags), ""
+    else:
+        single, before = forker().run("mnist_single.py", *flags, before=FEW_DIGITS), FEW_DIGITS
+    single = printed(single)
     assert single[0] == f"synthetic on cpu, batch size {BATCH}"
-    assert [figures(line)[1] for line in single[1:]] == ([2 * BATCH] if "--dry-run" in flags else [150] * 2)
+    assert [figures(line)[1] for line in single[1:]] == ([2 * BATCH] if is_dry else [150] * 2)
+    parallel = printed(forker().run("mnist_dataparallel.py", *flags, before=before))
     assert parallel == ["DataParallel on 0 GPUs (with fewer than two it calls the model directly)", *single]
-
-
-def test_ddp_and_amp():
-    """Two whole batches each; what they compute: test_variants.py."""
-    ddp, amp = (printed(forker().run(f"{script}.py", *DRY, "--nproc", 3, before=FEW_DIGITS)) for script in DDP)
-    head = ["distributed: 3 processes, gloo, cpu", "synthetic on cpu, global batch 48 = 3 x 16"]
-    assert ddp[:2] == amp[:2] == head and figures(ddp[2])[1] == figures(amp[2])[1] == 2 * 48
-    exact, rough = figures(ddp[2])[0], figures(amp[2])[0]
-    assert rough == pytest.approx(exact, rel=0.05)
-    assert rough != exact  # bfloat16 has three digits: were they equal, autocast would be off
-
-
-def test_on_a_terminal_rank_0_alone_has_a_progress_bar():
-    """One for the training, one for the evaluation; elsewhere there is none (`printed`)."""
-    screen, terminal = os.openpty()
-    subprocess.run(["stty", "cols", "80", "rows", "24"], stdin=terminal, check=True)  # else a bar has no room
-    os.set_blocking(screen, False)
-    before = f"{FEW_DIGITS}import os; os.dup2(os.open({os.ttyname(terminal)!r}, os.O_RDWR), 2)"
-    script = "-m", "variants.mnist_tensor_parallel"  # its loader gives every rank the same, as if it were rank 0
-    assert forker().run(*script, *DRY, "--nproc", 3, before=before).code == 0
-    assert os.read(screen, 4096).count(b" 0/2 ") == 2
-    os.close(screen)
-    os.close(terminal)
 
 
 AS_TORCHRUN_DOES = """
@@ -87,13 +66,35 @@ for rank in 2, 1, 0:
 """
 
 
-def test_plain_torch_prints_what_the_helper_prints():
-    """Under the real torchrun: tests/gpu/test_matrix.py."""
-    start = FEW_DIGITS + AS_TORCHRUN_DOES
-    plain = printed(forker().run(f"{PLAIN}.py", *DRY, before=start, MASTER_PORT=free_port()))
-    assert ["distributed: 3 processes, gloo, cpu", *plain] == printed(
-        forker().run("mnist_ddp.py", *DRY, "--nproc", 3, before=FEW_DIGITS)
+def test_ddp_plain_torch_and_amp():
+    """Two whole batches each; what they compute: tests/variants/.  Under a real torchrun: tests/gpu/test_matrix.py."""
+    ddp, amp = (
+        printed(forker().run(f"{script}.py", *DRY, "--nproc", 3, before=FEW_DIGITS))
+        for script in ("mnist_ddp", "mnist_amp")
     )
+    under_torchrun = {"before": FEW_DIGITS + AS_TORCHRUN_DOES, "MASTER_PORT": free_port()}
+    plain = printed(forker().run("mnist_ddp_plain.py", *DRY, **under_torchrun))
+    head = ["distributed: 3 processes, gloo, cpu", "synthetic on cpu, global batch 48 = 3 x 16"]
+    assert ddp[:2] == amp[:2] == head and figures(ddp[2])[1] == figures(amp[2])[1] == 2 * 48
+    assert plain == ddp[1:]
+    exact, rough = figures(ddp[2])[0], figures(amp[2])[0]
+    assert rough == pytest.approx(exact, rel=0.05)
+    assert rough != exact  # bfloat16 has three digits: were they equal, autocast would be off
+
+
+def test_on_a_terminal_rank_0_alone_has_a_progress_bar():
+    """One for the training, one for the evaluation; elsewhere there is none (`printed`)."""
+    screen, terminal = os.openpty()
+    subprocess.run(["stty", "cols", "80", "rows", "24"], stdin=terminal, check=True)  # else a bar has no room
+    os.set_blocking(screen, False)
+    before = f"{FEW_DIGITS}import os; os.dup2(os.open({os.ttyname(terminal)!r}, os.O_RDWR), 2)"
+    script = "-m", "variants.mnist_tensor_parallel"  # its loader gives every rank the same, as if it were rank 0
+    done = forker().run(*script, *DRY, "--nproc", 3, before=before)
+    assert done.code == 0 and done.out.startswith("distributed: 3 processes, gloo, cpu\n"), done
+    assert done.out.count(f"/{2 * BATCH})  ") == 1
+    assert os.read(screen, 4096).count(b" 0/2 ") == 2
+    os.close(screen)
+    os.close(terminal)
 
 
 def digits(count):
@@ -102,7 +103,7 @@ def digits(count):
 
 @pytest.mark.parametrize("name", ["mnist_single", "mnist_dataparallel", "mnist_apex"])
 def test_an_evaluation_is_in_evaluation_mode_and_changes_nothing(name):
-    """The others: test_variants.py."""
+    """The others: tests/variants/test_variants.py."""
     module, modes = importlib.import_module(name), []
     model = module.ConvNet(1, 8)
     model.register_forward_pre_hook(lambda model, inputs: modes.append((model.training, torch.is_grad_enabled())))
@@ -194,35 +195,6 @@ def test_min_ddp():
     assert [float(loss) for loss in losses] == pytest.approx(losses_of_plain_sgd(), abs=6e-5)
 
 
-PLACE = dict(RANK="0", WORLD_SIZE="3", LOCAL_RANK="0", LOCAL_WORLD_SIZE="3")
-BAD = [
-    ("mnist_amp", ["--dtype=float64"], {}, ["--dtype", "float16", "bfloat16"]),
-    (PLAIN, [], {}, ["torchrun --nproc_per_node=2 mnist_ddp_plain.py"]),
-    (PLAIN, ["--batch-size=2"], PLACE, ["at least the number of processes"]),
-]
-
-
-@pytest.mark.parametrize(("script", "flags", "environment", "words"), BAD)
-def test_bad_flags_and_variables(monkeypatch, script, flags, environment, words):
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    refused(importlib.import_module(script).parse_args, *words, flags=[*DRY, *flags])
-
-
-@pytest.mark.parametrize("script", [step.script for step in STEPS])
-def test_each_script_refuses_bad_numbers_and_a_data_set_that_cannot_be_had(monkeypatch, script, tmp_path):
-    for name, value in PLACE.items() if script == f"{PLAIN}.py" else ():
-        monkeypatch.setenv(name, value)
-    module = importlib.import_module(script.removesuffix(".py").replace("/", "."))
-    for flag in "--epochs=0", "--batch-size=-8", "--lr=0", "--lr=nan", "--lr=inf", "--seed=-1", "--seed=4294967296":
-        refused(module.parse_args, flag.partition("=")[0], flags=["--dataset=synthetic", flag])
-    folder = tmp_path / "a file"
-    folder.touch()
-    if script.removesuffix(".py") in (*ONE_PROCESS, *DDP):  # others may refuse this machine or torch first
-        words = f"mnist can't be read from {folder}", "--dataset synthetic"
-        refused(module.parse_args, *words, flags=["--data-dir", folder])
-
-
 @pytest.mark.parametrize(
     ("files", "words"),
     [
@@ -240,7 +212,7 @@ def test_apex_that_cannot_be_used(tmp_path, monkeypatch, files, words):
     monkeypatch.syspath_prepend(tmp_path)
     if not files:  # even if this machine has one
         monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    refused(mnist_apex.parse_args, words, "mnist_amp.py", flags=DRY)
+    refused("mnist_apex.py", words, "mnist_amp.py", flags=DRY)
 
 
 def test_the_loop_keeps_apexs_order(monkeypatch):

@@ -18,6 +18,7 @@ import multiprocessing
 import os
 import random
 import re
+import runpy
 import shutil
 import signal
 import socket
@@ -27,6 +28,7 @@ import tempfile
 import time
 import traceback
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -212,16 +214,25 @@ def error_of(function, *args, **kwargs):
         return f"{type(error).__name__}: {error}"
 
 
-def refused(parse_args, *words, flags=(), script="script.py"):
-    """Called with these flags it ends as P9 says: one line on stderr, with all the words, and exit code 2."""
+def ended(script, *args, **variables):
+    """(exit code, stdout, stderr) of `python script args`, here in this process: it ends as it reads its flags."""
     out, err = io.StringIO(), io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        patch.setattr(sys, "argv", [script, *map(str, flags)])
-        with pytest.raises(SystemExit) as end:
-            parse_args()
-    text = err.getvalue()
-    assert (end.value.code, out.getvalue()) == (2, "") and re.fullmatch(r"[^\n]+: error: [^\n]+\n", text), text
-    assert [word for word in words if word not in text] == [], text
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(os.environ, variables))
+        stack.enter_context(mock.patch.object(sys, "argv", [script, *map(str, args)]))
+        stack.enter_context(mock.patch.object(dist, "launch", lambda *_, **__: pytest.fail(f"{script} {args} starts")))
+        stack.enter_context(contextlib.redirect_stdout(out))
+        stack.enter_context(contextlib.redirect_stderr(err))
+        end = stack.enter_context(pytest.raises(SystemExit))
+        runpy.run_path(str(ROOT / script), run_name="__main__")
+    return end.value.code, out.getvalue(), err.getvalue()
+
+
+def refused(script, *words, flags=(), **variables):
+    """With these flags it ends as P9 says: one line on stderr, with all the words, and exit code 2."""
+    code, out, err = ended(script, *flags, **variables)
+    assert (code, out) == (2, "") and re.fullmatch(r"[^\n]+: [^\n]+\n", err), (script, flags, out, err)
+    assert [word for word in words if word not in err] == [], err
 
 
 # ------------------------------------------------------------------------------------------------- forked programs

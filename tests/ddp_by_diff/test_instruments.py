@@ -36,7 +36,7 @@ for step in range(100):
         if mode == "fails":
             raise ValueError("as planned")
         if mode == "hangs":
-            time.sleep(1000)
+            threading.Event().wait(1000)  # in a file of Python's own
 """
 STEPS = ("--steps", 4)
 SAYS = {

@@ -117,16 +117,6 @@ def test_a_pause_before_a_kernel_that_is_in_the_queue_is_no_pause_of_the_process
     assert lane(found, 100, 590) == [("forward", 100, 590)] and not found["idle"]
 
 
-def test_a_long_pause_is_said_as_what_it_is():
-    trace, spans, cuts = Trace(), [], [0]
-    for k in range(8):
-        spans.append(("forward", 10_000 * k, 10_000 * (k + 1)))
-        trace.kernel(10_000 * k + 8_000, 10_000 * k + 8_000, 10_000 * (k + 1))
-        cuts.append(10_000 * (k + 1))
-    text = "the GPU has nothing to compute for 8.0 of 10.0 ms: kernels are launched too slowly, or none"
-    assert [reason.text for reason in why(table_of([recorded(trace, spans, cuts)]))] == [text]
-
-
 def test_pauses_while_the_process_loads_or_waits_are_loading_and_waiting():
     """60 of 66 ms for the next batch; in the second half of the steps the process waits until its GPU is done."""
     trace, spans, cuts, now = Trace(), [], [0], 0
@@ -201,12 +191,3 @@ def test_messages_are_matched_by_group_and_number():
     assert [message.last for message in step.messages][:1] == [1]
     text = "1 all-reduce, 8 B; 2 all-gathers, 16 B together; when 2 of them ran was not seen"
     assert message_sums({"messages": step.messages}) == text
-
-
-def test_only_the_gpus_allocator_reserves():
-    trace = Trace()
-    trace.kernel(2, 5, 9)
-    for device, reserved in (0, 5), (1, 3):
-        args = {"Device Type": device, "Total Reserved": reserved, "Bytes": 1, "Addr": device}
-        trace.events.append({"ph": "i", "name": "[memory]", "pid": 1, "tid": THREAD, "ts": 1, "args": args})
-    assert recorded(trace, [], [0, 60], 0, 1)["reserved"] == 3

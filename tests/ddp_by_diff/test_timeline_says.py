@@ -37,29 +37,6 @@ def separate():
         optimizer.step()
 
 
-COMPILED = """
-import torch
-net = torch.nn.Linear(4, 2)
-optimizer = torch.optim.SGD(net.parameters(), 0.1)
-
-@torch.compile(backend="eager")
-def forward_and_backward():
-    net(torch.ones(5, 4)).sum().backward()
-
-for _ in range(20):
-    optimizer.zero_grad()
-    forward_and_backward()
-    optimizer.step()
-"""
-
-
-def test_what_is_compiled_in_whole_is_a_warning(tmp_path):
-    if torch.__version__ < (2, 14):
-        pytest.skip("torch 2.4's compiler ends with an error in the recorder's hooks")
-    done = program(tmp_path, options=["--steps", 3], text=COMPILED)
-    assert re.search(r"^warning +forward and backward not seen", done.out, re.MULTILINE), done
-
-
 # ---------------------------------------------------------------------------------------------- why
 
 
@@ -178,16 +155,6 @@ def test_why_is_silent_where_it_is_chance_or_nothing():
     assert why_of(made([0] * 8)) == ""
     assert why_of(made([0, 0, 0, 0, 60, 0, 0, 0], "forward")) == ""  # in one of eight steps
     assert why_of(made([1] * 8, "forward")) == ""  # of 36 ms
-
-
-@pytest.mark.parametrize("part", [*LENGTHS])
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_why_names_what_comes_and_goes_and_a_step_that_has_it_is_drawn(ranks, part):
-    """In each third of 20 steps, as garbage collection of a rank, or an evaluation."""
-    found = made([60 * (step % 3 == 0) for step in range(20)], part, ranks=ranks)
-    (reason,) = why.why(table_of(found))
-    assert reason.text == f"rank 1 spends 60.0 ms more in {part} in 7 of 20 steps"
-    assert reason.steps == [0, 3, 6, 9, 12, 15, 18]
 
 
 @pytest.mark.parametrize("part", [*LENGTHS])

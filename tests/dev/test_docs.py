@@ -1,19 +1,14 @@
 """The pages hold: generated parts are up to date, links lead somewhere, commands parse, nothing is left unfilled."""
 
 import ast
-import contextlib
-import io
 import re
-import runpy
 import shlex
 import shutil
-import sys
 import textwrap
-from unittest import mock
 
 import pytest
 from torch.distributed.run import get_args_parser
-from world import FOLDERS, PROGRAMS, ROOT, forker
+from world import FOLDERS, PROGRAMS, ROOT, ended, forker
 
 from dev import build
 
@@ -189,17 +184,10 @@ def commands():
 
 def refused(script, args):
     """What the script's own parser has against these arguments; --help comes last, so that nothing is run."""
-    streams = io.StringIO()
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(sys, "argv", [script, *args, "--help"]))
-        stack.enter_context(mock.patch.object(sys, "path", [str(ROOT), *sys.path]))
-        stack.enter_context(contextlib.redirect_stdout(streams))
-        stack.enter_context(contextlib.redirect_stderr(streams))
-        end = stack.enter_context(pytest.raises(SystemExit))
-        runpy.run_path(str(ROOT / script), run_name="__main__")
+    code, *streams = ended(script, *args, "--help")
     flags = {arg.split("=")[0] for arg in args if arg.startswith("--")}
-    unknown = flags - set(re.findall(r"--[\w-]+", streams.getvalue().split("options:")[-1]))
-    return unknown or (end.value.code and streams.getvalue())
+    unknown = flags - set(re.findall(r"--[\w-]+", "".join(streams).split("options:")[-1]))
+    return unknown or (code and "".join(streams))
 
 
 TOOLS = "ddp_by_diff.timeline", "ddp_by_diff.equivalence"

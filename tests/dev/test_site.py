@@ -10,14 +10,8 @@ from world import ROOT, chromium, pictures_to_scroll, shell
 from dev import build, steps
 
 pytestmark = pytest.mark.slow
-SHOWN = [
-    "index.html",
-    "mnist_ddp.py.html",
-    "mnist_notebook.ipynb.html",
-    "variants/index.html",
-    "docs/side_by_side.html",
-]
-SHOWN += ["docs/collectives.html", "docs/timeline.html"]
+SHOWN = ["index.html", "mnist_ddp.py.html", "mnist_notebook.ipynb.html", "variants/index.html"]
+SHOWN += ["docs/side_by_side.html", "docs/collectives.html", "docs/timeline.html"]
 
 
 @pytest.fixture(scope="module")

@@ -6,10 +6,10 @@ import re
 
 import pytest
 import torch
-from world import ROOT, forker, refused, run
+from world import ROOT, forker, run
 
 import distributed as dist
-from demos.mistakes import MISTAKES, parse_args, zero_model
+from demos.mistakes import MISTAKES, zero_model
 
 NUMBERS = list(range(6))
 PRINTED = {  # by name and number of ranks: what the right lines print, and the wrong ones
@@ -23,14 +23,11 @@ PRINTED = {  # by name and number of ranks: what the right lines print, and the 
     ("mean_of_means", 2): ("80.0%", "83.3%"),  # 4 / 5; (2 / 3 + 2 / 2) / 2
     ("token_mean", 3): (" 28.6%", " 44.4%"),  # rank 2 has rank 0's text again: 4 / 14; (1 / 6 + 2 / 2 + 1 / 6) / 3
     ("border", 2): (" 50%", " 0%"),  # one of two followers; never seen
-    ("balance", 2): (
-        " 88%",
-        r" 5\d%",
-    ),  # exp(2) / (exp(2) + 1), with a gradient of 0; a half is in balance on each rank
+    ("balance", 2): (" 88%", r" 5\d%"),  # exp(2) / (exp(2) + 1), with a gradient of 0; a half: in balance on each rank
     ("batch_size", 3): ("7 steps of 198", "2 steps of 600"),
     ("iterable", 2): (re.escape(str(NUMBERS)), re.escape(str(sorted(4 * NUMBERS)))),  # two workers on two ranks
 }
-# These end in an error, or write a file: tools/test_docs.py runs them as programs, wrong and right.
+# These end in an error, or write a file: tests/dev/test_docs.py runs them as programs, wrong and right.
 PROGRAMS = {"every_rank", "collective", "unused", "early_stop", "rank_0_works"}
 
 
@@ -50,14 +47,6 @@ def test_without_a_name_each_mistake_is_listed_in_a_line():
     name, way = re.search(r"^To run one: python -m demos.mistakes (\w+) (\w+)$", how_to_run, re.MULTILINE).groups()
     done = forker().run("-m", "demos.mistakes", name, way)
     assert done.code == 0 and re.search(PRINTED[name, 2][1], done.out), done
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [(["no_dpd"], "invalid choice: 'no_dpd'"), (["padding"], "type python -m demos.mistakes padding wrong")],
-)
-def test_a_name_alone_or_a_wrong_one_is_one_line(flags, words):
-    refused(parse_args, words, flags=flags)
 
 
 def _printed(name, way):
