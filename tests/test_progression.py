@@ -42,7 +42,7 @@ ROOMS = {  # lines of Python, at most.  Raise a number only in a commit that say
     "demos/*.py": 895,
     "ddp_by_diff/**/*.py": 8200,
     "dev/*.py": 1660,
-    "tests/**/*.py": 10700,
+    "tests/**/*.py": 10750,
 }
 CODE = {"distributed.py": 280}  # without comments, docstrings and blank lines
 
