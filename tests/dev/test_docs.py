@@ -235,7 +235,7 @@ def test_nothing_is_left_to_be_filled_in():
         assert len(starts) == len(ends) == len(build.BLOCK.findall(text(name))), f"{name}: a marker without an end"
         own = re.sub(r"<!-- \w+.*?<!-- end -->|`[^`\n]+`", "", text(name), flags=re.DOTALL)
         unknown = set(re.findall(CAPITALS, own)) - known
-        assert {word for word in unknown if not word.startswith(("MALLOC_", "NCCL_", "TORCH_"))} == set(), name
+        assert {word for word in unknown if not word.startswith(("MALLOC_", "NCCL_", "RAY_", "TORCH_"))} == set(), name
         assert not re.search(r"TODO|XXX|FIXME", text(name)), name
         empty = re.search(r"^(#+) .+\n+(?=\1 |\Z)", without_code(text(name)), re.MULTILINE)
         assert not empty, f"{name}: the section {empty[0]} is empty"

@@ -1,7 +1,7 @@
 """The same training under other engines, and in the process groups of other libraries.
 
 Each of these packages has an environment of its own (gigabytes, minutes of compiling).  HOROVOD_ENVIRONMENT,
-XLA_ENVIRONMENT, RAY_ENVIRONMENT and ACCELERATE_ENVIRONMENT name their folders.
+XLA_ENVIRONMENT, RAY_ENVIRONMENT, ACCELERATE_ENVIRONMENT and LIGHTNING_ENVIRONMENT name their folders.
 """
 
 import importlib.util
@@ -23,6 +23,7 @@ INSTALL = {
     "XLA": "bash variants/install_xla.sh FOLDER",
     "RAY": f'{VENV} "ray[train]"',
     "ACCELERATE": f"{VENV} accelerate",
+    "LIGHTNING": f"{VENV} lightning",
 }
 HOROVODRUN = ("horovodrun", "-np", "2", "--gloo", "python", "-m", "variants.mnist_horovod")
 
@@ -85,25 +86,25 @@ def test_xla_trains_as_ddp_does():
 
 # Ray listens on all networks: here only on a loopback of its own, if the system has namespaces for users.
 OWN_NETWORK = ("unshare", "-rnu", "sh", "-c", 'hostname localhost && ip link set lo up && exec "$@"', "sh")
-QUIET = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_TRAIN_ENABLE_PRINT_PATCH": "0"}
-TORCHRUN = ("torchrun", "--standalone", "--nproc_per_node=2")
-GROUP = "distributed: 2 processes, gloo, cpu, in another library's group\n"
+QUIET = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+PROGRAM = re.compile(r"```python\n(((?!```).)*)```\n\n```sh\n([^\n]+ train\.py)\n```", re.DOTALL)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(2000)
-@pytest.mark.parametrize("library", ["RAY", "ACCELERATE"])
-def test_min_ddp_trains_in_the_group_of_another_library_and_leaves_it_there(library):
-    start = TORCHRUN if library == "ACCELERATE" else ("python",)
+@pytest.mark.parametrize("library", ["RAY", "ACCELERATE", "LIGHTNING"])
+def test_the_program_of_launching_md_trains_in_the_group_of_the_library(library):
+    """Each program but Ray's then uses the group again, which is an error if it is gone."""
+    programs = PROGRAM.findall((ROOT / "docs/launching.md").read_text(encoding="utf-8"))
+    (program, _, line), *others = [one for one in programs if f"from {library.lower()}" in one[0]]
+    start = ("sh", "-c", f'cd "$TMPDIR" && {line}')
     if library == "RAY" and shutil.which("unshare") and subprocess.run([*OWN_NETWORK, "true"]).returncode == 0:
         start = (*OWN_NETWORK, *start)
     with tempfile.TemporaryDirectory() as folder:  # tmp_path is too long for the names of Ray's sockets
+        Path(folder, "train.py").write_text(program)
         variables = QUIET | {"PYTHONPATH": str(ROOT), "HOME": folder, "TMPDIR": folder}
-        code, out, err = run_with(library, *start, "tests/anothers_group.py", library, folder, **variables)
-        assert code == 0, out + err
-        printed = [Path(folder, str(rank)).read_text() for rank in range(2)]
-    five_lines = forker().run("min_DDP.py", "--nproc", 2).out.partition("\n")[2]
-    assert five_lines.count("epoch ") == 5
-    first, last = "rank {}: sum 3, mean 0.5, share {}\n", "afterwards: 6, in the same group\n"
-    assert printed[0] == GROUP + first.format(0, [0, 2, 4]) + GROUP + five_lines + last
-    assert printed[1] == first.format(1, [1, 3, 5]) + last
+        code, out, err = run_with(library, *start, **variables)
+    five_lines = forker().run("min_DDP.py", "--nproc", 2).out.splitlines()[1:]
+    assert (code, len(five_lines), others) == (0, 5, []), out + err
+    for printed in "distributed: 2 processes, gloo, cpu, in another library's group", *five_lines:
+        assert out.count(printed) == 1, out + err
