@@ -41,8 +41,8 @@ ROOMS = {  # lines of Python, at most.  Raise a number only in a commit that say
     "exercises/**/*.py": 1848,
     "demos/*.py": 895,
     "ddp_by_diff/**/*.py": 8200,
-    "dev/*.py": 1660,
-    "tests/**/*.py": 10700,
+    "dev/*.py": 1734,
+    "tests/**/*.py": 10740,
 }
 CODE = {"distributed.py": 280}  # without comments, docstrings and blank lines
 
