@@ -212,7 +212,8 @@ def report(about: dict, answers: dict[str, Answer]) -> dict:
     for name in COLUMNS:
         part = parts.get(name, {"failed": "NOT RUN"})
         cells.append(": ".join(filter(None, [part.get("failed"), in_words(part)])))
-    cells += [", ".join(f"{name}: {ratio}" for name, ratio in ratios.items()), versions(about)]
+    cells.append(", ".join(f"{name}: {ratio}" for name, ratio in ratios.items()))
+    cells.append(f"`{about['command']}`, {versions(about)}")
     return about | {"parts": parts, "ratios of images/s": ratios, "row": as_row(cells)}
 
 
@@ -234,9 +235,8 @@ def parse_args() -> argparse.Namespace:
     args = parser.parse_args()
     if args.report and not Path(args.report).absolute().parent.is_dir():
         parser.error(f"--report {args.report}: there is no such folder")
-    folder = Path(args.out)
-    folder.mkdir(parents=True, exist_ok=True)
-    if any(folder.iterdir()):
+    os.makedirs(args.out, exist_ok=True)
+    if os.listdir(args.out):
         parser.error(f"--out {args.out}: there are files in it, which would be taken for new ones: choose another")
     return args
 
@@ -262,9 +262,9 @@ def main() -> int:
     if args.report:
         found = report(about, answers)
         Path(args.report).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-        names = ["GPUs", *(name.partition(",")[0] for name in COLUMNS), "ratios of images/s", "versions"]
+        names = ["GPUs", *(name.partition(",")[0] for name in COLUMNS), "ratios of images/s", "command and versions"]
         print(f"The row of this run for docs/results.md; please send it in an issue ({args.report} has more):\n")
-        print(as_row(names), as_row(["---"] * len(names)), found["row"], sep="\n")
+        print(as_row(names), "|---" * len(names) + "|", found["row"], sep="\n")
     return int(any("failed" in answer.found for answer in answers.values()))
 
 

@@ -46,7 +46,7 @@ def test_the_functions_are_those_of_the_script():
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 def test_it_shows_what_it_prints():
     needs("nbclient", "ipykernel")
     from dev import notebook
@@ -65,7 +65,7 @@ def test_it_shows_what_it_prints():
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 def test_it_runs_on_kaggle(tmp_path):
     """With papermill, which accepts no error in any cell; without a network, from a dataset that is read-only."""
     needs("papermill", "ipykernel")
