@@ -49,10 +49,7 @@ def notebook(text: str) -> str:
         source = "".join(cell["source"])
         parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
         for output in cell.get("outputs", []):
-            if output["output_type"] == "error":
-                printed = f"{output['ename']}: {output['evalue']}"
-            else:
-                printed = "".join(output.get("text") or output["data"]["text/plain"])
+            printed = "".join(output.get("text") or output["data"]["text/plain"])
             parts.append(f"```\n{printed}\n```")
     return "\n\n".join(parts)
 
