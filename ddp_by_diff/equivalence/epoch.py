@@ -68,7 +68,7 @@ class Follower(Observer):
     def __init__(self, place: Place, log: str) -> None:
         self.place, self.log = place, log
         self.noted = Epoch(place.rank)
-        self.loaders = Loaders({}, largest=0)
+        self.loaders = Loaders({})
         self.name = ""  # of the loader
 
     def installed(self) -> None:

@@ -157,35 +157,28 @@ def examples(facts: Facts, total: int = 0) -> Link:
         some = [facts.examples(rank, k) for rank in facts.ranks]
         spread[max(some) - min(some)] = some
     most = spread[max(spread)]
-    text = " + ".join(map(str, most)) + per_step(facts)
+    text = in_words(facts, most)
     if facts.is_same_work:
         who = "both ranks" if len(facts.ranks) == 2 else f"all {len(facts.ranks)} ranks"
         who = "some ranks" if len(facts.distinct) > 1 else who
         loaders = [rank.loaders.get(facts.keys[0]) for rank in facts.ranks]
-        text += (
-            f", but {who} have the same {facts.unit}, so the work is done again: {remedy(loaders)}"
-        )
-        return Link(LABEL, False, text)
+        text += f", but {who} have the same {facts.unit}, so the work is done again"
+        return Link(LABEL, False, f"{text}: {remedy(loaders)}")
     if len(facts.distinct) < len(facts.ranks):
         return Link(LABEL, True, f"{text}: each rank takes its part of the same batch")
     if 0 < total < sum(most):
-        return Link(
-            LABEL, True, f"{text}: each rank takes its part of the same {total} {facts.unit}"
-        )
+        text += f": each rank takes its part of the same {total} {facts.unit}"
+        return Link(LABEL, True, text)
     return of_shares(facts, text)
 
 
-def per_step(facts: Facts) -> str:
-    return " rows per step" if facts.unit == "rows" else " per step"
+def in_words(facts: Facts, counts: list[int]) -> str:
+    return " + ".join(map(str, counts)) + " rows" * (facts.unit == "rows") + " per step"
 
 
 def of_parts(facts: Facts) -> Link:
     """Examples of ranks that have parts of one model: stage 2 tells whether they are right."""
-    text = (
-        " + ".join(str(facts.examples(rank, 0)) for rank in facts.distinct)
-        + " rows" * (facts.unit == "rows")
-        + " per step"
-    )
+    text = in_words(facts, [facts.examples(rank, 0) for rank in facts.distinct])
     shared = f"all {len(facts.ranks)}" if len(facts.distinct) == 1 else "some"
     if len(facts.distinct) < len(facts.ranks):
         text += f", the same on {shared} ranks, which share one model"
@@ -194,7 +187,7 @@ def of_parts(facts: Facts) -> Link:
 
 def of_shares(facts: Facts, text: str) -> Link:
     """Whether an example is on two ranks, in these steps or in an epoch: data parallelism."""
-    where = []
+    where: dict[str, str] = {}
     for key in facts.keys:
         loaders = [rank.loaders.get(key) for rank in facts.ranks]
         if any(loader and loader.redraws for loader in loaders):
@@ -208,11 +201,11 @@ def of_shares(facts: Facts, text: str) -> Link:
         is_proven = are_numbers and all(loader.is_known for loader in loaders)
         if link := link or why_not_shared_out(found, start, loaders, is_proven, slack):
             return link
-        where.append(", and in an epoch" if is_listed else "; the length of an epoch is unknown")
-    if not where:
+        where[key] = ", and in an epoch" if is_listed else "; the length of an epoch is unknown"
+    if facts.keys[0] not in where:  # whose counts the text has
         return Link(LABEL, True, f"{text}; they may come again, so they were not counted")
     who = "both ranks" if len(facts.ranks) == 2 else "two ranks"
-    checked = f"checked for {len(facts.steps)} steps{where[0]}"
+    checked = f"checked for {len(facts.steps)} steps{where[facts.keys[0]]}"
     return Link(LABEL, True, f"{text}, none of them on {who} ({checked})")
 
 

@@ -25,7 +25,7 @@ from ddp_by_diff.equivalence.verdict import (
 from ddp_by_diff.instruments.command import Line
 
 NO_STEP = Reason(
-    "no step of an optimizer of torch.optim was seen, and no weight changes",
+    "no step of an optimizer of torch.optim was seen",
     "start the training function under torchrun, in the program's first thread",
 )
 BY_HAND = Reason(
@@ -39,9 +39,7 @@ PARTS_UNCLEAR = Reason(
 MODEL_UNCLEAR = Reason(
     "the ranks' weights differ from the start", "leave out --only: one process's weights tell"
 )
-OTHER_GRADIENTS = Reason(
-    "one process's optimizer receives other gradients than the ranks'", "settle the others first"
-)
+NO_GRADIENTS = Reason("not compared, as equal gradients were not found", "settle the others first")
 WRONG_GRADIENTS = Reason("not compared, as the gradients are wrong", "")
 NO_COUNTERPART = "in a copy, call the same module in both, and use fully_shard in place of FSDP1"
 NOT_ASKED = "whether one process computes the same (one batch, weights, what clipping makes)"
@@ -115,14 +113,14 @@ def stages_of(
     """The three stages; the first one tells if the optimizers' gradients are right."""
     if facts.model == UNCLEAR:
         names = "averaging", facts.stage_2, "weights"
-        return [inconclusive(name, PARTS_UNCLEAR) for name in names]
+        return [inconclusive(name, PARTS_UNCLEAR if alone else runs.failure) for name in names]
     batch, right = batch_and_look(runs, facts, look)
     if reason := why_no_run(runs, alone):
         last = inconclusive(weights.LABEL, reason)
     elif all(facts.is_forced(k) for k in facts.steps):
         last = weights.weights(facts, alone, None, settings)
     elif right is None:
-        last = inconclusive(weights.LABEL, OTHER_GRADIENTS)
+        last = inconclusive(weights.LABEL, NO_GRADIENTS)
     else:
         right = one_batch.with_rounding(runs, right)
         last = weights.weights(right.facts, right.alone, right.exact, settings)

@@ -3,7 +3,7 @@
 from typing import Any, NamedTuple
 
 from ddp_by_diff.equivalence import limits, vectors
-from ddp_by_diff.equivalence.batches import counts_up, unequal_rows
+from ddp_by_diff.equivalence.batches import counts_up, have_other_rows
 from ddp_by_diff.equivalence.copies_or_parts import are_joined_rightly
 from ddp_by_diff.equivalence.facts import GOT, Facts
 from ddp_by_diff.equivalence.notes import Alone, Notes
@@ -224,7 +224,8 @@ def one_batch(runs: Any, look: Look) -> tuple[Link, Look | None]:
         without = without_kinds(runs, facts, kinds)
         if without is None:
             names = " and ".join(kinds)
-            reason = Reason(f"{RUN_FAILED} without {names}", f"leave {names} out, in a copy")
+            sentence = f"the tool's own run without {names} was not completed"
+            reason = Reason(sentence, f"leave {names} out, in a copy")
             return inconclusive(look.facts.stage_2, reason, text), None
         look, figures = without, without.figures
         if look.is_right:
@@ -273,7 +274,8 @@ def unexplained(runs: Any, look: Look, text: str) -> Link:
         return wrong(f"{TOGETHER}; or {STATE}" if goes_on else TOGETHER, f"; {ALONE_RIGHT}")
     if look.is_given and is_own is not None:  # nothing was joined
         return wrong(OWN_DIFFERS)
-    return inconclusive(look.facts.stage_2, GOES_ON if goes_on else OTHERWISE, text)
+    reason = runs.failure if is_own is None else OTHERWISE
+    return inconclusive(look.facts.stage_2, reason, text + "; step 1 is ok" * goes_on)
 
 
 def multiples(look: Look) -> str:
@@ -337,7 +339,7 @@ def depends_on_order(runs: Any, look: Look) -> bool:
     step = next(step for step in look.steps if not step.is_right)
     other = runs.alone(look.facts, "other order", look.left_out)
     if other is None:
-        return True
+        return False
     _, wanted = sides(look.facts, look.alone.notes, step.step)
     _, reordered = sides(look.facts, other.notes, step.step)
     rounding = roundings(look) if look.exact else {}
@@ -366,7 +368,6 @@ NOT_SEEN = Reason(
     "the ranks' own gradients were not seen",
     "in a copy, call loss.backward() for the optimizer's own parameters, and do not compile",
 )
-RUN_FAILED = "the program failed in a run of its own"
 
 
 def first_of(reasons: list[Reason], runs: Any, look: Look) -> Reason | None:
@@ -412,15 +413,10 @@ ROWS = Reason(
     "in a copy, make each row of each tensor one example (batch_first=True), or let a collate_fn "
     "make the batch of single examples",
 )
-GOES_ON = Reason(
-    "step 1 is right, and later ones are not: something that goes on from step to step, and is no "
-    "parameter or buffer, has another value in one process",
-    "in a copy, make it a buffer (register_buffer), or keep it as it is at the start",
-)
 OTHERWISE = Reason(
-    f"{OWN_DIFFERS}, so the batches may be joined wrongly",
-    "in a copy, give all examples one shape, so that nothing is padded, and a loss that uses this "
-    "rank's outputs only",
+    f"{OWN_DIFFERS}, so the batches may be joined wrongly, or other state may go on there",
+    "in a copy, give all examples one shape, so that nothing is padded, a loss that uses this "
+    "rank's outputs only, and keep what goes on from step to step in buffers (register_buffer)",
 )
 
 
@@ -431,6 +427,6 @@ def why_not_joined(facts: Facts) -> Reason | None:
         for events in zip(*shares, strict=False):
             # Else the program's own collate_fn makes it.
             is_made = all(event.examples for event in events)
-            if not is_made and unequal_rows([event.value for event in events]):
+            if not is_made and have_other_rows([event.value for event in events]):
                 return ROWS
     return None

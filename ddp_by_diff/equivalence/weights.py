@@ -13,7 +13,8 @@ from ddp_by_diff.instruments.command import Line
 
 LABEL = "weights"
 UNMEASURED = Reason(
-    "the difference may be rounding, which was not measured, as the program fails in float64",
+    "the difference may be rounding, which was not measured, as the program computes something "
+    "else, or fails in float64",
     "make a copy compute in float64: torch.set_default_dtype(torch.float64), double data",
 )
 UNCHANGED = Reason("no step changes the weights", "give --steps 10, or leave out the warm-up")
