@@ -88,9 +88,9 @@ def look_at(runs: Any, facts: Facts, left_out: tuple = ()) -> Look:
     if look.alone is None or look.alone.unmatched:
         return look
     look = with_measurements(look)
-    may_be_layers = look.steps and look.worst.far > facts.rounding_limit
-    may_be_layers = may_be_layers and facts.kinds - set(left_out)
-    if not look.steps or look.is_right or may_be_layers:
+    if not look.steps or look.is_right:
+        return look
+    if look.worst.far > facts.rounding_limit and kinds_that_differ(look):
         return look
     return with_rounding(runs, look)
 
@@ -102,10 +102,7 @@ def with_rounding(runs: Any, look: Look) -> Look:
     exact = runs.alone(look.facts, "in float64", look.left_out, batches=look.alone.batches)
     if exact is None:
         return look
-    found = look._replace(exact=exact)
-    if max(roundings(found).values(), default=0.0) > look.facts.rounding_limit:
-        return look  # that is no rounding: in float64 the program does something else
-    return with_measurements(found)
+    return with_measurements(look._replace(exact=exact))
 
 
 def look_without(runs: Any, facts: Facts, kinds: tuple) -> Look | None:
@@ -123,7 +120,10 @@ def with_measurements(look: Look) -> Look:
 
 
 def roundings(look: Look) -> dict[str, float]:
-    """How much rounding changes each tensor: the most in all steps, as a few may be lucky."""
+    """How much rounding changes each tensor: the most in all steps, as a few may be lucky.
+
+    A tensor that changes more than that is not measured: the program does something else there.
+    """
     facts, most = look.facts, {}
     what = "got" if facts.gradients == GOT else "own"
     for k in facts.comparable:
@@ -133,7 +133,7 @@ def roundings(look: Look) -> dict[str, float]:
         for name in wanted:
             far = vectors.distance_in(name, exact, wanted, size[name])
             most[name] = max(most.get(name, 0.0), far)
-    return most
+    return {name: far for name, far in most.items() if far <= facts.rounding_limit}
 
 
 def scales(facts: Facts, wanted: Vector, parts: list[Vector]) -> dict[str, float]:
@@ -219,8 +219,7 @@ def one_batch(runs: Any, look: Look) -> tuple[Link, Look | None]:
     if is_direct:
         text = "what the optimizers receive differs from one process's gradients"
     text += f" {figures}" + f", in {look.worst.name}" * bool(look.worst.name)
-    kinds = sorted(facts.kinds)
-    if kinds:
+    if kinds := kinds_that_differ(look):
         without = without_kinds(runs, facts, kinds)
         if without is None:
             names = " and ".join(kinds)
@@ -234,6 +233,15 @@ def one_batch(runs: Any, look: Look) -> tuple[Link, Look | None]:
             return Link(look.facts.stage_2, True, text, look.limit, cause, figures=figures), look
         text += f"; it differs without {' and '.join(kinds)}, too {figures}"
     return unexplained(runs, look, text)._replace(figures=figures), None
+
+
+def kinds_that_differ(look: Look) -> list[str]:
+    """Kinds of layers that may explain a difference: BatchNorm only if its averages differ."""
+    kinds, averages = look.facts.kinds - set(look.left_out), look.facts.ranks[0].norm_buffers
+    others = other_state(look.facts, look.alone, limits.MOST)
+    if averages and averages.isdisjoint(others):
+        kinds.discard("BatchNorm")
+    return sorted(kinds)
 
 
 def without_kinds(runs: Any, facts: Facts, kinds: list[str]) -> Look | None:
@@ -302,7 +310,8 @@ def buffers_that_differ(runs: Any, look: Look) -> list[str]:
     given = runs.alone(look.facts, "given state", look.left_out, batches=batches)
     if given is None or not with_measurements(look._replace(alone=given)).is_right:
         return []
-    return list(other_state(look.facts, look.alone, limits.MOST))
+    others = other_state(look.facts, look.alone, limits.MOST)
+    return [name for name in others if name not in look.facts.ranks[0].norm_buffers]
 
 
 def shares_give_their_own(runs: Any, look: Look) -> bool | None:
@@ -328,7 +337,7 @@ def shares_give_their_own(runs: Any, look: Look) -> bool | None:
 
 
 def may_be_rounding(runs: Any, look: Look) -> bool:
-    is_measured = look.exact or look.facts.is_coarse
+    is_measured = look.facts.is_coarse or look.exact and look.worst.name in roundings(look)
     return not is_measured and look.worst.far <= look.facts.rounding_limit
 
 

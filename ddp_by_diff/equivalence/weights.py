@@ -40,9 +40,9 @@ def weights(facts: Facts, alone: Alone, exact: Alone | None, settings: Link) -> 
     is_forced = all(facts.is_forced(k) for k in facts.steps)
     limit = limits.UPDATED
     if not is_forced:  # one process had gradients of its own, with other rounding errors
-        if exact is None and not facts.is_coarse:
-            return inconclusive(LABEL, UNMEASURED)
         rounding = between(facts, exact, alone) if exact else facts.rounding_limit
+        if rounding > facts.rounding_limit or exact is None and not facts.is_coarse:
+            return inconclusive(LABEL, UNMEASURED)
         limit = max(limit, min(facts.rounding_limit, limits.YARDSTICKS * rounding))
     changes = each_change(facts, alone)
     changed = {change.step for change in changes if change.size}
@@ -129,7 +129,8 @@ def buffers(facts: Facts, alone: Alone, limit: float, is_right: bool) -> list[Li
     """A note on buffers that change otherwise than in one process.  is_right: the gradients."""
     limit = max(limits.MOST, limit)
     others = other_state(facts, alone, limit)
-    names = [name for name in others if name not in facts.ranks[0].parameters]
+    left_out = {*facts.ranks[0].parameters, *facts.ranks[0].norm_buffers}
+    names = [name for name in others if name not in left_out]
     if not names:
         return []
     worst = max(others[name] for name in names)
@@ -141,10 +142,9 @@ def buffers(facts: Facts, alone: Alone, limit: float, is_right: bool) -> list[Li
 def other_state(facts: Facts, alone: Alone, limit: float) -> dict[str, float]:
     """What no optimizer trains, and changes otherwise than in one process, and how much so."""
     furthest: dict[str, float] = {}
-    left_out = facts.trained | facts.ranks[0].norm_buffers
     for k in facts.comparable:
         for name, old, news, value_alone in values(facts, alone, k):
-            if name not in left_out:
+            if name not in facts.trained:
                 far = max(change_apart(old, new, old, value_alone).far for new in news)
                 furthest[name] = max(furthest.get(name, 0.0), far)
     return {name: far for name, far in furthest.items() if far > limit}
