@@ -192,7 +192,8 @@ def of_the_whole_step(right: Look, link: Link) -> Link:
         lengths = f"{vectors.length(got):.3g}, but {vectors.length(wanted):.3g} in one process"
         return wrong(f"after clipping, the mean has length {lengths} {figures}", figures)
     if times.left <= limit:
-        return wrong(f"{times.factors[0]:.7g} times one process's gradients", figures)
+        what = f"{times.factors[0]:.7g} times what one process's optimizer receives"
+        return wrong(f"{MEAN}, which is {what}", figures)
     return wrong(f"the mean is changed otherwise than in one process {figures}", figures)
 
 
@@ -332,8 +333,9 @@ def equal_in_words(fit: Fit, proper: list[float], place: str) -> str:
     if lost:
         return f"{' and '.join(lost)} examples don't count in the gradients{place}{rest}"
     if max(ratios) - min(ratios) > 2 * small:
+        is_even = vectors.numbers_are_near(factors, [factors[0]] * count, limits.FACTOR)
         text = f"the ranks are weighted {percent(factors)}{place}, but in one process"
-        return f"{text} {percent(proper)}{rest}. {UNEVEN}"
+        return f"{text} {percent(proper)}{rest}" + f". {UNEVEN}" * is_even
     of_one = f"one process's gradients{place}"
     if abs(times - 1) < limits.FACTOR:
         return f"{of_one}, and something else ({fit.left:.0e})"

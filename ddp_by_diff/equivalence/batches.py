@@ -46,10 +46,7 @@ def with_parts(value: Any, parts: dict) -> Any:
         return type(value)(parts.values())
     made = copy.copy(value)
     if isinstance(value, Mapping):
-        try:
-            made.update(parts)
-        except AttributeError:  # it can't be changed
-            return type(value)(parts)
+        made.update(parts)
         return made
     for name, part in parts.items():
         object.__setattr__(made, name, part)

@@ -8,7 +8,7 @@ from ddp_by_diff.equivalence.facts import PARTS, UNCLEAR, Facts
 from ddp_by_diff.equivalence.limits import ALIKE, OFTEN
 from ddp_by_diff.equivalence.notes import Event, Loader, Notes
 from ddp_by_diff.equivalence.tensors import tensors_in
-from ddp_by_diff.equivalence.verdict import Link, Reason, inconclusive, some_of
+from ddp_by_diff.equivalence.verdict import Link, Reason, inconclusive, some_of, span
 
 LABEL = "examples"
 NO_BATCHES = Reason(
@@ -152,12 +152,7 @@ def examples(facts: Facts, total: int = 0) -> Link:
         return Link(LABEL, True, NO_BATCHES.sentence)
     if facts.model == PARTS:
         return of_parts(facts)
-    spread = {}
-    for k in facts.steps:
-        some = [facts.examples(rank, k) for rank in facts.ranks]
-        spread[max(some) - min(some)] = some
-    most = spread[max(spread)]
-    text = in_words(facts, most)
+    text = in_words(facts, facts.ranks)
     if facts.is_same_work:
         who = "both ranks" if len(facts.ranks) == 2 else f"all {len(facts.ranks)} ranks"
         who = "some ranks" if len(facts.distinct) > 1 else who
@@ -166,19 +161,21 @@ def examples(facts: Facts, total: int = 0) -> Link:
         return Link(LABEL, False, f"{text}: {remedy(loaders)}")
     if len(facts.distinct) < len(facts.ranks):
         return Link(LABEL, True, f"{text}: each rank takes its part of the same batch")
-    if 0 < total < sum(most):
+    if 0 < total < facts.total:
         text += f": each rank takes its part of the same {total} {facts.unit}"
         return Link(LABEL, True, text)
     return of_shares(facts, text)
 
 
-def in_words(facts: Facts, counts: list[int]) -> str:
-    return " + ".join(map(str, counts)) + " rows" * (facts.unit == "rows") + " per step"
+def in_words(facts: Facts, ranks: list[Notes]) -> str:
+    """The ranks' examples in a step, such as "8 + 7-8 per step"."""
+    counts = [span([facts.examples(rank, k) for k in facts.steps]) for rank in ranks]
+    return " + ".join(counts) + " rows" * (facts.unit == "rows") + " per step"
 
 
 def of_parts(facts: Facts) -> Link:
     """Examples of ranks that have parts of one model: stage 2 tells whether they are right."""
-    text = in_words(facts, [facts.examples(rank, 0) for rank in facts.distinct])
+    text = in_words(facts, facts.distinct)
     shared = f"all {len(facts.ranks)}" if len(facts.distinct) == 1 else "some"
     if len(facts.distinct) < len(facts.ranks):
         text += f", the same on {shared} ranks, which share one model"

@@ -8,7 +8,7 @@ from ddp_by_diff.equivalence.copies_or_parts import are_joined_rightly
 from ddp_by_diff.equivalence.facts import GOT, Facts
 from ddp_by_diff.equivalence.notes import Alone, Notes
 from ddp_by_diff.equivalence.vectors import Vector
-from ddp_by_diff.equivalence.verdict import Figures, Link, Reason, inconclusive, some_of
+from ddp_by_diff.equivalence.verdict import Figures, Link, Reason, inconclusive, some_of, span
 from ddp_by_diff.equivalence.weights import UNMEASURED, other_state
 
 TOGETHER = "the loss or a layer depends on the composition or the size of the batch"
@@ -209,13 +209,15 @@ def one_batch(runs: Any, look: Look) -> tuple[Link, Look | None]:
     A kind of layers is named as the cause only if the difference is gone without it alone.
     """
     facts, figures, is_direct = look.facts, look.figures, look.facts.gradients == GOT
+    count = span(facts.totals) if look.total == facts.total else look.total
+    whole = f"the gradient of all {count} {facts.unit} in one batch"
     if look.is_right:
-        text = f"this mean equals the gradient of all {look.total} {facts.unit} in one batch"
+        text = f"this mean equals {whole}"
         if is_direct:
             text = "the optimizers receive one process's gradients"
         text = f"ok: {text} {figures}"
         return Link(facts.stage_2, True, text, look.limit, figures=figures), look
-    text = f"this mean differs from the gradient of all {look.total} {facts.unit} in one batch"
+    text = f"this mean differs from {whole}"
     if is_direct:
         text = "what the optimizers receive differs from one process's gradients"
     text += f" {figures}" + f", in {look.worst.name}" * bool(look.worst.name)

@@ -1,7 +1,6 @@
 """A source for the run in one process: it gives step k the ranks' batch, weights and gradients."""
 
 import inspect
-from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -74,7 +73,7 @@ class Source(Observer):
         vars(self).update(given)
         self.name = f"one process, {kind}"
         self.matched: dict[str, bool] = {}  # whether the ranks had such a weight, in some step
-        self.rows: Counter = Counter()
+        self.rows: dict[str, dict[str, int]] = {}  # of each batch of the first step
         self.noted: dict[tuple[str, int], tuple] = {}  # what the program got, and the state
 
     def installed(self) -> None:
@@ -104,7 +103,8 @@ class Source(Observer):
             plain, state = self.batches[key, number]
             return self.in_format(from_plain(plain, own=value)), state
         if number < self.per_step.get(key, self.facts.per_step(key)):  # of the first step
-            self.rows[key] += len(examples or []) or count_examples(value)
+            count = len(examples or []) or count_examples(value)
+            self.rows.setdefault(key, {})[digest(value)] = count
         batch = self.joined(key, number)
         if batch is None:
             return None
@@ -220,7 +220,8 @@ class Source(Observer):
         """The run's notes, and what it was given."""
         noted.events = {}
         unmatched = sorted(name for name, is_matched in self.matched.items() if not is_matched)
-        is_joined, rows = self.joined_in >= 0, dict(self.rows)
+        is_joined = self.joined_in >= 0
+        rows = {key: sum(counts.values()) for key, counts in self.rows.items()}
         return Alone(noted, unmatched, is_joined, self.is_mixed, rows, self.noted)
 
 

@@ -374,8 +374,14 @@ CASES = {
     # ---- stage 1: averaging
     "repeated": case(  # one process's optimizer can't be given several gradients in a step
         SAME_UP_TO.format(".*"),
-        {"averaging": "ok: .*", "weights": "ok: the weights change as in one process .largest .*"},
+        {
+            "averaging": "ok: .*",
+            "weights": "ok: the weights change as in one process .largest .*",
+            "examples": r"8 \+ 8 \+ 8 per step; .*",
+        },
         model="net",
+        begin="torch.manual_seed(rank)",
+        loader="[(torch.randn(SIZE, 8), torch.randint(4, (SIZE,))) for _ in range(20)]",
         optimizer="torch.optim.LBFGS(net.parameters(), 0.1, max_iter=2)",
         loss="0",
         backward="def closure():\n    optimizer.zero_grad(); loss = F.cross_entropy(model(x), y)\n    loss.backward()",
@@ -387,6 +393,25 @@ CASES = {
         {"weights": "ok: with the same gradients, the weights change as in one process .*"},
         begin="from torch.distributed.optim import ZeroRedundancyOptimizer",
         optimizer="ZeroRedundancyOptimizer(net.parameters(), torch.optim.Adam, lr=0.1)",
+    ),
+    "divided_by_2": case(
+        DIFFERENT + "averaging",
+        {"averaging": "WRONG: .* the mean .*, which is 2 times what one process's optimizer receives"},
+        nproc=2,
+        model="net",
+        got="average(net.parameters(), n / 2)",
+    ),
+    "scaled_by_each": case(  # which says nothing of other numbers of examples
+        DIFFERENT + "averaging",
+        {"averaging": "WRONG: the ranks are weighted 16.7 % .*, but in one process 33.3 % and 33.3 % and 33.3 %"},
+        model="net",
+        got=f"for p in net.parameters(): p.grad *= 1 + rank\n{AVERAGE}",
+    ),
+    "last_batch": case(
+        DIFFERENT + "averaging",
+        {"examples": r"11-12 \+ 10-12 per step, none .*", "averaging": "WRONG in step 2: .* examples, tokens .*"},
+        nproc=2,
+        loader="DataLoader(data, SIZE, sampler=range(rank, 45, n))",
     ),
     "sum_then_clip": case(
         DIFFERENT + "averaging",
