@@ -282,8 +282,8 @@ def unexplained(runs: Any, look: Look, text: str) -> Link:
     is_own = shares_give_their_own(runs, look)
     if is_own:
         return wrong(f"{TOGETHER}; or {STATE}" if goes_on else TOGETHER, f"; {ALONE_RIGHT}")
-    if look.is_given and is_own is not None:  # nothing was joined
-        return wrong(OWN_DIFFERS)
+    if look.is_given:  # nothing was joined
+        return wrong(OWN_DIFFERS if is_own is not None else "")
     reason = runs.failure if is_own is None else OTHERWISE
     return inconclusive(look.facts.stage_2, reason, text + "; step 1 is ok" * goes_on)
 
@@ -389,7 +389,7 @@ def first_of(reasons: list[Reason], runs: Any, look: Look) -> Reason | None:
 NOT_COMPARABLE = [
     Reason(
         "each step draws random numbers, and one process draws others",
-        "in a copy of the program, multiply the noise by 0",
+        "in a copy, replace each random draw of a step (noise, time steps, indices) by a constant",
         lambda runs, look: any(rank.steps[0].draws for rank in look.facts.ranks),
     ),
     UNMEASURED._replace(test=may_be_rounding),
@@ -426,8 +426,8 @@ ROWS = Reason(
 )
 OTHERWISE = Reason(
     f"{OWN_DIFFERS}, so the batches may be joined wrongly, or other state may go on there",
-    "in a copy, give all examples one shape, so that nothing is padded, a loss that uses this "
-    "rank's outputs only, and keep what goes on from step to step in buffers (register_buffer)",
+    "in a copy, let a DataLoader give all that a step uses, in examples of one shape; let the loss "
+    "use this rank's outputs only; and keep what goes on in buffers (register_buffer)",
 )
 
 

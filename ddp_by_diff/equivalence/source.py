@@ -105,7 +105,7 @@ class Source(Observer):
         if number < self.per_step.get(key, self.facts.per_step(key)):  # of the first step
             count = len(examples or []) or count_examples(value)
             self.rows.setdefault(key, {})[digest(value)] = count
-        batch = self.joined(key, number)
+        batch = self.joined(key, number, value)
         if batch is None:
             return None
         if self.keeps_own(batch, step, value, iterator, examples):
@@ -127,8 +127,8 @@ class Source(Observer):
         kwargs.update(self.in_format(kwargs))
         return self.in_format(args)
 
-    def joined(self, key: str, number: int) -> Batch | None:
-        """The batch that replaces the run's batch of this number; None: it keeps its own."""
+    def joined(self, key: str, number: int, own: Any) -> Batch | None:
+        """The batch that replaces the run's own of this number; None: it keeps its own."""
         if self.kind == "own data":
             return None
         shares = [rank.events.get(key, []) for rank in self.facts.distinct]
@@ -142,8 +142,9 @@ class Source(Observer):
             every: list[Event] = []
             for place in range(step * ranks_take, (step + 1) * ranks_take):
                 every += [share[place] for share in shares if place < len(share)]
-            size = len(every) // max(1, takes)
-            events = every[part * size : (part + 1) * size]
+            size, name = len(every) // max(1, takes), digest(to_plain(own))
+            same = [event for event in every if digest(event.value) == name]  # in another place
+            events = same[:1] or every[part * size : (part + 1) * size]
         if not events:
             return None
         only = None
