@@ -10,7 +10,7 @@ import torch
 from ddp_by_diff.equivalence import limits, vectors
 from ddp_by_diff.equivalence.facts import Facts
 from ddp_by_diff.equivalence.notes import Notes, Step
-from ddp_by_diff.equivalence.one_batch import NOT_COMPARABLE, Look, scales
+from ddp_by_diff.equivalence.one_batch import NOT_COMPARABLE, Look, are_added, draws_others, scales
 from ddp_by_diff.equivalence.vectors import Fit, Vector
 from ddp_by_diff.equivalence.verdict import (
     Figures,
@@ -137,8 +137,7 @@ def furthest_from_goals(
 def in_words(factors: list[list[float]]) -> str:
     """What the optimizers receive.  factors: of each rank's gradient, in each step."""
     even = [1 / len(factors[0])] * len(factors[0])
-    ones = [1.0] * len(even)
-    if even != ones and all(vectors.numbers_are_near(k, ones, limits.FACTOR) for k in factors):
+    if are_added(factors):
         return MEAN.replace("mean", "sum")
     for number, in_step in enumerate(factors):
         if not vectors.numbers_are_near(in_step, even, limits.FACTOR):
@@ -186,7 +185,7 @@ def of_the_whole_step(right: Look, link: Link) -> Link:
         if link.is_right and not is_clipped(facts.ranks):
             return link._replace(limit=max(link.limit, limit))
         return ok(f"{MEAN}, changed as in one process", figures)
-    if any(rank.steps[k].draws for rank in facts.ranks):
+    if draws_others(right, k):
         return inconclusive(LABEL, NOT_COMPARABLE[0], MEAN, figures)
     if is_clipped([*facts.ranks, right.alone.notes]):
         lengths = f"{vectors.length(got):.3g}, but {vectors.length(wanted):.3g} in one process"

@@ -40,6 +40,7 @@ def copies(facts: Facts) -> Link:
         return Link("copies", True)
     when = "from the start" if facts.first_unequal == 0 else f"after step {facts.first_unequal}"
     text = f"the ranks' weights differ {when}: {some_of(facts.unequal)}"
+    text += ", which no optimizer trains" * facts.trained.isdisjoint(facts.unequal)
     return Link("copies", False, text)
 
 
@@ -184,26 +185,29 @@ def of_parts(facts: Facts) -> Link:
 
 def of_shares(facts: Facts, text: str) -> Link:
     """Whether an example is on two ranks, in these steps or in an epoch: data parallelism."""
-    where: dict[str, str] = {}
+    checked: dict[str, str] = {}
     for key in facts.keys:
+        begin = text if key == facts.keys[0] else key  # the text has the first one's counts
         loaders = [rank.loaders.get(key) for rank in facts.ranks]
         if any(loader and loader.redraws for loader in loaders):
             continue  # they may take an example again
         are_numbers = have_one_dataset(loaders)
-        link, is_listed = in_an_epoch(facts, text, loaders, are_numbers)
+        link, is_listed = in_an_epoch(facts, begin, loaders, are_numbers)
         found, slack = in_the_steps(facts, key, are_numbers)
         if not link and found.again > slack:
             continue  # drawn again, or equal: these tell nothing
-        start = f"{text}; in {len(facts.steps)} steps, "
+        start = f"{begin}; in {len(facts.steps)} steps, "
         is_proven = are_numbers and all(loader.is_known for loader in loaders)
         if link := link or why_not_shared_out(found, start, loaders, is_proven, slack):
             return link
-        where[key] = ", and in an epoch" if is_listed else "; the length of an epoch is unknown"
-    if facts.keys[0] not in where:  # whose counts the text has
+        who = "both ranks" if len(facts.ranks) == 2 else "two ranks"
+        where = ", and in an epoch" if is_listed else "; the length of an epoch is unknown"
+        checked[key] = f"{found.shared or 'none'} of them on {who} "
+        checked[key] += f"(checked for {len(facts.steps)} steps{where})"
+    done = checked.get(facts.keys[0])
+    if not done:
         return Link(LABEL, True, f"{text}; they may come again, so they were not counted")
-    who = "both ranks" if len(facts.ranks) == 2 else "two ranks"
-    checked = f"checked for {len(facts.steps)} steps{where[facts.keys[0]]}"
-    return Link(LABEL, True, f"{text}, none of them on {who} ({checked})")
+    return Link(LABEL, True, f"{text}, {done}")
 
 
 def in_an_epoch(

@@ -26,12 +26,10 @@ from ddp_by_diff.instruments.command import Line
 
 NO_STEP = Reason(
     "no step of an optimizer of torch.optim was seen",
-    "start the training function under torchrun, in the program's first thread",
+    "in a copy, let torch.optim.SGD update the model's own parameters, in the first thread of each "
+    "process, and not compiled",
 )
-BY_HAND = Reason(
-    "the weights change, but no step of an optimizer of torch.optim was seen",
-    "in a copy, let torch.optim.SGD make the update, in the first thread, and not compiled",
-)
+BY_HAND = NO_STEP._replace(sentence=f"the weights change, but {NO_STEP.sentence}")
 PARTS_UNCLEAR = Reason(
     "the ranks' weights differ from the start, and together they are not one process's",
     "if they are parts of one model, shard it with fully_shard or DTensor in a copy",
@@ -96,8 +94,9 @@ def judge(ranks: list[Notes], length: int, runs: Any, command: list[str]) -> Ans
     settings = options(facts, alone.notes if alone else None, command, own_total)
     stages = stages_of(runs, facts, look, alone, settings)
     links = [examples(facts, total), copies(facts), settings, *stages]
-    notes = random_numbers(facts) + worker_seeds(facts)
-    others: list[Line] = []
+    notes, others = worker_seeds(facts), []
+    if reason or one_batch.draws_others(look, 0):  # else one process has the same masks, too
+        notes = random_numbers(facts) + notes
     if not reason:
         notes = batch_sizes(look) + notes
         batch = next(link for link in stages if link.label == facts.stage_2)

@@ -212,7 +212,7 @@ def one_batch(runs: Any, look: Look) -> tuple[Link, Look | None]:
     count = span(facts.totals) if look.total == facts.total else look.total
     whole = f"the gradient of all {count} {facts.unit} in one batch"
     if look.is_right:
-        text = f"this mean equals {whole}"
+        text = f"this {'sum' if are_added(look.factors) else 'mean'} equals {whole}"
         if is_direct:
             text = "the optimizers receive one process's gradients"
         text = f"ok: {text} {figures}"
@@ -235,6 +235,12 @@ def one_batch(runs: Any, look: Look) -> tuple[Link, Look | None]:
             return Link(look.facts.stage_2, True, text, look.limit, cause, figures=figures), look
         text += f"; it differs without {' and '.join(kinds)}, too {figures}"
     return unexplained(runs, look, text)._replace(figures=figures), None
+
+
+def are_added(factors: list[list[float]]) -> bool:
+    """Whether the ranks' gradients add up to one process's.  factors: theirs, in each step."""
+    ones = [1.0] * len(factors[0])
+    return len(ones) > 1 and all(vectors.numbers_are_near(k, ones, limits.FACTOR) for k in factors)
 
 
 def kinds_that_differ(look: Look) -> list[str]:
@@ -343,6 +349,15 @@ def may_be_rounding(runs: Any, look: Look) -> bool:
     return not is_measured and look.worst.far <= look.facts.rounding_limit
 
 
+def draws_others(look: Look, step: int) -> bool:
+    """Whether one process draws other random numbers in a step than a rank."""
+    ranks, after = (
+        [rank.steps[step] for rank in look.facts.ranks],
+        look.alone.notes.steps[step].after,
+    )
+    return any(rank.draws and rank.draws & rank.after.other_than(after) for rank in ranks)
+
+
 def depends_on_order(runs: Any, look: Look) -> bool:
     """Whether the same examples have another gradient in another order, in a step that differs."""
     if look.is_given:
@@ -390,7 +405,7 @@ NOT_COMPARABLE = [
     Reason(
         "each step draws random numbers, and one process draws others",
         "in a copy, replace each random draw of a step (noise, time steps, indices) by a constant",
-        lambda runs, look: any(rank.steps[0].draws for rank in look.facts.ranks),
+        lambda runs, look: draws_others(look, 0),
     ),
     UNMEASURED._replace(test=may_be_rounding),
 ]

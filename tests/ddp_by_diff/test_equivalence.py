@@ -449,7 +449,7 @@ CASES = {
     "two_of_each": case(  # two optimizers, and two loaders: all ranks have the second one's examples
         DIFFERENT + "examples, copies, averaging",
         {
-            "examples": ".*; in an epoch, 480 of 480 are on more than one rank: give each .*",
+            "examples": "loader 1; in an epoch, 480 of 480 are on more than one rank: give each .*",
             "averaging": "WRONG: " + NOT_AVERAGED.format(" of 2 of 6 tensors .Linear 2: weight, Linear 2: bias."),
         },
         begin="more = iter(DataLoader(TensorDataset(data.tensors[0] + 9), 8))",
@@ -503,7 +503,10 @@ for p in net.parameters(): p.register_hook(total)""",
     "contrastive": case(SAME, **contrast("part = torch.cat(all_gather(part))")),
     "contrastive_without_gradient": case(  # nor a factor
         DIFFERENT + "averaging",
-        {"averaging": "WRONG: 1/3 of one process's gradients: .* is right for this loss, and the mean divides it by 3"},
+        {
+            "averaging": "WRONG: 1/3 of one process's gradients: .* is right for this loss, and the mean divides it by 3",
+            "one batch": "ok: this sum equals .*",
+        },
         **contrast(
             "all = [0] * n; dist.all_gather_object(all, part.detach()); all[rank] = part; part = torch.cat(all)"
         ),
@@ -562,6 +565,12 @@ for p in net.parameters(): p.register_hook(total)""",
         {"averaging": "ok: .*", "weights": "ok: .*", "one batch": "inconclusive: .*"},
         ready="torch.manual_seed(rank)",
         loss="F.cross_entropy(model(x + torch.randn_like(x)), y)",
+    ),
+    "one_draw_of_all": case(  # which one process makes, too
+        TOGETHER,
+        {"note": ""},
+        before="part = random.random(); x = part * x + (1 - part) * x.flip(0)",
+        ready="random.seed(0)",
     ),
     "time_first": case(  # (time, batch): the ranks' rows can't be joined
         "INCONCLUSIVE: one batch: the same examples have another gradient in another order",
@@ -692,7 +701,7 @@ net.register_buffer('usual', torch.zeros(8))""",
     # ---- what the ranks' own notes say
     "teacher": case(  # only rank 0's learns
         DIFFERENT + "copies",
-        {"copies": "the ranks' weights differ after step 1: Sequential 2: 0.weight, .*"},
+        {"copies": "the ranks' weights differ after step 1: Sequential 2: 0.weight, .*, which no optimizer trains"},
         ready="import copy; teacher = copy.deepcopy(net).requires_grad_(False); teacher[0].weight *= 2",
         loss="F.mse_loss(model(x), teacher(x))",
         stepped="""if rank == 0:
@@ -813,6 +822,13 @@ net.register_buffer('usual', torch.zeros(8))""",
         before="x, y = x.chunk(n, 1)[rank], y.chunk(n, 1)[rank]",
         loss="F.mse_loss(net(x), y)",
         got=AVERAGE,
+    ),
+    "alike_by_chance": case(
+        SAME,
+        {"examples": r"60 \+ 60 per step, \d+ of them on both ranks .*"},
+        nproc=2,
+        begin="rows = torch.randn(4000, 8); torch.manual_seed(rank)",
+        loader="[(rows[torch.randint(4000, (60,))], torch.randint(4, (60,))) for _ in range(9)]",
     ),
     "other_labels": case(  # on each rank
         DIFFERENT + "examples",
