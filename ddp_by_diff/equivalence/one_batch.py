@@ -11,7 +11,7 @@ from ddp_by_diff.equivalence.vectors import Vector
 from ddp_by_diff.equivalence.verdict import Figures, Link, Reason, inconclusive, some_of, span
 from ddp_by_diff.equivalence.weights import UNMEASURED, other_state
 
-TOGETHER = "the loss or a layer depends on the composition or the size of the batch"
+TOGETHER = "the loss, a layer or the step depends on the composition or the size of the batch"
 OF_PARTS = "the ranks compute parts of one batch, and their gradients don't add up to the batch's"
 ALONE_RIGHT = "each rank's examples, computed alone, give that rank's gradient"
 OWN_DIFFERS = "a rank's examples, computed in one process, don't give that rank's gradient"
@@ -211,6 +211,8 @@ def one_batch(runs: Any, look: Look) -> tuple[Link, Look | None]:
     facts, figures, is_direct = look.facts, look.figures, look.facts.gradients == GOT
     count = span(facts.totals) if look.total == facts.total else look.total
     whole = f"the gradient of all {count} {facts.unit} in one batch"
+    if len(look.steps) < len(facts.steps):
+        whole += f" (step {span([1, len(look.steps)])}, before the ranks' weights differ)"
     if look.is_right:
         text = f"this {'sum' if are_added(look.factors) else 'mean'} equals {whole}"
         if is_direct:

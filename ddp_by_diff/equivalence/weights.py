@@ -134,8 +134,9 @@ def buffers(facts: Facts, alone: Alone, limit: float, is_right: bool) -> list[Li
     if not names:
         return []
     worst = max(others[name] for name in names)
-    text = f"{some_of(names)} do not change as in one process {Figures(worst, limit)}"
-    text += ", and no gradient depends on it in these steps" * is_right
+    verb = "do" if len(names) > 1 else "does"
+    text = f"{some_of(names)} {verb} not change as in one process {Figures(worst, limit)}"
+    text += ", but all gradients agree in these steps" * is_right
     return [Line("buffers", text)]
 
 

@@ -19,7 +19,7 @@ SAME = SAME_UP_TO.format("1e-05")
 DIFFERENT = "DIFFERENT from one process in: "
 BATCH = "DIFFERENT from one process: "
 STATE = BATCH + "training reads what each process changes by its own examples: "
-TOGETHER = BATCH + "the loss or a layer depends on the composition or the size of the batch"
+TOGETHER = BATCH + "the loss, a layer or the step depends on the composition or the size of the batch"
 EXCEPT = r"THE SAME as one process, except for {}, in the 3 steps compared .apart from that, differences below {} .*"
 NORM = EXCEPT.format("BatchNorm .each process normalizes its own share.", "1e-05")
 DROPOUT = EXCEPT.format("dropout .each process draws its own masks.", "1e-05")
@@ -330,7 +330,7 @@ CASES = {
     "usual": case(SAME, begin=USUAL.format("dist.all_reduce(m); m /= n", BUFFER)),
     "usual_of_each": case(
         STATE + "0.usual",
-        {"averaging": "ok: .*", "buffers": "0.usual do not change as in one process .*"},
+        {"averaging": "ok: .*", "buffers": "0.usual does not change as in one process .*"},
         nproc=(2, 3),
         begin=USUAL.format("", BUFFER),
     ),
@@ -380,8 +380,7 @@ CASES = {
             "examples": r"8 \+ 8 \+ 8 per step; .*",
         },
         model="net",
-        begin="torch.manual_seed(rank)",
-        loader="[(torch.randn(SIZE, 8), torch.randint(4, (SIZE,))) for _ in range(20)]",
+        loader="[data[24 * k + 8 * rank : 24 * k + 8 * rank + SIZE] for k in range(20)]",
         optimizer="torch.optim.LBFGS(net.parameters(), 0.1, max_iter=2)",
         loss="0",
         backward="def closure():\n    optimizer.zero_grad(); loss = F.cross_entropy(model(x), y)\n    loss.backward()",
@@ -665,7 +664,7 @@ for p in net.parameters(): p.register_hook(total)""",
         {
             "weights": "ok: .*; not in step 1, where nothing changes",
             "examples": NONE_TWICE,
-            "buffers": "usual do not change as in one process .*, and no gradient depends on it in these steps",
+            "buffers": "usual does not change as in one process .*, but all gradients agree in these steps",
         },
         begin="""data = TensorDataset(*(one[rank::n] for one in data.tensors))
 net.register_buffer('usual', torch.zeros(8))""",
@@ -699,7 +698,10 @@ net.register_buffer('usual', torch.zeros(8))""",
     # ---- what the ranks' own notes say
     "teacher": case(  # only rank 0's learns
         DIFFERENT + "copies",
-        {"copies": "the ranks' weights differ after step 1: Sequential 2: 0.weight, .*, which no optimizer trains"},
+        {
+            "copies": ".* after step 1: Sequential 2: 0.weight, .*, which no optimizer trains",
+            "one batch": ".* .step 1, .*",
+        },
         ready="import copy; teacher = copy.deepcopy(net).requires_grad_(False); teacher[0].weight *= 2",
         loss="F.mse_loss(model(x), teacher(x))",
         stepped="""if rank == 0:
