@@ -12,8 +12,7 @@ from ddp_by_diff.equivalence.verdict import Link, Reason, inconclusive, some_of,
 
 LABEL = "examples"
 NO_BATCHES = Reason(
-    "no batches were seen, or not in each step",
-    "in a copy, load the data with a DataLoader, or hand them to the model as its inputs",
+    "no batches were seen, or not in each step", "in a copy, load the data with a DataLoader"
 )
 AGAIN = Reason(
     "some came more than once on their rank",
@@ -90,6 +89,9 @@ def why_not_shared_out(
 def remedy(loaders: list[Loader | None]) -> str:
     """What to do so that each rank has its own examples."""
     samplers = [loader.sampler if loader else "" for loader in loaders]
+    subsets = [sorted(loader.pool or []) if loader else [] for loader in loaders]
+    if any(subset != subsets[0] for subset in subsets) and all(samplers):
+        return "the ranks' Subsets have different examples (random_split: seed it equally)"
     if all(samplers):
         return f"the ranks' DistributedSamplers have {', '.join(samplers)}"
     return SHARE + " (DistributedSampler)" * any(loaders)

@@ -847,7 +847,7 @@ net.register_buffer('usual', torch.zeros(8))""",
     ),
     "split": case(
         DIFFERENT + "examples",
-        {"examples": r".*; in an epoch, \d+ of \d+ are on more than one rank: the ranks' DistributedSamplers have .*"},
+        {"examples": r".*; in an epoch, \d+ of \d+ are on more than one rank: the ranks' Subsets have different .*"},
         begin="torch.manual_seed(rank); data = torch.utils.data.random_split(data, [400, 80])[0]",
     ),
     "stream": case(
