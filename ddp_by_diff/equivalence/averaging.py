@@ -234,7 +234,7 @@ def sent_coarsely(gots: list[list[Vector]], far: float) -> Link | None:
 
 def is_in(dtype: torch.dtype, got: Vector, count: int) -> bool:
     """Whether a dtype holds all numbers, or all times the number of ranks (divided afterwards)."""
-    for tensor in got.values():
+    for tensor in map(vectors.numbers, got.values()):
         rests = [(part.to(dtype) - part).abs() / part.abs() for part in (tensor, count * tensor)]
         if not any(bool((rest.nan_to_num() <= limits.AVERAGED).all()) for rest in rests):
             return False

@@ -353,11 +353,9 @@ def may_be_rounding(runs: Any, look: Look) -> bool:
 
 def draws_others(look: Look, step: int) -> bool:
     """Whether one process draws other random numbers in a step than a rank."""
-    ranks, after = (
-        [rank.steps[step] for rank in look.facts.ranks],
-        look.alone.notes.steps[step].after,
-    )
-    return any(rank.draws and rank.draws & rank.after.other_than(after) for rank in ranks)
+    after = look.alone.notes.steps[step].after
+    steps = [rank.steps[step] for rank in look.facts.ranks]
+    return any(one.draws and one.draws & one.after.other_than(after) for one in steps)
 
 
 def depends_on_order(runs: Any, look: Look) -> bool:

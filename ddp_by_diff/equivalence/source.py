@@ -107,6 +107,8 @@ class Source(Observer):
             self.rows.setdefault(key, {})[digest(value)] = count
         batch = self.joined(key, number, value)
         if batch is None:
+            if not self.facts.per_step(key) and step <= len(self.facts.steps):
+                self.joined_in = step  # whether it has the ranks' examples is not known
             return None
         if self.keeps_own(batch, step, value, iterator, examples):
             given = None

@@ -68,6 +68,13 @@ def weights(facts: Facts, alone: Alone, exact: Alone | None, settings: Link) -> 
     return Link(LABEL, False, f"WRONG: {text}", worst.far, figures=figures)
 
 
+def change_as_in_float64(facts: Facts, exact: Alone) -> bool:
+    """Whether the weights change as in one process with gradients and options of its own."""
+    changes = each_change(facts, exact)
+    most = max((change.far for change in changes), default=0.0)
+    return most <= limits.UPDATED and any(change.size for change in changes)
+
+
 def each_change(facts: Facts, alone: Alone) -> list[Change]:
     """The change of each weight in each step."""
     changes = []

@@ -397,14 +397,14 @@ CASES = {
         DIFFERENT + "averaging",
         {"averaging": "WRONG: .* the mean .*, which is 2 times what one process's optimizer receives"},
         nproc=2,
-        model="net",
         got="average(net.parameters(), n / 2)",
     ),
-    "scaled_by_each": case(  # which says nothing of other numbers of examples
-        DIFFERENT + "averaging",
-        {"averaging": "WRONG: the ranks are weighted 16.7 % .*, but in one process 33.3 % and 33.3 % and 33.3 %"},
+    "sum_at_a_smaller_rate": case(
+        SAME,
+        {"averaging": "ok: 3 times one .*, but at other learning rates", "weights": "ok: .* options"},
         model="net",
-        got=f"for p in net.parameters(): p.grad *= 1 + rank\n{AVERAGE}",
+        optimizer="torch.optim.SGD(net.parameters(), 0.3 / n, momentum=0.9)",
+        got="average(net.parameters(), n)",
     ),
     "last_batch": case(
         DIFFERENT + "averaging",
@@ -769,7 +769,6 @@ net.register_buffer('usual', torch.zeros(8))""",
         begin=PART,
         loader=ONE_SAMPLER,
         model="net",
-        backward="(loss / n).backward()",
         ready="if n == 1: raise ValueError('not alone')",
     ),
     "experts": case(
@@ -1029,6 +1028,8 @@ PERMUTED = """
 class Share:
     def __iter__(self): return iter(torch.randperm(480)[rank::n].tolist())
     def __len__(self): return 480 // n"""
+LISTED = "listed = torch.randperm(480, generator=torch.Generator().manual_seed(2)).tolist()"
+LISTS = "DataLoader(data, batch_sampler=[listed[k : k + 24][rank::n] for k in range(0, 480, 24)])"
 EPOCHS = {  # the exit code, and what is said by label; of programs with these parts
     "right": (0, {"examples": "480 of 480 examples came, each once, on one rank", "order": ".* has another order"}, {}),
     "padded": (0, {"examples": r"475 of 475 examples came, [12] of them again .padding."}, {"begin": SHORT}),
@@ -1043,6 +1044,7 @@ EPOCHS = {  # the exit code, and what is said by label; of programs with these p
         {"loader": "DataLoader(data, SIZE, sampler=DistributedSampler(data), num_workers=1, persistent_workers=True)"},
     ),
     "no_set_epoch": (1, {"order": ".* though it is shuffled: call sampler.set_epoch.epoch. .*"}, {"before": ""}),
+    "batches_of_a_list": (0, {"order": ".* no DistributedSampler"}, {"begin": LISTED, "loader": LISTS, "before": ""}),
     "sharded_twice": (
         1,
         {"examples": r"(240|160) of 480 examples came, (240|320) never come: as if each rank took .*"},
@@ -1078,7 +1080,7 @@ EPOCHS = {  # the exit code, and what is said by label; of programs with these p
     ),
     "stream_dealt_out": (
         0,
-        {"examples": "480 examples came, each once, on one rank"},
+        {"examples": "480 examples came, each once, on one rank", "verdict": "RIGHT .* that came .* is not known."},
         {
             "begin": "import itertools"
             + STREAM.replace("(data[", "itertools.islice((data[").replace(
