@@ -182,6 +182,10 @@ def of_the_whole_step(right: Look, link: Link) -> Link:
     far, k, got, wanted = furthest_from_alone(right, is_before=False)
     figures, times = Figures(far, limit), vectors.fit(got, [wanted])
     if far <= limit:
+        if not link.is_right and any(
+            facts.comparable_names(k) < facts.trained for k in facts.comparable
+        ):
+            return link  # of the others, these gradients tell nothing
         if link.is_right and not is_clipped(facts.ranks):
             return link._replace(limit=max(link.limit, limit))
         return ok(f"{MEAN}, changed as in one process", figures)

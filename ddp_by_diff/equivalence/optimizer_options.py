@@ -1,6 +1,7 @@
 """Options of the optimizers (learning rates and others): equal on all ranks and in one process?"""
 
 import itertools
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,24 +22,31 @@ def options(facts: Facts, alone: Notes | None, command: list[str], own_total: in
             for name, key, value, theirs in unlike(first, rank.steps[k].options):
                 text = f"{key} of {name} is {value} on rank 0, {theirs} on rank {rank.rank}"
                 return Link(label(key), False, f"{text}, in step {k + 1}")
+    found = []
     for k in facts.steps if alone else []:
-        for name, key, value, one in unlike(of_all(facts, k), alone.steps[k].options):
-            text = "" if key == "lr" else f"{key} of {name} is "
-            text += f"{show(value)} with {len(facts.ranks)} processes, {show(one)} with one"
-            text += f" ({value / one:.4g} times)" if key == "lr" and one else ""
-            text += f", in step {k + 1}"
-            values = set()
-            for step in facts.steps:
-                ones = alone.steps[step].options
-                values.add((of_all(facts, step)[name][key], ones[name][key]))
-            if len(values) == 1 or own_total in (0, facts.total):  # it does not change: no schedule
-                return Link(label(key), False, text)
-            text += f"; one process takes {own_total} examples per step, all ranks {facts.total}"
-            is_near = isinstance(one, int | float) and abs(value - one) <= limits.SCHEDULE * abs(
-                one
-            )
-            return scheduled(label(key), text, is_near, command, own_total, facts.total)
-    return Link("options", True)
+        found += [(k, *one) for one in unlike(of_all(facts, k), alone.steps[k].options)]
+    if not found:
+        return Link("options", True)
+    k, name, key, value, one = max(found, key=lambda difference: far_apart(*difference[3:]))
+    text = "" if key == "lr" else f"{key} of {name} is "
+    text += f"{show(value)} with {len(facts.ranks)} processes, {show(one)} with one"
+    text += f" ({value / one:.4g} times)" if key == "lr" and one else ""
+    text += f", in step {k + 1}"
+    values = set()
+    for step in facts.steps:
+        ones = alone.steps[step].options
+        values.add((of_all(facts, step)[name][key], ones[name][key]))
+    if len(values) == 1 or own_total in (0, facts.total):  # it does not change: no schedule
+        return Link(label(key), False, text)
+    text += f"; one process takes {own_total} examples per step, all ranks {facts.total}"
+    is_near = far_apart(value, one) <= limits.SCHEDULE
+    return scheduled(label(key), text, is_near, command, own_total, facts.total)
+
+
+def far_apart(value: Any, other: Any) -> float:
+    """The relative difference of two values of an option."""
+    are_numbers = isinstance(value, int | float) and isinstance(other, int | float)
+    return abs(value - other) / abs(other) if are_numbers and other else math.inf
 
 
 def scheduled(

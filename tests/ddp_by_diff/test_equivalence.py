@@ -424,12 +424,6 @@ CASES = {
         model="net",
         got=AVERAGE + CLIP + CLAMP,
     ),
-    "clip_then_sum": case(
-        DIFFERENT + "averaging",
-        {"averaging": "WRONG: after clipping, the mean has length 0.003, but 0.001 in one process .*"},
-        model="net",
-        got=AVERAGE + CLIP + "\nfor p in net.parameters(): p.grad.mul_(n)",
-    ),
     "forgotten_layer_and_clip": case(
         DIFFERENT + "copies, averaging",
         {
@@ -484,6 +478,12 @@ for p in net.parameters(): p.register_hook(total)""",
         ready="second = torch.optim.SGD(net.parameters(), 0.1)",
         loss="F.cross_entropy(net(other(x)), y)",
         stepped=f"net.zero_grad(); F.cross_entropy(net(other(x)), y).backward(); {AVERAGE}; second.step()",
+    ),
+    "second_of_two": case(
+        DIFFERENT + "copies, averaging",
+        {"averaging": "WRONG: " + NOT_AVERAGED.format(" of 2 of 6 tensors .*")},
+        ready="other = nn.Linear(8, 4); second = torch.optim.Adam(other.parameters())",
+        stepped="second.zero_grad(); F.cross_entropy(other(x), y).backward(); second.step()",
     ),
     "third_step": case(
         DIFFERENT + "copies, averaging",
@@ -690,7 +690,7 @@ net.register_buffer('usual', torch.zeros(8))""",
         "INCONCLUSIVE: learning rate: a schedule may count the steps of an epoch; .*",
         {"learning rate": ".*; one process takes 8 examples per step, all .* 24", "to settle it": 'give .*"--size 24"'},
         begin="SIZE = int(sys.argv[-1])",
-        stepped="optimizer.param_groups[0]['lr'] = 0.1 / (1 + epoch * len(loader) + step) * 480 / len(loader)",
+        stepped="import math; optimizer.param_groups[0]['lr'] = math.cos(1.57 * (step + 1) / len(loader)) ** 2 / 10",
     ),
     # ---- what the ranks' own notes say
     "teacher": case(  # only rank 0's learns
