@@ -12,7 +12,7 @@ from ddp_by_diff.equivalence.verdict import Link, Reason, inconclusive, some_of,
 
 LABEL = "examples"
 NO_BATCHES = Reason(
-    "no batches were seen, or not in each step", "in a copy, load the data with a DataLoader"
+    "no batches were seen, or not in each step", "in a copy, let a DataLoader give each batch"
 )
 AGAIN = Reason(
     "some came more than once on their rank",
@@ -20,7 +20,7 @@ AGAIN = Reason(
 )
 EQUAL = Reason(
     "some are on more than one rank, or the data have equal examples",
-    "in a copy, add its number in the data to each example",
+    "if the program draws with replacement, nothing is wrong; else give each example its number",
 )
 NEVER = Reason(
     "some examples never come",
