@@ -212,7 +212,8 @@ def one_batch(runs: Any, look: Look) -> tuple[Link, Look | None]:
     count = span(facts.totals) if look.total == facts.total else look.total
     whole = f"the gradient of all {count} {facts.unit} in one batch"
     if len(look.steps) < len(facts.steps):
-        whole += f" (step {span([1, len(look.steps)])}, before the ranks' weights differ)"
+        steps = "step" + "s" * (len(look.steps) > 1)
+        whole += f" ({steps} {span([1, len(look.steps)])}, before the ranks' weights differ)"
     if look.is_right:
         text = f"this {'sum' if are_added(look.factors) else 'mean'} equals {whole}"
         if is_direct:
