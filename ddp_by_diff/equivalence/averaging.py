@@ -3,8 +3,6 @@
 And is that what one process's optimizer would receive, after its own program has clipped it?
 """
 
-import dataclasses
-import math
 import re
 
 import torch
@@ -12,7 +10,7 @@ import torch
 from ddp_by_diff.equivalence import limits, vectors
 from ddp_by_diff.equivalence.facts import Facts
 from ddp_by_diff.equivalence.notes import Notes, Step
-from ddp_by_diff.equivalence.one_batch import NOT_COMPARABLE, Look, scales
+from ddp_by_diff.equivalence.one_batch import NOT_COMPARABLE, Look, are_added, draws_others, scales
 from ddp_by_diff.equivalence.vectors import Fit, Vector
 from ddp_by_diff.equivalence.verdict import (
     Figures,
@@ -74,9 +72,9 @@ def of_the_mean(facts: Facts, right: Look | None, is_all: bool = False) -> Link:
     bad, worst, far = furthest_from_goals(facts, gots, goals, limit)
     figures = Figures(far, limit)
     if not bad:
-        text = f"ok: {in_words(factors)}{clipped_in_words(facts.ranks)} {figures}"
-        return Link(LABEL, True, text, limit, figures=figures)
-    if link := sent_coarsely(facts, gots, goals, limit):
+        return ok(in_words(factors) + clipped_in_words(facts.ranks), figures)
+    differ = [[vectors.only(got, set(bad)) for got in in_step] for in_step in gots]
+    if link := sent_coarsely(differ, far):
         return link
     place, names = "", set().union(*goals)
     if len(bad) < len(names):
@@ -85,12 +83,14 @@ def of_the_mean(facts: Facts, right: Look | None, is_all: bool = False) -> Link:
     def explained(step: int) -> Link:
         own = [vectors.only(part, set(bad)) for part in facts.owns[step]]
         got = [vectors.only(part, set(bad)) for part in gots[step]]
-        goal = vectors.only(goals[step], set(bad))
-        gradients = WrongGradients(step, own, got, goal, factors[step], place)
-        text = "" if right else perhaps_right(gradients, figures)
+        text = "" if right else perhaps_right(got, own, vectors.only(goals[step], set(bad)), place)
         if text and not is_all:
             return inconclusive(LABEL, Reason(f"{text}; {DEPENDS}", ""), text, figures)
-        return wrong(text or explain(facts, gradients), figures)
+        if not text and vectors.are_near(got, limits.UPDATED):
+            text = equal_in_words(vectors.fit(got[0], own), factors[step], place)
+        clipped = [rank.steps[step] for rank in facts.ranks if rank.steps[step].unclipped]
+        clipped = [vectors.only(step.got, set(bad)) for step in clipped]
+        return wrong(text or unequal_in_words(got, own, clipped, place), figures)
 
     links = {k: explained(k) for k in facts.steps if not goals[k].keys().isdisjoint(bad)}
     link = links.get(worst) or explained(worst)
@@ -137,8 +137,7 @@ def furthest_from_goals(
 def in_words(factors: list[list[float]]) -> str:
     """What the optimizers receive.  factors: of each rank's gradient, in each step."""
     even = [1 / len(factors[0])] * len(factors[0])
-    ones = [1.0] * len(even)
-    if even != ones and all(vectors.numbers_are_near(k, ones, limits.FACTOR) for k in factors):
+    if are_added(factors):
         return MEAN.replace("mean", "sum")
     for number, in_step in enumerate(factors):
         if not vectors.numbers_are_near(in_step, even, limits.FACTOR):
@@ -183,17 +182,21 @@ def of_the_whole_step(right: Look, link: Link) -> Link:
     far, k, got, wanted = furthest_from_alone(right, is_before=False)
     figures, times = Figures(far, limit), vectors.fit(got, [wanted])
     if far <= limit:
+        if not link.is_right and any(
+            facts.comparable_names(k) < facts.trained for k in facts.comparable
+        ):
+            return link  # of the others, these gradients tell nothing
         if link.is_right and not is_clipped(facts.ranks):
             return link._replace(limit=max(link.limit, limit))
-        text = f"ok: {MEAN}, changed as in one process {figures}"
-        return Link(LABEL, True, text, limit, figures=figures)
-    if any(rank.steps[k].draws for rank in facts.ranks):
+        return ok(f"{MEAN}, changed as in one process", figures)
+    if draws_others(right, k):
         return inconclusive(LABEL, NOT_COMPARABLE[0], MEAN, figures)
     if is_clipped([*facts.ranks, right.alone.notes]):
         lengths = f"{vectors.length(got):.3g}, but {vectors.length(wanted):.3g} in one process"
         return wrong(f"after clipping, the mean has length {lengths} {figures}", figures)
     if times.left <= limit:
-        return wrong(f"{times.factors[0]:.7g} times one process's gradients", figures)
+        what = f"{times.factors[0]:.7g} times what one process's optimizer receives"
+        return wrong(f"{MEAN}, which is {what}", figures)
     return wrong(f"the mean is changed otherwise than in one process {figures}", figures)
 
 
@@ -222,38 +225,22 @@ def furthest_from_alone(right: Look, is_before: bool) -> tuple[float, int, Vecto
     return worst
 
 
-def sent_coarsely(
-    facts: Facts, gots: list[list[Vector]], goals: list[Vector], limit: float
-) -> Link | None:
-    """Stage 1, right, if messages in 16 bits explain all differences; else None."""
+def sent_coarsely(gots: list[list[Vector]], far: float) -> Link | None:
+    """Stage 1, right, if all that came is in 16 bits, and no further away than these round."""
+    count = len(gots[0])
     for dtype in torch.float16, torch.bfloat16:
-        most, far = torch.finfo(dtype).eps, 0.0
-        for k, goal in enumerate(goals):
-            for got in gots[k]:
-                if not is_rounded(got, goal, facts.owns[k], torch.finfo(dtype), limit):
-                    far = math.inf
-                far = max(far, vectors.distance(got, goal))
-        if far <= most:
+        most = torch.finfo(dtype).eps * max(1.0, count**0.5 / 2)  # each addition rounds
+        if far <= most and all(is_in(dtype, got, count) for in_step in gots for got in in_step):
             name, figures = str(dtype).removeprefix("torch."), Figures(far, most)
-            return Link(LABEL, True, f"ok: {MEAN}, sent as {name} {figures}", most, figures=figures)
+            return ok(f"{MEAN}, sent as {name}", figures)
     return None
 
 
-def is_rounded(
-    got: Vector, goal: Vector, parts: list[Vector], format: torch.finfo, limit: float
-) -> bool:
-    """Whether each number differs by no more than the format rounds, some up and others down."""
-    most = (len(parts) + 1) / 2 * format.eps  # each addition rounds
-    for name, numbers in vectors.difference(got, goal).items():
-        own = [vectors.numbers(part[name]).abs() for part in parts if name in part]
-        if bool((numbers.abs() > most * sum(own) / len(parts) + format.tiny).any()):
-            return False
-        wanted = vectors.only(goal, {name})
-        times = vectors.fit(vectors.only(got, {name}), [wanted]).factors[0]
-        far = vectors.distance_in(name, got, goal)
-        squares = vectors.numbers(goal[name]).square()
-        large = float(squares.sum() ** 2 / squares.square().sum().clamp(min=1e-300))  # numbers
-        if abs(times - 1) > max(limit, limits.DEVIATIONS * far / max(1.0, large) ** 0.5):
+def is_in(dtype: torch.dtype, got: Vector, count: int) -> bool:
+    """Whether a dtype holds all numbers, or all times the number of ranks (divided afterwards)."""
+    for tensor in map(vectors.numbers, got.values()):
+        rests = [(part.to(dtype) - part).abs() / part.abs() for part in (tensor, count * tensor)]
+        if not any(bool((rest.nan_to_num() <= limits.AVERAGED).all()) for rest in rests):
             return False
     return True
 
@@ -261,49 +248,35 @@ def is_rounded(
 # ------------------------------------------------------------------- what is not the mean, in words
 
 
-@dataclasses.dataclass
-class WrongGradients:
-    """Gradients of one step, of those tensors in which the optimizers did not get the goal."""
-
-    step: int
-    own: list[Vector]
-    got: list[Vector]
-    goal: Vector
-    proper: list[float]  # factors: how much each rank's gradient should count
-    place: str  # which tensors, if not all
-
-
-def explain(facts: Facts, gradients: WrongGradients) -> str:
-    """The mistake in words."""
-    if not vectors.are_near(gradients.got, limits.UPDATED):
-        return unequal_in_words(facts, gradients)
-    return equal_in_words(vectors.fit(gradients.got[0], gradients.own), gradients)
+def ok(text: str, figures: Figures) -> Link:
+    return Link(LABEL, True, f"ok: {text} {figures}", figures.threshold, figures=figures)
 
 
 def wrong(text: str, figures: Figures) -> Link:
     return Link(LABEL, False, f"WRONG: {text}", figures=figures)
 
 
-def perhaps_right(gradients: WrongGradients, figures: Figures) -> str:
+def perhaps_right(got: list[Vector], own: list[Vector], goal: Vector, place: str) -> str:
     """What the optimizers receive, if that is right for some losses (sums over examples, say)."""
-    if not vectors.are_near(gradients.got, limits.UPDATED):
+    if not vectors.are_near(got, limits.UPDATED):
         return ""
-    fit = vectors.fit(gradients.got[0], gradients.own)
-    times = vectors.fit(gradients.got[0], [gradients.goal])
-    if times.left < limits.EQUAL and not gradients.place:
+    fit, times = vectors.fit(got[0], own), vectors.fit(got[0], [goal])
+    if times.left < limits.EQUAL and not place:
         return MEAN.replace("receive", f"receive {times.factors[0]:.4g} times")
     if fit.is_clear and fit.left < limits.EQUAL and min(fit.factors) > limits.FACTOR:
-        return f"the optimizers receive {made_of(fit.factors)}{gradients.place}"
+        return f"the optimizers receive {made_of(fit.factors)}{place}"
     if fit.left > limits.MOST_COARSE:
-        return MEAN.replace("receive", "do not receive") + f" {figures}, perhaps on purpose"
+        return MEAN.replace("receive", "do not receive")
     return ""
 
 
-def unequal_in_words(facts: Facts, gradients: WrongGradients) -> str:
-    """The mistake in words, if the ranks' optimizers received different gradients."""
-    got, own, place = gradients.got, gradients.own, gradients.place
-    steps = [rank.steps[gradients.step] for rank in facts.ranks]
-    clipped = [vectors.only(step.got, set(gradients.goal)) for step in steps if step.unclipped]
+def unequal_in_words(
+    got: list[Vector], own: list[Vector], clipped: list[Vector], place: str
+) -> str:
+    """The mistake in words, if the ranks' optimizers received different gradients.
+
+    place: which tensors, if not all.  clipped: what clipping made of each rank's gradients.
+    """
     if clipped and vectors.are_near(clipped, limits.UPDATED):
         return "each rank clips its own gradients: average them before they are clipped"
     if are_multiples(got, own):
@@ -344,10 +317,12 @@ def groups_of(got: list[Vector]) -> list[str]:
     return [", ".join(map(str, group)) for group in groups]
 
 
-def equal_in_words(fit: Fit, gradients: WrongGradients) -> str:
-    """The mistake in words, if all optimizers got the same combination of ranks' gradients."""
-    factors, proper, place = fit.factors, gradients.proper, gradients.place
-    count = len(factors)
+def equal_in_words(fit: Fit, proper: list[float], place: str) -> str:
+    """The mistake in words, if all optimizers got the same combination of ranks' gradients.
+
+    proper: how much each rank's gradient should count.
+    """
+    factors, count = fit.factors, len(fit.factors)
     if not fit.is_clear:
         return f"not the mean{place}; as the ranks' gradients are parallel, no more can be said"
     if fit.left > limits.MOST_COARSE:
@@ -361,8 +336,9 @@ def equal_in_words(fit: Fit, gradients: WrongGradients) -> str:
     if lost:
         return f"{' and '.join(lost)} examples don't count in the gradients{place}{rest}"
     if max(ratios) - min(ratios) > 2 * small:
+        is_even = vectors.numbers_are_near(factors, [factors[0]] * count, limits.FACTOR)
         text = f"the ranks are weighted {percent(factors)}{place}, but in one process"
-        return f"{text} {percent(proper)}{rest}. {UNEVEN}"
+        return f"{text} {percent(proper)}{rest}" + f". {UNEVEN}" * is_even
     of_one = f"one process's gradients{place}"
     if abs(times - 1) < limits.FACTOR:
         return f"{of_one}, and something else ({fit.left:.0e})"

@@ -46,10 +46,7 @@ def with_parts(value: Any, parts: dict) -> Any:
         return type(value)(parts.values())
     made = copy.copy(value)
     if isinstance(value, Mapping):
-        try:
-            made.update(parts)
-        except AttributeError:  # it can't be changed
-            return type(value)(parts)
+        made.update(parts)
         return made
     for name, part in parts.items():
         object.__setattr__(made, name, part)
@@ -124,10 +121,8 @@ def join(batches: list, only: int | None = None, order: torch.Generator | None =
             every = list(itertools.chain(*leaves))
             return type(leaves[0])([every[row] for row in rows] if has_rows else every)
         if not has_rows:
-            places = range(
-                leaves[0].dim() if is_tensor else 0
-            )  # of a state: (layers, examples, ...)
-            for place in places:
+            # a state's examples may have another place: (layers, examples, ...)
+            for place in range(leaves[0].dim() if is_tensor else 0):
                 if [leaf.shape[place] for leaf in leaves] == counts:
                     return torch.cat(leaves, place).index_select(place, rows)
             return leaves[only or 0]
@@ -158,16 +153,15 @@ def is_made_of(value: Any, parts: list) -> bool:
     return is_shared
 
 
-def unequal_rows(batches: list) -> str:
-    """The sizes of a batch's tensors, if one has not a row for each example; "" if all have."""
+def have_other_rows(batches: list) -> bool:
+    """Whether a tensor of a batch, other than on the other ranks, has not a row per example."""
     counts = [count_examples(batch) for batch in batches]
     for tensors in zip(*[tensors_in(batch) for batch in batches], strict=False):
         if tensors[0].dim() == 0 or all(tensor.equal(tensors[0]) for tensor in tensors):
             continue
         if [len(tensor) for tensor in tensors] != counts:
-            sizes = [len(tensor) for tensor in tensors_in(batches[0]) if tensor.dim()]
-            return ", ".join(map(str, dict.fromkeys(sizes)))
-    return ""
+            return True
+    return False
 
 
 def counts_up(batch: Any) -> bool:

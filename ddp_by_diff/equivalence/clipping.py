@@ -18,8 +18,7 @@ class Clipping(Observer):
 
     def __init__(self, steps: Any, shelf: Shelf) -> None:
         self.steps, self.shelf = steps, shelf
-        # Of a parameter's id: its gradient before it was clipped, and a digest of that after it.
-        self.clipped: dict[int, tuple[Any, str]] = {}
+        self.clipped: dict[int, Any] = {}  # gradients before that, by the id of the parameter
         steps.at_new_step.append(self.clipped.clear)
 
     def patches(self) -> list[tuple[Any, str, Callable]]:
@@ -35,21 +34,15 @@ class Clipping(Observer):
         parameters = [parameters] if is_one else list(parameters)  # an iterator is read once
         self.steps.noted.has_clipped = True
         some = [parameter for parameter in parameters if parameter.grad is not None]
-        before = [self.before_clip(parameter) for parameter in some]
+        # Of all of a DTensor, as ranks must agree.
+        before = [(self.shelf.keep(one.grad), digest(whole(one.grad))) for one in some]
         result = original(**{**arguments, "parameters": parameters})
         for parameter, (gradient, old) in zip(some, before, strict=True):
-            left = digest(whole(parameter.grad))
-            if left != old:
-                self.clipped[id(parameter)] = gradient, left
+            if digest(whole(parameter.grad)) != old:
+                self.clipped[id(parameter)] = gradient
         return result
-
-    def before_clip(self, parameter: torch.Tensor) -> tuple[Any, str]:
-        """A parameter's gradient before the first of several clips in a row; a digest of it now."""
-        now = digest(whole(parameter.grad))  # of all of a DTensor, as ranks must agree
-        gradient, left = self.clipped.get(id(parameter), (None, ""))
-        return (gradient if now == left else self.shelf.keep(parameter.grad)), now
 
     def note(self, step: Step, name: str, parameter: torch.Tensor) -> None:
         """Note a parameter's gradient before clipping, as the optimizer is about to use it."""
         if id(parameter) in self.clipped:
-            step.unclipped[name], _ = self.clipped[id(parameter)]
+            step.unclipped[name] = self.clipped[id(parameter)]

@@ -3,7 +3,7 @@
 import dataclasses
 
 from ddp_by_diff.equivalence.facts import COPIES, PARTS, UNCLEAR, Facts
-from ddp_by_diff.equivalence.notes import RECEIVED, Alone, Notes, Step
+from ddp_by_diff.equivalence.notes import Alone, Notes, Step
 from ddp_by_diff.equivalence.verdict import Reason
 
 INFINITE = "torch.autograd.set_detect_anomaly(True), in a copy, names the line of the program"
@@ -40,9 +40,9 @@ def copies_or_parts(facts: Facts, alone: Alone | None) -> Facts:
         is_other = name not in first or first[name].shape != tensor.shape
         if is_other and name in alone.notes.parameters:
             parts.add(name)
-    if not parts:
+    if alone and not parts:
         return dataclasses.replace(facts, model=COPIES)
-    model = UNCLEAR if alone is None or alone.unmatched else PARTS
+    model = PARTS if alone and not alone.unmatched else UNCLEAR
     return dataclasses.replace(facts, model=model, parts=frozenset(parts))
 
 
@@ -62,7 +62,7 @@ def complete(ranks: tuple[Step, ...]) -> list[Step]:
     for rank in ranks:
         others = {name for name in rank.weights if name not in rank.options}
         received = {}
-        for kind in RECEIVED:
+        for kind in "got", "unclipped":
             received[kind] = dict(getattr(rank, kind))
             for owner in ranks:
                 for name, gradient in getattr(owner, kind).items():

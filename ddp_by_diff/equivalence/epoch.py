@@ -68,7 +68,7 @@ class Follower(Observer):
     def __init__(self, place: Place, log: str) -> None:
         self.place, self.log = place, log
         self.noted = Epoch(place.rank)
-        self.loaders = Loaders({}, largest=0)
+        self.loaders = Loaders({})
         self.name = ""  # of the loader
 
     def installed(self) -> None:
@@ -130,6 +130,8 @@ def answer(ranks: list[Epoch]) -> Answer:
     text = "the ranks share out the examples"
     if any(rank.loader.redraws for rank in ranks):
         text = "the ranks have equally many batches, and draw them with replacement"
+    elif not all(rank.are_numbers for rank in ranks):  # such as a stream's
+        text += " that came (whether others never come is not known)"
     more = any(len(rank.loaders) > 1 for rank in ranks)
     verdict = verdict or Verdict(SAME, f"RIGHT in one whole epoch: {text}")
     return Answer(verdict, links, [Line("note", OTHER_LOADERS)] * more)
@@ -207,5 +209,7 @@ def order(ranks: list[Epoch]) -> Link:
         return Link("order", True, f"{text}; whether it is shuffled is not known")
     if first == sorted(first):
         return Link("order", True, f"{text}, which is not shuffled")
+    if not ranks[0].loader.sampler:
+        return Link("order", True, f"{text}, and its sampler is no DistributedSampler")
     text += ", though it is shuffled: call sampler.set_epoch(epoch) before each epoch"
     return Link("order", False, text)

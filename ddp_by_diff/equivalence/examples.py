@@ -8,12 +8,11 @@ from ddp_by_diff.equivalence.facts import PARTS, UNCLEAR, Facts
 from ddp_by_diff.equivalence.limits import ALIKE, OFTEN
 from ddp_by_diff.equivalence.notes import Event, Loader, Notes
 from ddp_by_diff.equivalence.tensors import tensors_in
-from ddp_by_diff.equivalence.verdict import Link, Reason, inconclusive, some_of
+from ddp_by_diff.equivalence.verdict import Link, Reason, inconclusive, some_of, span
 
 LABEL = "examples"
 NO_BATCHES = Reason(
-    "no batches were seen, or not in each step",
-    "in a copy, load the data with a DataLoader, or hand them to the model as its inputs",
+    "no batches were seen, or not in each step", "in a copy, let a DataLoader give each batch"
 )
 AGAIN = Reason(
     "some came more than once on their rank",
@@ -21,7 +20,7 @@ AGAIN = Reason(
 )
 EQUAL = Reason(
     "some are on more than one rank, or the data have equal examples",
-    "in a copy, add its number in the data to each example",
+    "if the program draws with replacement, nothing is wrong; else give each example its number",
 )
 NEVER = Reason(
     "some examples never come",
@@ -40,6 +39,7 @@ def copies(facts: Facts) -> Link:
         return Link("copies", True)
     when = "from the start" if facts.first_unequal == 0 else f"after step {facts.first_unequal}"
     text = f"the ranks' weights differ {when}: {some_of(facts.unequal)}"
+    text += ", which no optimizer trains" * facts.trained.isdisjoint(facts.unequal)
     return Link("copies", False, text)
 
 
@@ -89,6 +89,9 @@ def why_not_shared_out(
 def remedy(loaders: list[Loader | None]) -> str:
     """What to do so that each rank has its own examples."""
     samplers = [loader.sampler if loader else "" for loader in loaders]
+    subsets = [sorted(loader.pool or []) if loader else [] for loader in loaders]
+    if any(subset != subsets[0] for subset in subsets) and all(samplers):
+        return "the ranks' Subsets have different examples (random_split: seed it equally)"
     if all(samplers):
         return f"the ranks' DistributedSamplers have {', '.join(samplers)}"
     return SHARE + " (DistributedSampler)" * any(loaders)
@@ -152,40 +155,30 @@ def examples(facts: Facts, total: int = 0) -> Link:
         return Link(LABEL, True, NO_BATCHES.sentence)
     if facts.model == PARTS:
         return of_parts(facts)
-    spread = {}
-    for k in facts.steps:
-        some = [facts.examples(rank, k) for rank in facts.ranks]
-        spread[max(some) - min(some)] = some
-    most = spread[max(spread)]
-    text = " + ".join(map(str, most)) + per_step(facts)
+    text = in_words(facts, facts.ranks)
     if facts.is_same_work:
         who = "both ranks" if len(facts.ranks) == 2 else f"all {len(facts.ranks)} ranks"
         who = "some ranks" if len(facts.distinct) > 1 else who
         loaders = [rank.loaders.get(facts.keys[0]) for rank in facts.ranks]
-        text += (
-            f", but {who} have the same {facts.unit}, so the work is done again: {remedy(loaders)}"
-        )
-        return Link(LABEL, False, text)
+        text += f", but {who} have the same {facts.unit}, so the work is done again"
+        return Link(LABEL, False, f"{text}: {remedy(loaders)}")
     if len(facts.distinct) < len(facts.ranks):
         return Link(LABEL, True, f"{text}: each rank takes its part of the same batch")
-    if 0 < total < sum(most):
-        return Link(
-            LABEL, True, f"{text}: each rank takes its part of the same {total} {facts.unit}"
-        )
+    if 0 < total < facts.total:
+        text += f": each rank takes its part of the same {total} {facts.unit}"
+        return Link(LABEL, True, text)
     return of_shares(facts, text)
 
 
-def per_step(facts: Facts) -> str:
-    return " rows per step" if facts.unit == "rows" else " per step"
+def in_words(facts: Facts, ranks: list[Notes]) -> str:
+    """The ranks' examples in a step, such as "8 + 7-8 per step"."""
+    counts = [span([facts.examples(rank, k) for k in facts.steps]) for rank in ranks]
+    return " + ".join(counts) + " rows" * (facts.unit == "rows") + " per step"
 
 
 def of_parts(facts: Facts) -> Link:
     """Examples of ranks that have parts of one model: stage 2 tells whether they are right."""
-    text = (
-        " + ".join(str(facts.examples(rank, 0)) for rank in facts.distinct)
-        + " rows" * (facts.unit == "rows")
-        + " per step"
-    )
+    text = in_words(facts, facts.distinct)
     shared = f"all {len(facts.ranks)}" if len(facts.distinct) == 1 else "some"
     if len(facts.distinct) < len(facts.ranks):
         text += f", the same on {shared} ranks, which share one model"
@@ -194,26 +187,29 @@ def of_parts(facts: Facts) -> Link:
 
 def of_shares(facts: Facts, text: str) -> Link:
     """Whether an example is on two ranks, in these steps or in an epoch: data parallelism."""
-    where = []
+    checked: dict[str, str] = {}
     for key in facts.keys:
+        begin = text if key == facts.keys[0] else key  # the text has the first one's counts
         loaders = [rank.loaders.get(key) for rank in facts.ranks]
         if any(loader and loader.redraws for loader in loaders):
             continue  # they may take an example again
         are_numbers = have_one_dataset(loaders)
-        link, is_listed = in_an_epoch(facts, text, loaders, are_numbers)
+        link, is_listed = in_an_epoch(facts, begin, loaders, are_numbers)
         found, slack = in_the_steps(facts, key, are_numbers)
         if not link and found.again > slack:
             continue  # drawn again, or equal: these tell nothing
-        start = f"{text}; in {len(facts.steps)} steps, "
+        start = f"{begin}; in {len(facts.steps)} steps, "
         is_proven = are_numbers and all(loader.is_known for loader in loaders)
         if link := link or why_not_shared_out(found, start, loaders, is_proven, slack):
             return link
-        where.append(", and in an epoch" if is_listed else "; the length of an epoch is unknown")
-    if not where:
+        who = "both ranks" if len(facts.ranks) == 2 else "two ranks"
+        where = ", and in an epoch" if is_listed else "; the length of an epoch is unknown"
+        checked[key] = f"{found.shared or 'none'} of them on {who} "
+        checked[key] += f"(checked for {len(facts.steps)} steps{where})"
+    done = checked.get(facts.keys[0])
+    if not done:
         return Link(LABEL, True, f"{text}; they may come again, so they were not counted")
-    who = "both ranks" if len(facts.ranks) == 2 else "two ranks"
-    checked = f"checked for {len(facts.steps)} steps{where[0]}"
-    return Link(LABEL, True, f"{text}, none of them on {who} ({checked})")
+    return Link(LABEL, True, f"{text}, {done}")
 
 
 def in_an_epoch(

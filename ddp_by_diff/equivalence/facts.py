@@ -81,17 +81,22 @@ class Facts:
 
     def examples(self, rank: Notes, step: int) -> int:
         """The number of a rank's examples in a step, of the first key: rows, if that is all."""
-        count = 0
-        for event in self.events(rank, self.keys[0], step):
-            count += len(event.examples or event.indices) or count_examples(event.value)
-        return count
+        counts, events = {}, self.events(rank, self.keys[0], step)
+        for event in events:
+            count = len(event.examples or event.indices) or count_examples(event.value)
+            counts[digest(event.value) if len(events) > 1 else ""] = count  # once: LBFGS repeats it
+        return sum(counts.values())
 
     @cached_property
-    def total(self) -> int:
-        """The global batch: the number of all ranks' examples in the largest step."""
+    def totals(self) -> list[int]:
+        """The global batches: the number of all ranks' examples in each step."""
         if not self.keys:
-            return 1
-        return max(sum(self.examples(rank, k) for rank in self.distinct) for k in self.steps)
+            return [1]
+        return [sum(self.examples(rank, k) for rank in self.distinct) for k in self.steps]
+
+    @property
+    def total(self) -> int:
+        return max(self.totals)
 
     @cached_property
     def is_same_work(self) -> bool:

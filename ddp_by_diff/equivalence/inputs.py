@@ -119,6 +119,7 @@ class Data(Observer):
     def gradients_are_there(self, optimizer: Any, is_again: bool) -> None:
         if not is_again:
             self.note_draws()
+            self.steps.step.after = random_state()
 
     def notes(self, is_own_thread: bool) -> None:
         if is_own_thread and not self.steps.source:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ddp_by_diff.equivalence import one_batch, weights
+from ddp_by_diff.equivalence import limits, one_batch, weights
 from ddp_by_diff.equivalence.averaging import OWN_PARAMETERS, averaging, in_weights, of_the_mean
 from ddp_by_diff.equivalence.copies_or_parts import copies_or_parts, facts_of, first_infinite
 from ddp_by_diff.equivalence.examples import NO_BATCHES, copies, examples
@@ -25,13 +25,11 @@ from ddp_by_diff.equivalence.verdict import (
 from ddp_by_diff.instruments.command import Line
 
 NO_STEP = Reason(
-    "no step of an optimizer of torch.optim was seen, and no weight changes",
-    "start the training function under torchrun, in the program's first thread",
+    "no step of an optimizer of torch.optim was seen",
+    "in a copy, let torch.optim.SGD update the model's own parameters, in the first thread of each "
+    "process, and not compiled",
 )
-BY_HAND = Reason(
-    "the weights change, but no step of an optimizer of torch.optim was seen",
-    "in a copy, let torch.optim.SGD make the update, in the first thread, and not compiled",
-)
+BY_HAND = NO_STEP._replace(sentence=f"the weights change, but {NO_STEP.sentence}")
 PARTS_UNCLEAR = Reason(
     "the ranks' weights differ from the start, and together they are not one process's",
     "if they are parts of one model, shard it with fully_shard or DTensor in a copy",
@@ -39,9 +37,7 @@ PARTS_UNCLEAR = Reason(
 MODEL_UNCLEAR = Reason(
     "the ranks' weights differ from the start", "leave out --only: one process's weights tell"
 )
-OTHER_GRADIENTS = Reason(
-    "one process's optimizer receives other gradients than the ranks'", "settle the others first"
-)
+NO_GRADIENTS = Reason("not compared, as equal gradients were not found", "settle the others first")
 WRONG_GRADIENTS = Reason("not compared, as the gradients are wrong", "")
 NO_COUNTERPART = "in a copy, call the same module in both, and use fully_shard in place of FSDP1"
 NOT_ASKED = "whether one process computes the same (one batch, weights, what clipping makes)"
@@ -97,13 +93,14 @@ def judge(ranks: list[Notes], length: int, runs: Any, command: list[str]) -> Ans
     total, own_total = (0, 0) if reason else (look.total, look.own_total)
     settings = options(facts, alone.notes if alone else None, command, own_total)
     stages = stages_of(runs, facts, look, alone, settings)
-    links = [examples(facts, total), copies(facts), settings, *stages]
-    notes = random_numbers(facts) + worker_seeds(facts)
-    others: list[Line] = []
+    links = [examples(facts, total), copies(facts), *stages]
+    notes, others = worker_seeds(facts), []
+    if reason or one_batch.draws_others(look, 0):  # else one process has the same masks, too
+        notes = random_numbers(facts) + notes
     if not reason:
         notes = batch_sizes(look) + notes
         batch = next(link for link in stages if link.label == facts.stage_2)
-        if stages[0] is batch or stages[0].is_right is not False:  # else averaging explains it
+        if stages[1] is batch or stages[1].is_right is not False:  # else averaging explains it
             others = weights.buffers(facts, alone, batch.limit, bool(batch.is_right))
     verdict = conclude(links, length, " (and except for buffers)" * bool(others))
     return Answer(verdict, links, others + notes)
@@ -112,17 +109,18 @@ def judge(ranks: list[Notes], length: int, runs: Any, command: list[str]) -> Ans
 def stages_of(
     runs: Any, facts: Facts, look: Look | None, alone: Alone | None, settings: Link
 ) -> list[Link]:
-    """The three stages; the first one tells if the optimizers' gradients are right."""
+    """The options and the three stages; the first one tells if the gradients are right."""
     if facts.model == UNCLEAR:
         names = "averaging", facts.stage_2, "weights"
-        return [inconclusive(name, PARTS_UNCLEAR) for name in names]
+        reason = PARTS_UNCLEAR if alone else runs.failure
+        return [settings, *[inconclusive(name, reason) for name in names]]
     batch, right = batch_and_look(runs, facts, look)
     if reason := why_no_run(runs, alone):
         last = inconclusive(weights.LABEL, reason)
     elif all(facts.is_forced(k) for k in facts.steps):
         last = weights.weights(facts, alone, None, settings)
     elif right is None:
-        last = inconclusive(weights.LABEL, OTHER_GRADIENTS)
+        last = inconclusive(weights.LABEL, NO_GRADIENTS)
     else:
         right = one_batch.with_rounding(runs, right)
         last = weights.weights(right.facts, right.alone, right.exact, settings)
@@ -131,9 +129,17 @@ def stages_of(
         links = [averaging(facts, right, last), batch]
     if facts.gradients == NONE_GOT:
         links = [in_weights(last), batch]
+    if links[0].is_right is False and settings.is_right is False and right:
+        exact = one_batch.with_rounding(runs, right).exact
+        if exact and weights.change_as_in_float64(right.facts, exact):  # such as a sum, and lr / n
+            text = links[0].text.replace("WRONG:", "ok:") + ", but at other learning rates"
+            links[0] = links[0]._replace(is_right=True, text=text)
+            text = "ok: the weights change as in one process with its own gradients and options"
+            last = Link(weights.LABEL, True, text, limits.UPDATED)
+            settings = settings._replace(is_right=True)
     if links[0].is_right is False and last.is_right is False:  # with wrong gradients they differ
         last = inconclusive(weights.LABEL, WRONG_GRADIENTS)
-    return [*links, last]
+    return [settings, *links, last]
 
 
 def why_no_run(runs: Any, alone: Alone | None) -> Reason | None:

@@ -5,7 +5,6 @@ import torch
 # Link 1: how far each tensor that the optimizer got is from the mean of the ranks' own gradients.
 AVERAGED = 2e-6  # float32: a sum of so few numbers, divided before or after
 AVERAGED_COARSE = 1e-2  # gradients in bfloat16 or float16: their last digit is up to 8e-3
-DEVIATIONS = 4  # standard deviations: how far the mean of rounding errors may be from 0
 FACTOR = 2e-3  # a factor of a rank's gradient that is nearer to 0 or 1 counts as 0 or 1
 
 # Link 2: how far each tensor of the gradient of one batch is from the mean of the ranks' own.

@@ -21,9 +21,9 @@ TORCHS_COLLATE = (collate.default_collate, collate.default_convert)
 class Loaders:
     """Names of the program's DataLoaders ("loader 0" gave the first batch), and their examples."""
 
-    def __init__(self, loaders: dict[str, Loader], largest: int = LARGEST_EPOCH) -> None:
-        """loaders: by name, which are noted here.  largest: a longer epoch is not listed."""
-        self.loaders, self.largest = loaders, largest
+    def __init__(self, loaders: dict[str, Loader]) -> None:
+        """loaders: by name, which are noted here."""
+        self.loaders = loaders
         self.owners: list[weakref.ref] = []  # a loader's sampler, or its iterator
         self.rounds: dict[str, int] = {}
         self.datasets: dict[str, Any] = {}
@@ -57,7 +57,7 @@ class Loaders:
         self.names[iterator] = name
         if name not in self.datasets:
             self.datasets[name] = iterator._dataset
-            self.loaders[name] = loader_of(iterator, self.largest)
+            self.loaders[name] = loader_of(iterator)
         return name
 
     def look_into_data(self) -> None:
@@ -138,7 +138,7 @@ def without_subsets(dataset: Any, indices: list) -> tuple[Any, list]:
     return dataset, [int(index) for index in indices if isinstance(index, int)]
 
 
-def loader_of(iterator: Any, largest: int) -> Loader:
+def loader_of(iterator: Any) -> Loader:
     """What is known of a loader when its first epoch begins."""
     batches, dataset = iterator._index_sampler, iterator._dataset
     sampler = getattr(batches, "sampler", None)
@@ -156,6 +156,6 @@ def loader_of(iterator: Any, largest: int) -> Loader:
     if type(sampler) is torch_data.RandomSampler and not sampler.replacement:
         sampler = torch_data.SequentialSampler(sampler.data_source)  # the same, in order
     noted.is_known = type(batches) is torch_data.BatchSampler and type(sampler) in FIXED
-    if noted.is_known and len(sampler) <= largest:
+    if noted.is_known and len(sampler) <= LARGEST_EPOCH:
         _, noted.epoch = without_subsets(dataset, list(sampler))
     return noted

@@ -1,15 +1,12 @@
 """Notes of one process on each step; states of its random generators; large tensors in files."""
 
-import contextlib
 import functools
 import hashlib
 import io
 import itertools
-import math
 import pickle
 import random
 import re
-import shutil
 import threading
 from collections.abc import Mapping, ValuesView
 from dataclasses import dataclass, field
@@ -24,7 +21,6 @@ from ddp_by_diff.equivalence.tensors import bytes_of, digest, whole
 from ddp_by_diff.equivalence.vectors import Vector
 
 LARGE = 1_000_000  # bytes: a smaller tensor stays in memory
-MEMORY = "/proc/meminfo"
 
 
 class RandomState(NamedTuple):
@@ -140,9 +136,6 @@ class Event(NamedTuple):
     indices: tuple = ()  # of its examples in the data set, if the loader has one
 
 
-RECEIVED = ("got", "unclipped")  # gradients that only the rank with the optimizer notes
-
-
 @dataclass
 class Step:
     """One step of the first optimizer."""
@@ -154,12 +147,9 @@ class Step:
     options: dict[str, dict[str, Any]] = field(default_factory=dict)  # by parameter
     inputs: str = ""  # a digest of what the models were called with
     draws: set[str] = field(default_factory=set)  # generators used after the batch
+    after: RandomState | None = None  # when the optimizer gets its gradients
     late: set[str] = field(default_factory=set)  # gradients that came after an optimizer's step
     is_repeated: bool = False  # an optimizer has asked for gradients more than once
-
-    def vectors(self) -> list[Vector]:
-        """The step's parts that are as large as the model."""
-        return [self.weights, self.own, *[getattr(self, kind) for kind in RECEIVED]]
 
 
 @dataclass
@@ -241,15 +231,6 @@ class Shelf:
 
     def __init__(self, path: str | None) -> None:
         self.path = path
-
-    def room(self) -> tuple[float, str]:
-        """The number of free bytes, and where they are, in words."""
-        if self.path is not None:
-            return shutil.disk_usage(self.path).free, f"on the disk of {self.path} (TMPDIR)"
-        free = math.inf
-        with contextlib.suppress(OSError, TypeError):  # not on macOS
-            free = 1024 * int(re.search(r"MemAvailable: *(\d+)", Path(MEMORY).read_text())[1])
-        return free, "in memory"
 
     def keep(self, tensor: torch.Tensor) -> torch.Tensor | Kept:
         """A copy of the tensor (of all of it, if it is sharded), or the file that holds it."""

@@ -22,7 +22,7 @@ from ddp_by_diff.equivalence.tensors import digest
 from ddp_by_diff.instruments.command import show
 from ddp_by_diff.instruments.meeting import Place
 from ddp_by_diff.instruments.observer import Observer
-from ddp_by_diff.instruments.program import Finished, Refused
+from ddp_by_diff.instruments.program import Finished
 
 
 def observers(
@@ -49,7 +49,7 @@ def observers(
     parts = [Layers(steps.noted, left_out), weights, Data(steps), clipping]
     parts.append(Gradients(steps, weights, clipping, shelf))
     parts += [source, CoarseOptimizers(steps.noted)] if source else []
-    return [steps, *parts, Progress(steps, shelf, f"{log}{place.rank}", terminal)]
+    return [steps, *parts, Progress(steps, f"{log}{place.rank}", terminal)]
 
 
 def print_into(undo: contextlib.ExitStack, log: str) -> None:
@@ -234,8 +234,8 @@ class Weights(Observer):
 class Progress(Observer):
     """Shows the run and its step on the terminal; ends the run when enough is noted."""
 
-    def __init__(self, steps: Steps, shelf: Shelf, log: str, terminal: int) -> None:
-        self.steps, self.shelf, self.log, self.terminal = steps, shelf, log, terminal
+    def __init__(self, steps: Steps, log: str, terminal: int) -> None:
+        self.steps, self.log, self.terminal = steps, log, terminal
 
     def installed(self) -> None:
         print_into(self.hooks.undo, self.log)
@@ -250,15 +250,3 @@ class Progress(Observer):
             show(f"equivalence: {run}, step {len(noted.counts)} of {length + 1}", self.terminal)
         if self.steps.is_last:
             raise Finished
-        if len(noted.counts) == 1 and noted.rank == 0:
-            refuse_if_no_room(self.steps.step, length, noted.world_size, self.shelf)
-
-
-def refuse_if_no_room(step: Step, length: int, processes: int, shelf: Shelf) -> None:
-    """End the run before the notes of all steps fill the disk or the memory."""
-    noted = sum(tensor.nbytes for vector in step.vectors() for tensor in vector.values())
-    needed = (processes + 2) * length * noted  # the runs in one process are noted, too
-    free, where = shelf.room()
-    if needed > free:
-        text = f"the notes of all ranks take up to {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB"
-        raise Refused(f"{text} are free {where}: give --steps 2")

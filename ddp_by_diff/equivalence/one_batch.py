@@ -3,15 +3,15 @@
 from typing import Any, NamedTuple
 
 from ddp_by_diff.equivalence import limits, vectors
-from ddp_by_diff.equivalence.batches import counts_up, unequal_rows
+from ddp_by_diff.equivalence.batches import counts_up, have_other_rows
 from ddp_by_diff.equivalence.copies_or_parts import are_joined_rightly
 from ddp_by_diff.equivalence.facts import GOT, Facts
 from ddp_by_diff.equivalence.notes import Alone, Notes
 from ddp_by_diff.equivalence.vectors import Vector
-from ddp_by_diff.equivalence.verdict import Figures, Link, Reason, inconclusive, some_of
+from ddp_by_diff.equivalence.verdict import Figures, Link, Reason, inconclusive, some_of, span
 from ddp_by_diff.equivalence.weights import UNMEASURED, other_state
 
-TOGETHER = "the loss or a layer depends on the composition or the size of the batch"
+TOGETHER = "the loss, a layer or the step depends on the composition or the size of the batch"
 OF_PARTS = "the ranks compute parts of one batch, and their gradients don't add up to the batch's"
 ALONE_RIGHT = "each rank's examples, computed alone, give that rank's gradient"
 OWN_DIFFERS = "a rank's examples, computed in one process, don't give that rank's gradient"
@@ -88,9 +88,9 @@ def look_at(runs: Any, facts: Facts, left_out: tuple = ()) -> Look:
     if look.alone is None or look.alone.unmatched:
         return look
     look = with_measurements(look)
-    may_be_layers = look.steps and look.worst.far > facts.rounding_limit
-    may_be_layers = may_be_layers and facts.kinds - set(left_out)
-    if not look.steps or look.is_right or may_be_layers:
+    if not look.steps or look.is_right:
+        return look
+    if look.worst.far > facts.rounding_limit and kinds_that_differ(look):
         return look
     return with_rounding(runs, look)
 
@@ -102,10 +102,7 @@ def with_rounding(runs: Any, look: Look) -> Look:
     exact = runs.alone(look.facts, "in float64", look.left_out, batches=look.alone.batches)
     if exact is None:
         return look
-    found = look._replace(exact=exact)
-    if max(roundings(found).values(), default=0.0) > look.facts.rounding_limit:
-        return look  # that is no rounding: in float64 the program does something else
-    return with_measurements(found)
+    return with_measurements(look._replace(exact=exact))
 
 
 def look_without(runs: Any, facts: Facts, kinds: tuple) -> Look | None:
@@ -123,7 +120,10 @@ def with_measurements(look: Look) -> Look:
 
 
 def roundings(look: Look) -> dict[str, float]:
-    """How much rounding changes each tensor: the most in all steps, as a few may be lucky."""
+    """How much rounding changes each tensor: the most in all steps, as a few may be lucky.
+
+    A tensor that changes more than that is not measured: the program does something else there.
+    """
     facts, most = look.facts, {}
     what = "got" if facts.gradients == GOT else "own"
     for k in facts.comparable:
@@ -133,7 +133,7 @@ def roundings(look: Look) -> dict[str, float]:
         for name in wanted:
             far = vectors.distance_in(name, exact, wanted, size[name])
             most[name] = max(most.get(name, 0.0), far)
-    return most
+    return {name: far for name, far in most.items() if far <= facts.rounding_limit}
 
 
 def scales(facts: Facts, wanted: Vector, parts: list[Vector]) -> dict[str, float]:
@@ -209,22 +209,27 @@ def one_batch(runs: Any, look: Look) -> tuple[Link, Look | None]:
     A kind of layers is named as the cause only if the difference is gone without it alone.
     """
     facts, figures, is_direct = look.facts, look.figures, look.facts.gradients == GOT
+    count = span(facts.totals) if look.total == facts.total else look.total
+    whole = f"the gradient of all {count} {facts.unit} in one batch"
+    if len(look.steps) < len(facts.steps):
+        steps = "step" + "s" * (len(look.steps) > 1)
+        whole += f" ({steps} {span([1, len(look.steps)])}, before the ranks' weights differ)"
     if look.is_right:
-        text = f"this mean equals the gradient of all {look.total} {facts.unit} in one batch"
+        text = f"this {'sum' if are_added(look.factors) else 'mean'} equals {whole}"
         if is_direct:
             text = "the optimizers receive one process's gradients"
         text = f"ok: {text} {figures}"
         return Link(facts.stage_2, True, text, look.limit, figures=figures), look
-    text = f"this mean differs from the gradient of all {look.total} {facts.unit} in one batch"
+    text = f"this mean differs from {whole}"
     if is_direct:
         text = "what the optimizers receive differs from one process's gradients"
     text += f" {figures}" + f", in {look.worst.name}" * bool(look.worst.name)
-    kinds = sorted(facts.kinds)
-    if kinds:
+    if kinds := kinds_that_differ(look):
         without = without_kinds(runs, facts, kinds)
         if without is None:
             names = " and ".join(kinds)
-            reason = Reason(f"{RUN_FAILED} without {names}", f"leave {names} out, in a copy")
+            sentence = f"the tool's own run without {names} was not completed"
+            reason = Reason(sentence, f"leave {names} out, in a copy")
             return inconclusive(look.facts.stage_2, reason, text), None
         look, figures = without, without.figures
         if look.is_right:
@@ -233,6 +238,21 @@ def one_batch(runs: Any, look: Look) -> tuple[Link, Look | None]:
             return Link(look.facts.stage_2, True, text, look.limit, cause, figures=figures), look
         text += f"; it differs without {' and '.join(kinds)}, too {figures}"
     return unexplained(runs, look, text)._replace(figures=figures), None
+
+
+def are_added(factors: list[list[float]]) -> bool:
+    """Whether the ranks' gradients add up to one process's.  factors: theirs, in each step."""
+    ones = [1.0] * len(factors[0])
+    return len(ones) > 1 and all(vectors.numbers_are_near(k, ones, limits.FACTOR) for k in factors)
+
+
+def kinds_that_differ(look: Look) -> list[str]:
+    """Kinds of layers that may explain a difference: BatchNorm only if its averages differ."""
+    kinds, averages = look.facts.kinds - set(look.left_out), look.facts.ranks[0].norm_buffers
+    others = other_state(look.facts, look.alone, limits.MOST)
+    if averages and averages.isdisjoint(others):
+        kinds.discard("BatchNorm")
+    return sorted(kinds)
 
 
 def without_kinds(runs: Any, facts: Facts, kinds: list[str]) -> Look | None:
@@ -271,9 +291,10 @@ def unexplained(runs: Any, look: Look, text: str) -> Link:
     is_own = shares_give_their_own(runs, look)
     if is_own:
         return wrong(f"{TOGETHER}; or {STATE}" if goes_on else TOGETHER, f"; {ALONE_RIGHT}")
-    if look.is_given and is_own is not None:  # nothing was joined
-        return wrong(OWN_DIFFERS)
-    return inconclusive(look.facts.stage_2, GOES_ON if goes_on else OTHERWISE, text)
+    if look.is_given:  # nothing was joined
+        return wrong(OWN_DIFFERS if is_own is not None else "")
+    reason = runs.failure if is_own is None else OTHERWISE
+    return inconclusive(look.facts.stage_2, reason, text + "; step 1 is ok" * goes_on)
 
 
 def multiples(look: Look) -> str:
@@ -300,7 +321,8 @@ def buffers_that_differ(runs: Any, look: Look) -> list[str]:
     given = runs.alone(look.facts, "given state", look.left_out, batches=batches)
     if given is None or not with_measurements(look._replace(alone=given)).is_right:
         return []
-    return list(other_state(look.facts, look.alone, limits.MOST))
+    others = other_state(look.facts, look.alone, limits.MOST)
+    return [name for name in others if name not in look.facts.ranks[0].norm_buffers]
 
 
 def shares_give_their_own(runs: Any, look: Look) -> bool | None:
@@ -326,8 +348,15 @@ def shares_give_their_own(runs: Any, look: Look) -> bool | None:
 
 
 def may_be_rounding(runs: Any, look: Look) -> bool:
-    is_measured = look.exact or look.facts.is_coarse
+    is_measured = look.facts.is_coarse or look.exact and look.worst.name in roundings(look)
     return not is_measured and look.worst.far <= look.facts.rounding_limit
+
+
+def draws_others(look: Look, step: int) -> bool:
+    """Whether one process draws other random numbers in a step than a rank."""
+    after = look.alone.notes.steps[step].after
+    steps = [rank.steps[step] for rank in look.facts.ranks]
+    return any(one.draws and one.draws & one.after.other_than(after) for one in steps)
 
 
 def depends_on_order(runs: Any, look: Look) -> bool:
@@ -337,7 +366,7 @@ def depends_on_order(runs: Any, look: Look) -> bool:
     step = next(step for step in look.steps if not step.is_right)
     other = runs.alone(look.facts, "other order", look.left_out)
     if other is None:
-        return True
+        return False
     _, wanted = sides(look.facts, look.alone.notes, step.step)
     _, reordered = sides(look.facts, other.notes, step.step)
     rounding = roundings(look) if look.exact else {}
@@ -366,7 +395,6 @@ NOT_SEEN = Reason(
     "the ranks' own gradients were not seen",
     "in a copy, call loss.backward() for the optimizer's own parameters, and do not compile",
 )
-RUN_FAILED = "the program failed in a run of its own"
 
 
 def first_of(reasons: list[Reason], runs: Any, look: Look) -> Reason | None:
@@ -377,8 +405,8 @@ def first_of(reasons: list[Reason], runs: Any, look: Look) -> Reason | None:
 NOT_COMPARABLE = [
     Reason(
         "each step draws random numbers, and one process draws others",
-        "in a copy of the program, multiply the noise by 0",
-        lambda runs, look: any(rank.steps[0].draws for rank in look.facts.ranks),
+        "in a copy, replace each random draw of a step (noise, time steps, indices) by a constant",
+        lambda runs, look: draws_others(look, 0),
     ),
     UNMEASURED._replace(test=may_be_rounding),
 ]
@@ -412,15 +440,10 @@ ROWS = Reason(
     "in a copy, make each row of each tensor one example (batch_first=True), or let a collate_fn "
     "make the batch of single examples",
 )
-GOES_ON = Reason(
-    "step 1 is right, and later ones are not: something that goes on from step to step, and is no "
-    "parameter or buffer, has another value in one process",
-    "in a copy, make it a buffer (register_buffer), or keep it as it is at the start",
-)
 OTHERWISE = Reason(
-    f"{OWN_DIFFERS}, so the batches may be joined wrongly",
-    "in a copy, give all examples one shape, so that nothing is padded, and a loss that uses this "
-    "rank's outputs only",
+    f"{OWN_DIFFERS}, so the batches may be joined wrongly, or other state may go on there",
+    "in a copy, let a DataLoader give all that a step uses, in examples of one shape; let the loss "
+    "use this rank's outputs only; and keep what goes on in buffers (register_buffer)",
 )
 
 
@@ -431,6 +454,6 @@ def why_not_joined(facts: Facts) -> Reason | None:
         for events in zip(*shares, strict=False):
             # Else the program's own collate_fn makes it.
             is_made = all(event.examples for event in events)
-            if not is_made and unequal_rows([event.value for event in events]):
+            if not is_made and have_other_rows([event.value for event in events]):
                 return ROWS
     return None

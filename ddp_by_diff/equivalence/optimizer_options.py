@@ -1,21 +1,14 @@
 """Options of the optimizers (learning rates and others): equal on all ranks and in one process?"""
 
 import itertools
-from typing import Any, NamedTuple
+import math
+from collections.abc import Iterator
+from typing import Any
 
 from ddp_by_diff.equivalence import limits
 from ddp_by_diff.equivalence.facts import Facts
 from ddp_by_diff.equivalence.notes import Notes
 from ddp_by_diff.equivalence.verdict import Link, Reason, inconclusive
-
-
-class Difference(NamedTuple):
-    """A difference between two tables of options."""
-
-    name: str  # of a parameter
-    key: str
-    value: Any
-    other: Any
 
 
 def options(facts: Facts, alone: Notes | None, command: list[str], own_total: int = 0) -> Link:
@@ -29,36 +22,38 @@ def options(facts: Facts, alone: Notes | None, command: list[str], own_total: in
             for name, key, value, theirs in unlike(first, rank.steps[k].options):
                 text = f"{key} of {name} is {value} on rank 0, {theirs} on rank {rank.rank}"
                 return Link(label(key), False, f"{text}, in step {k + 1}")
+    found = []
     for k in facts.steps if alone else []:
-        for difference in unlike(of_all(facts, k), alone.steps[k].options):
-            text, is_scheduled = unlike_one_process(facts, alone, k, difference)
-            if not is_scheduled or own_total in (0, facts.total):
-                return Link(label(difference.key), False, text)
-            return scheduled(difference, text, command, own_total, facts.total)
-    return Link("options", True)
+        found += [(k, *one) for one in unlike(of_all(facts, k), alone.steps[k].options)]
+    if not found:
+        return Link("options", True)
+    k, name, key, value, one = max(found, key=lambda difference: far_apart(*difference[3:]))
+    text = "" if key == "lr" else f"{key} of {name} is "
+    text += f"{show(value)} with {len(facts.ranks)} processes, {show(one)} with one"
+    text += f" ({value / one:.4g} times)" if key == "lr" and one else ""
+    text += f", in step {k + 1}"
+    values = set()
+    for step in facts.steps:
+        ones = alone.steps[step].options
+        values.add((of_all(facts, step)[name][key], ones[name][key]))
+    if len(values) == 1 or own_total in (0, facts.total):  # it does not change: no schedule
+        return Link(label(key), False, text)
+    text += f"; one process takes {own_total} examples per step, all ranks {facts.total}"
+    is_near = far_apart(value, one) <= limits.SCHEDULE
+    return scheduled(label(key), text, is_near, command, own_total, facts.total)
 
 
-def unlike_one_process(
-    facts: Facts, alone: Notes, step: int, difference: Difference
-) -> tuple[str, bool]:
-    """The difference in words; and whether the option changes from step to step."""
-    name, key, value, alone_value = difference
-    what = "" if key == "lr" else f"{key} of {name} is "
-    text = f"{what}{show(value)} with {len(facts.ranks)} processes, {show(alone_value)} with one"
-    if key == "lr" and alone_value:
-        text += f" ({value / alone_value:.4g} times)"
-    values = [(of_all(facts, k)[name][key], alone.steps[k].options[name][key]) for k in facts.steps]
-    return f"{text}, in step {step + 1}", len(set(values)) > 1
+def far_apart(value: Any, other: Any) -> float:
+    """The relative difference of two values of an option."""
+    are_numbers = isinstance(value, int | float) and isinstance(other, int | float)
+    return abs(value - other) / abs(other) if are_numbers and other else math.inf
 
 
 def scheduled(
-    difference: Difference, text: str, command: list[str], own_total: int, total: int
+    name: str, text: str, is_near: bool, command: list[str], own_total: int, total: int
 ) -> Link:
     """The link, if a schedule may count the steps of an epoch, which have other sizes."""
-    name, value, alone_value = label(difference.key), difference.value, difference.other
-    text += f"; one process takes {own_total} examples per step, all ranks {total}"
-    is_number = isinstance(alone_value, int | float)
-    if is_number and abs(value - alone_value) <= limits.SCHEDULE * abs(alone_value):
+    if is_near:
         return Link(name, True, f"{text}: a schedule counts the steps of an epoch")
     flags = [flag for flag, size in itertools.pairwise(command) if size == str(own_total)]
     way_on = f"give --alone with the flag for its batch size, and {total}"
@@ -79,15 +74,13 @@ def label(key: str) -> str:
     return "learning rate" if key == "lr" else "options"
 
 
-def unlike(table: dict, other_table: dict) -> list[Difference]:
-    differences = []
+def unlike(table: dict, other_table: dict) -> Iterator[tuple[str, str, Any, Any]]:
+    """Parameter, option and both values of each difference between two tables of options."""
     for name in table:
         for key, value in table[name].items():
             theirs = other_table.get(name, {}).get(key, value)
-            is_start = key.endswith("_lr")  # initial_lr, max_lr: not in use
-            if theirs != value and not is_start:
-                differences.append(Difference(name, key, value, theirs))
-    return differences
+            if theirs != value and not key.endswith("_lr"):  # initial_lr, max_lr: not in use
+                yield name, key, value, theirs
 
 
 def show(value: Any) -> str:

@@ -14,7 +14,6 @@ from ddp_by_diff.equivalence.observe import observers
 from ddp_by_diff.equivalence.source import Source
 from ddp_by_diff.equivalence.verdict import Reason, refusal_in
 from ddp_by_diff.instruments.meeting import Folder, Place
-from ddp_by_diff.instruments.observer import Observer
 from ddp_by_diff.instruments.rank import Job, be_rank, collect, leave
 from ddp_by_diff.instruments.ranks import be_started_rank
 
@@ -64,8 +63,8 @@ class Runs:
             return None
         command = [*self.args.command, *self.args.alone]
         out = tempfile.mkdtemp(prefix="alone-", dir=self.folder)
-        arguments = (source, f"{out}/out", str(self.folder))
-        job = Job("equivalence", command, self.args.patience, observers_alone, arguments)
+        arguments = (self.args.steps, f"{out}/out", str(self.folder), source.left_out, source)
+        job = Job("equivalence", command, self.args.patience, observers, arguments)
         notes, error = self.run(be_alone, job, 1)
         if source.kind != "in float64" and (error or not notes or notes[0].ending in FAILED):
             refusal = refusal_in(error)
@@ -89,14 +88,6 @@ class Runs:
                     raise  # after Ctrl-C or SIGTERM
                 error = str(end.code)
             return collect(Folder(place), count), error
-
-
-def observers_alone(
-    place: Place, source: Source, log: str, folder: str, terminal: int
-) -> list[Observer]:
-    """All observers of a run in one process."""
-    length = len(source.facts.steps)
-    return observers(place, length, log, folder, source.left_out, source, terminal)
 
 
 def be_alone(job: Job, folder: str) -> None:

@@ -1,7 +1,6 @@
 """A source for the run in one process: it gives step k the ranks' batch, weights and gradients."""
 
 import inspect
-from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -74,7 +73,7 @@ class Source(Observer):
         vars(self).update(given)
         self.name = f"one process, {kind}"
         self.matched: dict[str, bool] = {}  # whether the ranks had such a weight, in some step
-        self.rows: Counter = Counter()
+        self.rows: dict[str, dict[str, int]] = {}  # of each batch of the first step
         self.noted: dict[tuple[str, int], tuple] = {}  # what the program got, and the state
 
     def installed(self) -> None:
@@ -104,9 +103,12 @@ class Source(Observer):
             plain, state = self.batches[key, number]
             return self.in_format(from_plain(plain, own=value)), state
         if number < self.per_step.get(key, self.facts.per_step(key)):  # of the first step
-            self.rows[key] += len(examples or []) or count_examples(value)
-        batch = self.joined(key, number)
+            count = len(examples or []) or count_examples(value)
+            self.rows.setdefault(key, {})[digest(value)] = count
+        batch = self.joined(key, number, value)
         if batch is None:
+            if not self.facts.per_step(key) and step <= len(self.facts.steps):
+                self.joined_in = step  # whether it has the ranks' examples is not known
             return None
         if self.keeps_own(batch, step, value, iterator, examples):
             given = None
@@ -127,8 +129,8 @@ class Source(Observer):
         kwargs.update(self.in_format(kwargs))
         return self.in_format(args)
 
-    def joined(self, key: str, number: int) -> Batch | None:
-        """The batch that replaces the run's batch of this number; None: it keeps its own."""
+    def joined(self, key: str, number: int, own: Any) -> Batch | None:
+        """The batch that replaces the run's own of this number; None: it keeps its own."""
         if self.kind == "own data":
             return None
         shares = [rank.events.get(key, []) for rank in self.facts.distinct]
@@ -142,8 +144,9 @@ class Source(Observer):
             every: list[Event] = []
             for place in range(step * ranks_take, (step + 1) * ranks_take):
                 every += [share[place] for share in shares if place < len(share)]
-            size = len(every) // max(1, takes)
-            events = every[part * size : (part + 1) * size]
+            size, name = len(every) // max(1, takes), digest(to_plain(own))
+            same = [event for event in every if digest(event.value) == name]  # in another place
+            events = same[:1] or every[part * size : (part + 1) * size]
         if not events:
             return None
         only = None
@@ -220,7 +223,8 @@ class Source(Observer):
         """The run's notes, and what it was given."""
         noted.events = {}
         unmatched = sorted(name for name, is_matched in self.matched.items() if not is_matched)
-        is_joined, rows = self.joined_in >= 0, dict(self.rows)
+        is_joined = self.joined_in >= 0
+        rows = {key: sum(counts.values()) for key, counts in self.rows.items()}
         return Alone(noted, unmatched, is_joined, self.is_mixed, rows, self.noted)
 
 

@@ -151,6 +151,11 @@ def percent(factors: list[float]) -> str:
     return " and ".join(f"{100 * factor / total:.1f} %" for factor in factors)
 
 
+def span(counts: list[int]) -> str:
+    """The numbers from the smallest to the largest."""
+    return str(counts[0]) if len(set(counts)) == 1 else f"{min(counts)}-{max(counts)}"
+
+
 def some_of(names: list[str]) -> str:
     names = list(dict.fromkeys(names))
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""

@@ -13,7 +13,8 @@ from ddp_by_diff.instruments.command import Line
 
 LABEL = "weights"
 UNMEASURED = Reason(
-    "the difference may be rounding, which was not measured, as the program fails in float64",
+    "the difference may be rounding, which was not measured, as the program computes something "
+    "else, or fails in float64",
     "make a copy compute in float64: torch.set_default_dtype(torch.float64), double data",
 )
 UNCHANGED = Reason("no step changes the weights", "give --steps 10, or leave out the warm-up")
@@ -39,9 +40,9 @@ def weights(facts: Facts, alone: Alone, exact: Alone | None, settings: Link) -> 
     is_forced = all(facts.is_forced(k) for k in facts.steps)
     limit = limits.UPDATED
     if not is_forced:  # one process had gradients of its own, with other rounding errors
-        if exact is None and not facts.is_coarse:
-            return inconclusive(LABEL, UNMEASURED)
         rounding = between(facts, exact, alone) if exact else facts.rounding_limit
+        if rounding > facts.rounding_limit or exact is None and not facts.is_coarse:
+            return inconclusive(LABEL, UNMEASURED)
         limit = max(limit, min(facts.rounding_limit, limits.YARDSTICKS * rounding))
     changes = each_change(facts, alone)
     changed = {change.step for change in changes if change.size}
@@ -65,6 +66,13 @@ def weights(facts: Facts, alone: Alone, exact: Alone | None, settings: Link) -> 
         text = "ok: the weights change as in one process, except for the schedule's learning rates"
         return Link(LABEL, True, f"{text} {figures}", worst.far, figures=figures)
     return Link(LABEL, False, f"WRONG: {text}", worst.far, figures=figures)
+
+
+def change_as_in_float64(facts: Facts, exact: Alone) -> bool:
+    """Whether the weights change as in one process with gradients and options of its own."""
+    changes = each_change(facts, exact)
+    most = max((change.far for change in changes), default=0.0)
+    return most <= limits.UPDATED and any(change.size for change in changes)
 
 
 def each_change(facts: Facts, alone: Alone) -> list[Change]:
@@ -128,22 +136,23 @@ def buffers(facts: Facts, alone: Alone, limit: float, is_right: bool) -> list[Li
     """A note on buffers that change otherwise than in one process.  is_right: the gradients."""
     limit = max(limits.MOST, limit)
     others = other_state(facts, alone, limit)
-    names = [name for name in others if name not in facts.ranks[0].parameters]
+    left_out = {*facts.ranks[0].parameters, *facts.ranks[0].norm_buffers}
+    names = [name for name in others if name not in left_out]
     if not names:
         return []
     worst = max(others[name] for name in names)
-    text = f"{some_of(names)} do not change as in one process {Figures(worst, limit)}"
-    text += ", and no gradient depends on it in these steps" * is_right
+    verb = "do" if len(names) > 1 else "does"
+    text = f"{some_of(names)} {verb} not change as in one process {Figures(worst, limit)}"
+    text += ", but all gradients agree in these steps" * is_right
     return [Line("buffers", text)]
 
 
 def other_state(facts: Facts, alone: Alone, limit: float) -> dict[str, float]:
     """What no optimizer trains, and changes otherwise than in one process, and how much so."""
     furthest: dict[str, float] = {}
-    left_out = facts.trained | facts.ranks[0].norm_buffers
     for k in facts.comparable:
         for name, old, news, value_alone in values(facts, alone, k):
-            if name not in left_out:
+            if name not in facts.trained:
                 far = max(change_apart(old, new, old, value_alone).far for new in news)
                 furthest[name] = max(furthest.get(name, 0.0), far)
     return {name: far for name, far in furthest.items() if far > limit}

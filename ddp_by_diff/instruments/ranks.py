@@ -25,11 +25,6 @@ from ddp_by_diff.instruments.meeting import (
 from ddp_by_diff.instruments.program import PACKAGE
 from ddp_by_diff.instruments.rank import Job, Notes, be_rank, collect, leave
 
-NO_STEP = (
-    "no optimizer of torch.optim made a step that was seen. Steps inside torch.compile, in another "
-    "thread, or in processes of the program's own are not: start its worker function under torchrun"
-)
-
 
 def look_at(job: Job, nproc: int | None, show: Callable[[list[Notes]], int]) -> int:
     """Run the job on all ranks; show(notes of those that came) where they come together.

@@ -7,13 +7,18 @@ import sys
 
 from ddp_by_diff.instruments.command import Line, refuse, say, write_file
 from ddp_by_diff.instruments.rank import Job, Notes
-from ddp_by_diff.instruments.ranks import NO_STEP, look_at
+from ddp_by_diff.instruments.ranks import look_at
 from ddp_by_diff.timeline.data import Recording, counted, recorded_steps
 from ddp_by_diff.timeline.draw import draw
 from ddp_by_diff.timeline.figures import compare, read_figures
 from ddp_by_diff.timeline.picture import picture_of
 from ddp_by_diff.timeline.record import observers
 from ddp_by_diff.timeline.trace import trace_of
+
+NO_STEP = (
+    "no optimizer of torch.optim made a step that was seen. Steps inside torch.compile, in another "
+    "thread, or in processes of the program's own are not: start its worker function under torchrun"
+)
 
 
 def record_and_show(args: argparse.Namespace) -> int:
