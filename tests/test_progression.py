@@ -41,7 +41,7 @@ ROOMS = {  # lines of Python, at most.  Raise a number only in a commit that say
     "exercises/**/*.py": 1994,
     "demos/*.py": 895,
     "ddp_by_diff/**/*.py": 8200,
-    "dev/*.py": 1741,
+    "dev/*.py": 1742,
     "tests/**/*.py": 10844,
 }
 CODE = {"distributed.py": 280}  # without comments, docstrings and blank lines
