@@ -109,6 +109,20 @@ def test_a_program_to_begin_with_runs(program, tmp_path):
     assert losses == sorted(losses, reverse=True) and accuracies[:1] <= accuracies[-1:]  # it trains
 
 
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_port_computes_what_the_script_does_and_each_rank_draws_its_own_numbers(n, tmp_path):
+    """In copies without random numbers, in float64, as docs/porting.md says."""
+    printed, copies = [], [("0.9, 1.1", "1, 1"), ("(0, 0.1,", "(0, 0,"), ("float32", "float64"), (":.4f", ":.9f")]
+    for program in re.findall(r"```python\n(.*?)```", text("docs/porting.md"), re.DOTALL):
+        for words in copies:
+            program = program.replace(*words)
+        program = re.sub("( *)for step", r"\1print('drew', random.random(), numpy.random.rand())\n\g<0>", program)
+        program = "import torch\ntorch.set_default_dtype(torch.float64)\n" + program
+        printed.append(train_beside_the_helpers(tmp_path, program, n).out)
+    one, port = (re.findall("loss (.*)", out) for out in printed)
+    assert one == port and len(set(re.findall(r"\b0\.\d{6,}", re.sub("loss.*", "", printed[1])))) == 2 * n
+
+
 def test_the_program_of_checkpoint_goes_on_in_the_middle_of_an_epoch(tmp_path):
     """Every example of the epoch once, the schedule goes on, and losses are equal to the last bit."""
     seen = []
@@ -223,7 +237,7 @@ def test_commands_name_files_and_flags_that_exist():
 
 
 CAPITALS = r"(?<![\w$])[A-Z][A-Z0-9_]{3,}(?!\w)"
-KNOWN = {"ADDRESS", "CONTRIBUTING", "HSDP", "IOMMU", "LICENSE", "SBATCH", "TERM"}
+KNOWN = {"ADDRESS", "CONTRIBUTING", "HSDP", "IOMMU", "LBFGS", "LICENSE", "SBATCH", "TERM"}
 
 
 def test_nothing_is_left_to_be_filled_in():
