@@ -154,7 +154,7 @@ def told(stderr: str) -> str:
     """
     text = stderr.replace(f"{ROOT}/", "")
     text = re.sub(r"\bfor rank \d", "for rank 0", text)  # either of two ranks with the same error may be the first
-    if found := re.search(r"^where each rank stands:.*", text, re.DOTALL | re.MULTILINE):
+    if found := re.search(r"^where each rank is:.*", text, re.DOTALL | re.MULTILINE):
         error = found[0]
     else:
         found = re.search(r"^\w+Error: (?!.*^\w+Error: ).*", text, re.DOTALL | re.MULTILINE)

@@ -36,7 +36,7 @@ ROOT = Path(__file__).parents[1]
 WORLD_SIZES = (1, 2, 3)
 LIMIT = 20  # seconds for one number of processes; then each rank is asked where it stands
 BLANK, EQUAL, WRONG, ERROR, HANGS = "not implemented yet", "equal", "WRONG", "ERROR", "HANGS"
-TABLE = "where each rank stands:"  # the first line of what distributed_launcher.py prints when it gets SIGUSR1
+TABLE = "where each rank is:"  # the first line of what distributed_launcher.py prints when it gets SIGUSR1
 
 
 class Outcome(NamedTuple):

@@ -299,7 +299,7 @@ def test_a_hang_is_an_answer_with_the_place_of_each_rank(tmp_path):
         ("ring_all_reduce", "rank 0: a.py:1, f, in send\nrank 1: a.py:1, f, in send", "nobody receives"),
         ("ring_all_reduce", "rank 0: a.py:1, f, in send\nrank 1: a.py:2, f, in recv", ""),
         ("stop_together", "rank 0: a.py:1, f, in reduce\nrank 1: exercises/checks/common.py:112, <genexpr>", "alone"),
-        ("stop_together", "rank 0 of 1 failed first: ended by SIGTERM", "no function is set"),
+        ("stop_together", "rank 0 of 1 failed first: killed by SIGTERM", "no function is set"),
         (
             "return_tokens",
             "RuntimeError: Split sizes doesn't match total dim 0 size",

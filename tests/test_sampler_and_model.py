@@ -76,7 +76,7 @@ def test_the_order_depends_on_seed_and_epoch_alone_and_goes_on_in_the_middle(mon
 def test_what_a_sampler_refuses(monkeypatch):
     for n, size in (2, 1), (7, 6), (3, 0):
         for options in {"pad": False}, {"drop_last": True}:
-            with pytest.raises(ValueError, match=f"^{size} examples for {n} processes: each needs at least one"):
+            with pytest.raises(ValueError, match=f"^{size} examples for {n} processes: each process needs at least one"):
                 samplers(monkeypatch, n, size, **options)
     with pytest.raises(ValueError, match="pad=False keeps every example, drop_last=True leaves some out: choose one"):
         samplers(monkeypatch, 3, 10, pad=False, drop_last=True)
@@ -86,7 +86,7 @@ def test_what_a_sampler_refuses(monkeypatch):
             return iter(range(4))
 
     for wrong in RandomSampler(range(4)), WeightedRandomSampler([1.0, 2.0], 2), Stream():
-        with pytest.raises(TypeError, match=f"takes a dataset, not a {type(wrong).__name__}: give each rank x") as end:
+        with pytest.raises(TypeError, match=f"needs a dataset, not a {type(wrong).__name__}: give each rank x") as end:
             dist.data_sampler(wrong)
     advice = re.search(r"x\[.*]", str(end.value))[0]  # followed by three ranks: equal shares, and nothing twice
     shares = [eval(advice, {"x": list(range(11)), "world_size": 3, "rank": rank}) for rank in range(3)]

@@ -14,7 +14,7 @@ COUNTS = {"unequal counts": (7, 4, 5), "a rank without tokens": (6, 0, 5), "an e
 SIGNS = {
     "Split sizes doesn't match total dim 0 size": "the counts don't fit, or are swapped. A rank receives as many "
     "rows as its own tokens chose each expert, and sends back as many as came from each rank: these a message tells it",
-    "ended by SIGABRT": "the ranks exchange lists of counts of different lengths: an expert "
+    "killed by SIGABRT": "the ranks exchange lists of counts of different lengths: an expert "
     "that got no token counts as 0 (bincount's minlength)",
     "does not divide equally across group size": "the counts are left out, but the ranks have unequal numbers of rows",
 }

@@ -14,7 +14,7 @@ or dist.all_reduce, is the same on all ranks.  A rank must not decide by its own
 """
 SIGNS = {  # where the ranks stand, or the error
     r"checks/common\.py:": "one rank has stopped alone, and another waits for it: all must decide by the same number",
-    r"ended by SIGTERM": "no function is set for SIGTERM: signal.signal(signal.SIGTERM, function)",
+    r"killed by SIGTERM": "no function is set for SIGTERM: signal.signal(signal.SIGTERM, function)",
     r"sys\.exit\(.*was called": "the process ends itself; the function for SIGTERM should only set a flag",
 }
 STEPS = 6
