@@ -137,7 +137,7 @@ class Progress:
         self.keeper, self.report, self.steps, self.checkpoint_every = keeper, report, steps, checkpoint_every
         state = keeper.restore() or {"epoch": 0, "batch": 0, "history": [], "sums": [0, 0]}
         if state.get("config", keeper.config) != keeper.config:  # saved after this run had read its flags
-            sys.exit(f"cifar10_ddp.py: error: another run has saved in {report.folder} just now: type the line again")
+            sys.exit(f"cifar10_ddp.py: error: another run has just saved in {report.folder}: type the command again")
         self.epoch, self.batch, self.history = state["epoch"], state["batch"], state["history"]
         # This epoch's losses and examples.  Each rank adds up its own; rank 0 starts with the saved sums of all ranks.
         self.sums = torch.zeros(2, dtype=torch.float64, device=dist.get_device())
@@ -176,7 +176,7 @@ class Progress:
         """If any rank has received SIGTERM (from Ctrl-C of `launch`, too), save a checkpoint, and exit with 143."""
         if self.stop.agreed():
             self.save()
-            self.report.log(f"told to stop: saved at {self}; the same command continues")
+            self.report.log(f"asked to stop: saved at {self}; the same command resumes")
             dist.cleanup()
             sys.exit(143)
 

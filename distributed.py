@@ -371,7 +371,7 @@ def data_sampler(
     if drop_last and not pad:
         raise ValueError("pad=False keeps every example, drop_last=True leaves some out: choose one")
     if len(dataset) < replicas and (drop_last or not pad):
-        raise ValueError(f"{len(dataset)} examples for {replicas} processes: each process needs at least one")
+        raise ValueError(f"{len(dataset)} examples for {replicas} processes: each needs at least one")
     sampler = _Sampler(dataset, replicas, rank, shuffle, seed, drop_last)
     if not pad:
         sampler.total_size = len(dataset)  # torch pads the indices up to it

@@ -43,7 +43,7 @@ UNDO = "result[chosen.argsort(stable=True)] = received"
 # Words of the verdict, and pairs: a text of the stored solution, and what stands there instead.
 WRONG = {
     "shard": [
-        ("every rank has the whole data set", SHARE, ""),
+        ("every rank has the whole dataset", SHARE, ""),
         ("no two numbers may differ by more", SHARE, "[-(-count // 3) * dist.get_rank() :][: -(-count // 3)]"),
         ("an order that differs between ranks", ", generator=torch.Generator().manual_seed(epoch)", ""),
         ("padding", "return order", "return order.repeat(2)[: -(-count // 3) * 3]"),
@@ -51,7 +51,7 @@ WRONG = {
         ("it must depend on the epoch", "(epoch)", "(0)"),
         ("is not shuffled", "return order" + SHARE, "return ((torch.arange(count) + epoch) % count)" + SHARE),
         ("there is no example", "order[", "(order + 1)["),
-        ("right, but from a global generator: after torch.manual_seed", START, "torch.manual_seed(epoch)"),
+        ("correct, but from a global generator: after torch.manual_seed", START, "torch.manual_seed(epoch)"),
     ],
     "ring_all_reduce": [
         ("the tensor is unchanged", START, "return"),
@@ -203,7 +203,7 @@ def test_a_wrong_solution_is_named_and_a_right_one_passes(tmp_path, name, words,
     texts = [verdict(3, name, file, tmp_path / "three")]
     if name not in ALWAYS_SEVERAL:
         texts.append(verdict(1, name, file, tmp_path / "one"))
-        assert "rank" not in texts[1].partition("It looks like this")[2], "with one process no rank is wrong"
+        assert "rank" not in texts[1].partition("Likely mistake")[2], "with one process no rank is wrong"
     assert any(words in text for text in texts) and bool(words) == any(texts), texts
 
 
@@ -238,7 +238,7 @@ def test_the_summary_says_what_is_solved(tmp_path):
     done = forker().run("-m", "exercises.check", "all", cwd=tmp_path, path=[ROOT])
     blank = [name for name in NAMES if name not in solved + wrong]
     assert (done.code, done.err) == (1, ""), done
-    assert summary_of(done) == {"solved": solved, "not right": wrong, "blank": blank}, done.out
+    assert summary_of(done) == {"solved": solved, "incorrect": wrong, "blank": blank}, done.out
 
 
 @pytest.mark.slow
@@ -260,7 +260,7 @@ def test_a_bad_name_and_a_launcher_are_one_line(monkeypatch):
         refused(check.parse_args, f"invalid choice: '{name}'", flags=[name])
     for name, value in dict(RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", LOCAL_WORLD_SIZE="2").items():
         monkeypatch.setenv(name, value)
-    refused(check.parse_args, "starts its processes itself: type python -m exercises.check", flags=["shard"])
+    refused(check.parse_args, "starts its own processes: type python -m exercises.check NAME", flags=["shard"])
 
 
 def examined(tmp_path, *new, n=3):
@@ -289,7 +289,7 @@ def test_a_hang_is_an_answer_with_the_place_of_each_rank(tmp_path):
         os.kill(os.getppid(), signal.SIGALRM)
         time.sleep(3600)"""
     text = examined(tmp_path, START, body)
-    assert text.startswith("HANGS after 90 s (on a busy machine try again) each rank stands here:\n")
+    assert text.startswith("HANGS after 90 s (on a busy machine, try again); where each rank is:\n")
     assert re.findall(r"rank (\d): global_mean.py, global_mean", text) == ["0", "1", "2"]
 
 

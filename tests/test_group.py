@@ -61,7 +61,7 @@ BAD = [
     ({"rank": 2, "world_size": 2}, {}, "RANK=2 WORLD_SIZE=2: set RANK and WORLD_SIZE to"),
     ({"world_size": 2}, PLACE, "init_process_group: world_size is 2, but here it is 3"),
     ({"rank": 1}, {}, "RANK=1 WORLD_SIZE=1: set RANK and WORLD_SIZE to"),
-    ({"rank": 1, "world_size": 2}, {}, "MASTER_ADDR= and MASTER_PORT= must say"),
+    ({"rank": 1, "world_size": 2}, {}, "MASTER_ADDR= and MASTER_PORT= must be"),
 ]
 
 

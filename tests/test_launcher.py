@@ -493,7 +493,7 @@ def test_what_a_rank_leaves_open_is_written_once_and_its_atexit_functions_run(pr
     """Of a rank that fails, its files are.  And one that has finished, but does not end, is named."""
     file = program(LEAVES)
     job = start(file)
-    wait_for(lambda: "runs on" in job.err())
+    wait_for(lambda: "still running" in job.err())
     (file.parent / "go").touch()
     done = job.wait()
     assert done.code == done.err.count("ValueError: mine") == 1, done.err

@@ -76,7 +76,7 @@ def test_the_order_depends_on_seed_and_epoch_alone_and_goes_on_in_the_middle(mon
 def test_what_a_sampler_refuses(monkeypatch):
     for n, size in (2, 1), (7, 6), (3, 0):
         for options in {"pad": False}, {"drop_last": True}:
-            with pytest.raises(ValueError, match=f"^{size} examples for {n} processes: each process needs at least one"):
+            with pytest.raises(ValueError, match=f"^{size} examples for {n} processes: each needs at least one"):
                 samplers(monkeypatch, n, size, **options)
     with pytest.raises(ValueError, match="pad=False keeps every example, drop_last=True leaves some out: choose one"):
         samplers(monkeypatch, 3, 10, pad=False, drop_last=True)
