@@ -86,7 +86,7 @@ def why(name: str) -> str:
     """The line `why` that timeline printed when dev/timelines.py recorded the picture."""
     picture = (ROOT / f"docs/timelines/{name}.svg").read_text(encoding="utf-8")
     sentence = re.search(r"<!-- why: (.*?) -->", picture)[1]
-    return block("text", f"why       {sentence}") if sentence else "\nThe tool prints no `why` line for this recording.\n"
+    return block("text", f"why       {sentence}") if sentence else "\n`timeline` prints no `why` line for this step.\n"
 
 
 def result(name: str) -> str:
