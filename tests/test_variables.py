@@ -165,7 +165,7 @@ def test_a_launcher_that_is_not_known_is_no_world_of_one(capsys):
     assert under(unknown, error_of, dist.init_process_group)[0] == f"ValueError: {said[13:-1]}"
     assert under({"PMI_RANK": "0", "PMI_SIZE": "1"}, lambda: (dist.check_variables(), who())[1])[0] == (0, 1, 0)
     missing = under(unknown, error_of, lambda: dist.init_process_group(rank=0, world_size=2))
-    assert missing[0].startswith("ValueError: MASTER_ADDR= and MASTER_PORT= must say")
+    assert missing[0].startswith("ValueError: MASTER_ADDR= and MASTER_PORT= must be")
 
 
 TRAIN = """
