@@ -4,7 +4,7 @@
     run(function, args, nproc=2)    # function(*args) in two new processes; returns rank 0's result
 
 Each rank gets torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT), so
-torch's own init_process_group works in it, too.  distributed.py uses this file if it is beside it.
+torch's own init_process_group works in it, too.  distributed.py uses this file if it is next to it.
 
 The file follows a run: start, watch, explain, end; what each rank does.  The last two parts also serve the ranks of
 torchrun, srun and mpirun: the launchers' variables, and how the ranks find each other.

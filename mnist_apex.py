@@ -107,7 +107,7 @@ def main(local_rank, world_size, args):
 
 
 def check_apex(error):
-    """Call `error` with one line that says why Apex can't be used here and what to type, if it can't."""
+    """If Apex can't be used here, call `error` with one line on the reason and on what to type."""
     build = "git clone -b 25.04 https://github.com/NVIDIA/apex && pip install --no-build-isolation ./apex"
     install = f"{build}, or use mnist_amp.py"
     spec = importlib.util.find_spec("apex")
