@@ -122,7 +122,7 @@ def parse_args():
     if args.batch_size < dist.count_processes(args.nproc):
         parser.error("--batch-size must be at least the number of processes, because each needs an example")
     if args.accumulate < 1:
-        parser.error(f"--accumulate is {args.accumulate}, but must be at least 1")
+        parser.error(f"--accumulate {args.accumulate} must be at least 1")
     data.prepare(args.dataset, args.data_dir, error=parser.error)
     args.epochs = 1 if args.dry_run else args.epochs
     return args
