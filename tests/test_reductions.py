@@ -237,7 +237,7 @@ def test_what_is_refused_is_refused_on_all_ranks():
     for (value, text), (name, function), odd in itertools.product(refused.values(), FUNCTIONS.items(), range(4)):
         value = [value] if name == "sync_params" else value
         error = str(error_of(function, value if odd in (here, 3) else THREE.clone()))
-        assert error == f"TypeError: {name} {text}" if odd == 3 else error.startswith("RuntimeError: the ranks called")
+        assert error == f"TypeError: {name} {text}" if odd == 3 else error.startswith("RuntimeError: the ranks made")
     for odd in range(3):
         wrong = error_of(dist.reduce, THREE, "median" if odd == here else "sum")
         assert f"rank {odd}: reduce op='median' of torch.float32 [3]" in wrong, wrong
