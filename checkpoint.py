@@ -132,7 +132,7 @@ def read(path: Path, test: bool = False) -> dict:
         CheckpointError: If the machine can't read it: it is missing, or forbidden, or too many files are open.
     """
     if path.is_dir():  # torch.distributed.checkpoint saves folders
-        raise CheckpointError(f"can't read {path} (it is a folder, no checkpoint of this kind: give it another name)")
+        raise CheckpointError(f"can't read {path} (it is a folder, not a checkpoint: give it another name)")
     try:
         if test:
             _test(path)
@@ -142,11 +142,11 @@ def read(path: Path, test: bool = False) -> dict:
     except Exception as problem:  # torch raises many kinds
         # What weights_only rejects, and what torch's own reader of archives can't read, is the file's fault.
         if isinstance(problem, pickle.UnpicklingError) or "PytorchStreamReader failed" in str(problem):
-            raise Damaged(f"{path} is damaged, or no checkpoint ({_reason(problem)})") from None
+            raise Damaged(f"{path} is damaged, or not a checkpoint ({_reason(problem)})") from None
         raise CheckpointError(f"can't read {path} ({_reason(problem)})") from None
     is_complete = isinstance(state, dict) and state.keys() >= {"step", "config", "parts", "random"}
     if not is_complete or not isinstance(state["random"], list) or not all(map(_is_random_state, state["random"])):
-        raise Damaged(f"{path} is damaged, or no checkpoint (it lacks step, config, parts or the ranks' random states)")
+        raise Damaged(f"{path} is damaged, or not a checkpoint (it lacks step, config, parts or the random states)")
     return state
 
 
@@ -159,7 +159,7 @@ def _test(path: Path) -> None:
         is_machine = isinstance(problem, (OSError, MemoryError))
         if is_machine and getattr(problem, "errno", 0) != errno.EINVAL:  # EINVAL: its end names an impossible position
             raise
-        raise Damaged(f"{path} is damaged, or no checkpoint ({_reason(problem)})") from None
+        raise Damaged(f"{path} is damaged, or not a checkpoint ({_reason(problem)})") from None
     if wrong:
         raise Damaged(f"{path} is damaged (wrong checksum of {wrong})")
 
@@ -172,7 +172,7 @@ def _is_random_state(state: Any) -> bool:
 def _reason(problem: Exception) -> str:
     unknown = re.search(r"GLOBAL (\S+)", str(problem))
     if unknown:  # weights_only rejects it
-        return f"{unknown[1]} in it is no tensor, number, string, list or dictionary"
+        return f"{unknown[1]} in it is not a tensor, number, string, list or dictionary"
     if isinstance(problem, RuntimeError) and problem.__context__:  # torch.save hides that the disk is full
         problem = problem.__context__
     return str(problem).partition("\n")[0]
@@ -290,7 +290,7 @@ class Keeper:
         others = [str(rank) for rank in range(len(seen)) if seen[rank] != seen[0]]
         if others:
             missing = f"rank {', '.join(others)} doesn't see rank 0's {path}"
-            raise CheckpointError(f"{missing}: put the run's folder where all machines see it")
+            raise CheckpointError(f"{missing}: put the run's folder where all machines can see it")
         state = _on_all(self._load, mine)
         if len(state["random"]) == dist.get_world_size():
             random = state["random"][dist.get_rank()]
@@ -302,7 +302,7 @@ class Keeper:
     def _choose(self) -> Path | None:
         path, damaged = newest(self.folder)
         for file, problem in damaged.items():
-            print(f"{problem}: going on from {path}", file=sys.stderr, flush=True)
+            print(f"{problem}: resuming from {path}", file=sys.stderr, flush=True)
             with contextlib.suppress(OSError):
                 file.rename(f"{file}.damaged")  # so that it is not one of the last two
         return path

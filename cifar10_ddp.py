@@ -6,7 +6,7 @@
     torchrun --nnodes=2 --node_rank=0 --nproc_per_node=8 --master_addr=HOST --master_port=29500 cifar10_ddp.py --amp
 
 To resume a run that was stopped, type the same line again.  Its folder is --run-dir, which all machines must see.
---dataset synthetic needs no download, --help lists the flags, docs/cifar10.md describes the files in the folder.
+Add --dataset synthetic to train without a download.  docs/cifar10.md describes the files in the folder of a run.
 """
 
 import argparse
@@ -137,7 +137,7 @@ class Progress:
         self.keeper, self.report, self.steps, self.checkpoint_every = keeper, report, steps, checkpoint_every
         state = keeper.restore() or {"epoch": 0, "batch": 0, "history": [], "sums": [0, 0]}
         if state.get("config", keeper.config) != keeper.config:  # saved after this run had read its flags
-            sys.exit(f"cifar10_ddp.py: error: another run has saved in {report.folder} just now: type the line again")
+            sys.exit(f"cifar10_ddp.py: error: another run has just saved in {report.folder}: type the command again")
         self.epoch, self.batch, self.history = state["epoch"], state["batch"], state["history"]
         # This epoch's losses and examples.  Each rank adds up its own; rank 0 starts with the saved sums of all ranks.
         self.sums = torch.zeros(2, dtype=torch.float64, device=dist.get_device())
@@ -176,7 +176,7 @@ class Progress:
         """If any rank has received SIGTERM (from Ctrl-C of `launch`, too), save a checkpoint, and exit with 143."""
         if self.stop.agreed():
             self.save()
-            self.report.log(f"told to stop: saved at {self}; the same command continues")
+            self.report.log(f"asked to stop: saved at {self}; the same command resumes")
             dist.cleanup()
             sys.exit(143)
 
@@ -315,7 +315,7 @@ def run(world_size, args, run_dir):
             seconds = time.perf_counter() - epoch_started
             row["training_images_per_s"] = (progress.batch - first_batch) * args.batch_size / seconds
         if row["epoch"] % args.validate_every == 0 or row["epoch"] == args.epochs:
-            dist.sync_params(model.buffers())  # BatchNorm's averages differ between ranks: all take rank 0's
+            dist.sync_params(model.buffers())  # BatchNorm's averages differ between ranks, so all copy rank 0's
             for name, loader in ("train", train_loader), ("test", test_loader):
                 means = evaluate(model, loader, device, dtype, progress.stop)
                 progress.end_if_told()
@@ -333,9 +333,9 @@ def parse_args():
         description=__doc__, usage=argparse.SUPPRESS, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add, default = parser.add_argument, "(default: %(default)s)"
-    add("--dataset", default="cifar10", choices=data.COLOUR_DATASETS, help=default)
+    add("--dataset", default="cifar10", choices=data.COLOUR_DATASETS, help=f"dataset {default}")
     add("--data-dir", default="data", help=f"folder of the dataset {default}")
-    add("--epochs", type=int, default=24, help=default)
+    add("--epochs", type=int, default=24, help=f"number of epochs {default}")
     add("--batch-size", type=int, default=512, help=f"global batch size, over all processes {default}")
     add("--lr", type=float, default=0.4, help=f"peak learning rate {default}")
     add("--seed", type=int, default=0, help=f"random seed for weights, order and augmentation {default}")
@@ -346,14 +346,14 @@ def parse_args():
     add("--model", default="resnet9", help=f"resnet9, or a classification model of torchvision {default}")
     width = 64 if torch.cuda.device_count() else 24
     add("--width", type=int, default=width, help="channels of resnet9's first layer (default: 64; without a GPU, 24)")
-    add("--weight-decay", type=float, default=5e-4, help=default)
+    add("--weight-decay", type=float, default=5e-4, help=f"weight decay of the optimizer {default}")
     add("--warmup", type=float, default=0.2, help=f"fraction of the steps in which the learning rate rises {default}")
-    add("--label-smoothing", type=float, default=0.1, help=default)
+    add("--label-smoothing", type=float, default=0.1, help=f"label smoothing of the loss {default}")
     add("--validate-every", type=int, default=1, help=f"epochs from one evaluation to the next {default}")
     add("--checkpoint-every", type=int, default=100, help=f"save every so many steps, and after each epoch {default}")
     add("--run-dir", default="runs/cifar10", help=f"folder of a new run, or of the run to resume {default}")
     add("--clearml", action="store_true", help="report to ClearML, too")
-    add("--nproc", type=int, help="processes on this machine (default: one per GPU; without a GPU, 2)")
+    add("--nproc", type=int, help="processes to start (default: one per GPU, or 2 without a GPU)")
     args = parser.parse_args()
     check_flags(parser, args)
     data.prepare(args.dataset, args.data_dir, error=parser.error)
@@ -379,7 +379,7 @@ def check_flags(parser, args):
         examples = f"{data.DATASETS[args.dataset]} examples of {args.dataset}"
         parser.error(f"--batch-size {args.batch_size} is too large for the {examples}")
     if args.batch_size < dist.count_processes(args.nproc):
-        parser.error("--batch-size must be at least the number of processes: one example each")
+        parser.error("--batch-size must be at least the number of processes, because each needs an example")
     if args.dtype and not args.amp:
         parser.error("--dtype is for mixed precision: add --amp")
     if args.clearml and not importlib.util.find_spec("clearml"):

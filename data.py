@@ -1,7 +1,7 @@
-"""MNIST, CIFAR-10 and synthetic digits as whole tensors, behind torch's own DataLoader.
+"""MNIST, CIFAR-10 and synthetic digits as whole tensors, read by torch's own DataLoader.
 
-The usual loader decodes, transforms and stacks image by image, in Python.  Here a data set is one uint8 tensor, a batch
-is one indexed gather, and it is normalised on the device.
+The usual DataLoader decodes, transforms and stacks image by image, in Python.  Here, a dataset is one uint8 tensor, so
+a batch is one indexed gather, which is normalised on the device.
 
     train_set, test_set = load("mnist", "data")                       # "synthetic" needs no file and no network
     train_loader = loader(train_set, 128, RandomSampler(train_set))   # any sampler; DistributedSampler too
@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from torchvision import datasets
 from tqdm import tqdm
 
-# The number of training examples in each data set.  mnist-like: your own files, with MNIST's names, format and sizes.
+# The number of training examples in each dataset.  mnist-like: your own files, with MNIST's names, format and sizes.
 DATASETS = {"mnist": 60_000, "mnist-like": 60_000, "cifar10": 50_000, "synthetic": 12_000}
 COLOUR_DATASETS = ("cifar10", "synthetic")
 LOCK_TIMEOUT = 600  # seconds to wait for another process's download
@@ -54,17 +54,17 @@ class Images(Dataset):
         return self.images[index], self.labels[index]
 
     def __getitems__(self, indices: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """A whole batch at once: DataLoader calls this method, if it exists, instead of __getitem__."""
+        """Return a whole batch at once.  If this method exists, DataLoader calls it instead of __getitem__."""
         index = torch.tensor(indices)
         return self.images[index], self.labels[index]
 
 
 def load(name: str, data_dir: str, limit: int | None = None, colour: bool = False) -> tuple[Images, Images]:
-    """The train and the test set, as `Images`; at most `limit` examples of each.
+    """Return the training set and the test set, as `Images`, with at most `limit` examples each.
 
-    `name` is one of DATASETS.  MNIST is read from data_dir/MNIST/raw, CIFAR-10 from data_dir/cifar-10-batches-py
-    (`prepare` puts them there), "mnist-like" (such as Fashion-MNIST) from MNIST's folder, without a test of md5 sums.
-    `colour` gives the synthetic digits CIFAR-10's shape, [N, 3, 32, 32].
+    `name` is one of DATASETS.  MNIST is read from data_dir/MNIST/raw, and CIFAR-10 from data_dir/cifar-10-batches-py
+    (`prepare` puts them there).  "mnist-like" (such as Fashion-MNIST) is read from MNIST's folder, but its md5 sums are
+    not checked.  With `colour`, the synthetic digits have CIFAR-10's shape, [N, 3, 32, 32].
     """
     if name == "synthetic":
         train, test = _digits(DATASETS[name], seed=1), _digits(2_000, seed=2)
@@ -86,13 +86,13 @@ def _read(name: str, data_dir: str, is_train: bool, download: bool = False) -> t
         count = DATASETS[name] if is_train else 10_000
         if source.data.shape != (count, 28, 28) or len(source.targets) != count:
             sizes = f"images {list(source.data.shape)} and {len(source.targets)} labels"
-            raise DataError(f"{sizes} in place of {[count, 28, 28]} and {count}")
+            raise DataError(f"{sizes}, but {[count, 28, 28]} and {count} are expected")
         files = [file for file in MNIST if file.startswith("train") == is_train]
         for file in files if name == "mnist" else ():
             if not datasets.utils.check_md5(Path(source.raw_folder, file), MNIST[file]):
-                raise DataError(f"{file} is damaged, or of another data set; for that type --dataset mnist-like")
+                raise DataError(f"{file} is damaged, or of another dataset (then type --dataset mnist-like)")
         if source.targets.max() > 9:
-            raise DataError(f"label {source.targets.max()} in place of 0 to 9")
+            raise DataError(f"label {source.targets.max()}, but labels must be 0 to 9")
         return source.data.unsqueeze(1), source.targets
     source = datasets.CIFAR10(data_dir, is_train, download=download)
     images = torch.from_numpy(source.data).permute(0, 3, 1, 2)
@@ -101,9 +101,9 @@ def _read(name: str, data_dir: str, is_train: bool, download: bool = False) -> t
 
 
 def loader(dataset: Images, batch_size: int, sampler: Sampler, drop_last: bool = False) -> DataLoader:
-    """torch's DataLoader over `dataset` in the order of `sampler`; batch_size is the number of this process's images.
+    """Return a DataLoader that reads `dataset` in the order of `sampler`.  batch_size is the local batch size.
 
-    drop_last leaves out a last batch that is smaller.
+    drop_last leaves out the last batch if it is smaller than the others.
     """
     _keep_memory()
     return DataLoader(
@@ -111,35 +111,35 @@ def loader(dataset: Images, batch_size: int, sampler: Sampler, drop_last: bool =
         batch_size,
         sampler=sampler,
         drop_last=drop_last,
-        collate_fn=tuple,  # nothing to collate: __getitems__ has made the batch
+        collate_fn=tuple,  # there is nothing to collate, because __getitems__ returns a batch
         pin_memory=torch.cuda.is_available(),  # so that the process doesn't wait for a copy to the GPU
-        generator=torch.Generator(),  # without this, each pass would draw from dropout's random numbers
+        generator=torch.Generator(),  # without this, each pass would use up random numbers of dropout
     )
 
 
 def batches(loader: DataLoader, device: torch.device) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The batches on `device`: images float32, normalised (and augmented, if `Augmented`); labels int64.
+    """Yield the batches on `device`: images float32, normalised (and augmented, if `Augmented`), and labels int64.
 
-    On a terminal rank 0 shows a progress bar of its share.  The rank is the process group's, or else the sampler's.
+    On a terminal, rank 0 shows a progress bar of its share.  The rank is the process group's, or else the sampler's.
     """
     mean, std = (255 * torch.tensor(x, device=device).view(-1, 1, 1) for x in (loader.dataset.mean, loader.dataset.std))
     if isinstance(loader.dataset, Augmented):
         draws = loader.dataset.draws.to(device)  # of this epoch; persistent workers keep those of their first epoch
     for batch in _with_progress_bar(loader):
-        # Move uint8 to the device: a quarter of float32's bytes.  A copy from pinned memory doesn't wait for its end.
+        # Move uint8 to the device, a quarter of float32's bytes.  A copy from pinned memory runs in the background.
         images, labels, *index = [part.to(device, non_blocking=True) for part in batch]
         if index:
             images = augment(images, draws[index[0]])
-        # Make the images float, channels last: convolutions are faster with it, and without it DDP warns on GPUs.
+        # Make the images float, channels last, because convolutions are faster then, and DDP would warn on GPUs.
         images = images.float(memory_format=torch.channels_last)
         # Normalise in place: (pixel / 255 - mean) / std, as torchvision's ToTensor and Normalize do.
         yield images.sub_(mean).div_(std), labels
 
 
 def _with_progress_bar(loader: DataLoader) -> Iterable:
-    rank = getattr(loader.sampler, "rank", 0)  # DistributedSampler's; other samplers have no rank
+    rank = getattr(loader.sampler, "rank", 0)  # a DistributedSampler has a rank, other samplers have none
     if torch_dist.is_available() and torch_dist.is_initialized():
-        rank = torch_dist.get_rank()  # also if every rank has the whole data set
+        rank = torch_dist.get_rank()  # also if every rank has the whole dataset
     return loader if rank > 0 else tqdm(loader, leave=False, disable=None)  # None: only on a terminal
 
 
@@ -186,18 +186,18 @@ def augment(images: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
 
 
 class DataError(Exception):
-    """The data can't be read or downloaded; the message is one line: what is missing, why, and what to do."""
+    """The data can't be read or downloaded.  The message is one line: what is missing, why, and what to do."""
 
 
 def prepare(name: str, data_dir: str, error: Callable[[str], None] | None = None) -> None:
-    """Make sure that `load(name, data_dir)` will work: torchvision downloads what is missing.
+    """Make sure that `load(name, data_dir)` works: torchvision downloads what is missing.
 
-    Call it before any process starts, or in each of them: a file lock lets one process at a time do the work.
-    On failure it calls `error` with the message (for example argparse's `parser.error`), or raises DataError.
+    Call it before any process starts, or in each of them, because a file lock lets only one process at a time download.
+    If it fails, it calls `error` with the message (for example argparse's `parser.error`), or raises DataError.
     """
     try:
         if name not in DATASETS:
-            raise DataError(f"unknown data set {name!r}: choose from {', '.join(DATASETS)}")
+            raise DataError(f"unknown dataset {name!r}: choose from {', '.join(DATASETS)}")
         if name != "synthetic":
             _fetch(name, data_dir)
     except DataError as problem:
@@ -207,12 +207,12 @@ def prepare(name: str, data_dir: str, error: Callable[[str], None] | None = None
 
 
 def _fetch(name: str, data_dir: str) -> None:
-    """Read the data set; if that fails, download it first."""
-    data_dir = os.path.expanduser(data_dir)  # torchvision does it, too; the shell doesn't in --data-dir=~/data
+    """Read the dataset; if that fails, download it, and read it then."""
+    data_dir = os.path.expanduser(data_dir)  # as torchvision does; the shell doesn't in --data-dir=~/data
     folder, files = ("cifar-10-batches-py", CIFAR10) if name == "cifar10" else ("MNIST/raw", MNIST)
     folder = Path(data_dir, folder)
     time_out, threads = socket.getdefaulttimeout(), torch.get_num_threads()
-    socket.setdefaulttimeout(DOWNLOAD_TIMEOUT)  # urllib would wait for ever for a silent server
+    socket.setdefaulttimeout(DOWNLOAD_TIMEOUT)  # urllib would wait forever for a silent server
     torch.set_num_threads(1)  # after torch's thread pool has started, no process can be forked
     tqdm.monitor_interval = 0  # torchvision's progress bar would start a thread, too
     try:
@@ -226,7 +226,7 @@ def _fetch(name: str, data_dir: str) -> None:
         with FileLock(Path(data_dir, ".lock"), timeout=LOCK_TIMEOUT), contextlib.redirect_stdout(io.StringIO()):
             _read(name, data_dir, is_train=True, download=True)  # downloads nothing if another process has done it
         load(name, data_dir)
-    except Exception as problem:  # the network, the disk and torchvision's readers raise many kinds
+    except Exception as problem:  # the network, the disk and torchvision's readers raise many kinds of errors
         kind = "" if isinstance(problem, DataError) else f"{type(problem).__name__}: "
         reason = " ".join(f"{kind}{problem}".split())
         raise DataError(
@@ -239,7 +239,7 @@ def _fetch(name: str, data_dir: str) -> None:
 
 
 def _digits(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Digits in Pillow's font, turned, scaled, moved, faded and noisy: images uint8 [count, 1, 28, 28], labels."""
+    """Return digits in Pillow's font, turned, scaled, moved, faded and noisy: uint8 [count, 1, 28, 28], and labels."""
     from PIL import Image, ImageDraw, ImageFont  # only this function needs Pillow
 
     glyphs = torch.zeros(10, 1, 28, 28)
@@ -266,13 +266,13 @@ def _digits(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 @functools.cache  # once in each process
 def _keep_memory() -> None:
-    """Tell glibc to keep the memory that a step frees, for the next step.
+    """Make glibc keep the memory that a step frees, for the next step.
 
-    By default glibc gives large blocks back to the system, and gets them again page by page.  If the user has set
-    glibc's variables, nothing is changed.
+    By default, glibc returns large blocks to the system, and gets them again page by page.  If the user has set
+    variables of glibc, nothing is changed.
     """
     is_chosen = any(name.startswith("MALLOC_") for name in os.environ) or "malloc" in os.getenv("GLIBC_TUNABLES", "")
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # macOS has no mallopt
     if mallopt and not is_chosen:
-        mallopt(-3, 32 * 2**20)  # M_MMAP_THRESHOLD: smaller blocks come from the heap; glibc takes no larger number
-        mallopt(-1, 1024 * 2**20)  # M_TRIM_THRESHOLD: free memory at the heap's end that is kept, in bytes
+        mallopt(-3, 32 * 2**20)  # M_MMAP_THRESHOLD: smaller blocks are on the heap; 32 MiB is glibc's maximum
+        mallopt(-1, 1024 * 2**20)  # M_TRIM_THRESHOLD: bytes of free memory to keep at the end of the heap

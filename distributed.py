@@ -221,7 +221,7 @@ def all_reduce(tensor: torch.Tensor, op: str | ReduceOp = "sum") -> torch.Tensor
     """
     op = _check_reduction("all_reduce", tensor, op)
     if tensor.dtype in (torch.bool, torch.int16) or (op == "mean" and not tensor.is_floating_point()):
-        raise TypeError(f"all_reduce {op} doesn't take {tensor.dtype}: use dist.reduce(tensor, {op!r})")
+        raise TypeError(f"all_reduce {op} doesn't support {tensor.dtype}: use dist.reduce(tensor, {op!r})")
     if get_world_size() > 1:
         data = _to_send(tensor)
         _share_nans(data, op)
@@ -325,12 +325,12 @@ def _check_same_call(function: str, *values: Any, is_any_shape: bool = False) ->
             calls = [call] * get_world_size()
             torch_dist.all_gather_object(calls, call)
             table = "".join(f"\n  rank {rank}: {text}" for rank, text in enumerate(calls))
-            raise RuntimeError(f"the ranks called different things, but all must call the same:{table}")
+            raise RuntimeError(f"the ranks made different calls, but all must make the same call:{table}")
     for value in values:
         if not isinstance(value, torch.Tensor):
-            raise TypeError(f"{function} takes tensors, not {type(value).__name__} (use torch.as_tensor)")
+            raise TypeError(f"{function} needs tensors, not {type(value).__name__} (use torch.as_tensor)")
         if hasattr(value, "full_tensor"):
-            raise TypeError(f"{function} can't take a DTensor: pass .full_tensor(), or .to_local(), this rank's part")
+            raise TypeError(f"{function} doesn't support DTensors: pass .full_tensor(), or this rank's .to_local()")
 
 
 def _describe(value: Any, is_any_shape: bool) -> str:
@@ -365,8 +365,8 @@ def data_sampler(
         drop_last: Leave examples out (two of the 10) instead of repeating some.
     """
     if isinstance(dataset, (Sampler, IterableDataset)):
-        part = "x[: len(x) // world_size * world_size][rank::world_size], x being its indices or examples"
-        raise TypeError(f"data_sampler takes a dataset, not a {type(dataset).__name__}: give each rank {part}")
+        part = "x[: len(x) // world_size * world_size][rank::world_size], where x is the list of indices or examples"
+        raise TypeError(f"data_sampler needs a dataset, not a {type(dataset).__name__}: give each rank {part}")
     replicas, rank = (get_world_size(), get_rank()) if distributed else (1, 0)
     if drop_last and not pad:
         raise ValueError("pad=False keeps every example, drop_last=True leaves some out: choose one")
@@ -393,7 +393,7 @@ class _Sampler(DistributedSampler):
 
     def __iter__(self) -> Iterator[int]:
         if self.passes == 1 and self.shuffle and is_primary():
-            text = "call sampler.set_epoch(epoch) before each epoch: this one repeats the last order"
+            text = "call sampler.set_epoch(epoch) before each epoch: this epoch repeats the order of the last one"
             warnings.warn(f"{text} (for an evaluation, use shuffle=False)", stacklevel=2)
         yield from list(super().__iter__())[self.skip :]
         self.passes += 1
@@ -475,7 +475,7 @@ def count_processes(nproc: int | None = None) -> int:
     if not count.isdecimal() or int(count) < 1:
         _refuse(f"nproc (or NPROC) is {count}: start at least 1 process")
     if needs_gpus(backend) and int(count) > gpus:
-        _refuse(f"{count} processes, but {gpus} visible GPU(s): start {gpus}, or let them share (DIST_BACKEND=gloo)")
+        _refuse(f"{count} processes, but {gpus} visible GPU(s): start {gpus}, or share GPUs (DIST_BACKEND=gloo)")
     return int(count)
 
 

@@ -4,7 +4,7 @@
     run(function, args, nproc=2)    # function(*args) in two new processes; returns rank 0's result
 
 Each rank gets torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT), so
-torch's own init_process_group works in it, too.  distributed.py uses this file if it is beside it.
+torch's own init_process_group works in it, too.  distributed.py uses this file if it is next to it.
 
 The file follows a run: start, watch, explain, end; what each rank does.  The last two parts also serve the ranks of
 torchrun, srun and mpirun: the launchers' variables, and how the ranks find each other.
@@ -50,13 +50,13 @@ from torch import distributed as torch_dist
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # A rank answers this signal with its stack.  Not SIGUSR1, for which a program may have a handler of its own.
 STACK_SIGNAL = getattr(signal, "SIGRTMAX", signal.SIGUSR1)  # macOS has no SIGRTMAX
-STOP_GRACE = 30  # seconds to save, for ranks that handle SIGTERM, if the run is told to stop
+STOP_GRACE = 30  # seconds to save, for ranks that handle SIGTERM, if the run is asked to stop
 FAILURE_GRACE = 3  # the same, after another rank has failed
 REPORT_UNENDED_AFTER = 10  # seconds that a rank's process lives on after the rank has finished
 POLL = 0.02  # seconds between two looks at the ranks
 CPU_QUOTA = "/sys/fs/cgroup/cpu.max"  # in a container "200000 100000" means two cores, "max 100000" all
 _FRAME = re.compile(r'File "(.+)", line (\d+),? in (.+)')  # a line of a traceback, Python's or faulthandler's
-# Files and folders that are not the program: the table of where each rank stands shows a line of the program.
+# Files and folders that are not the program, because the table of where each rank is shows lines of the program.
 NOT_THE_PROGRAM = [
     os.path.join(os.path.dirname(__file__), "distributed.py"),
     __file__,
@@ -65,8 +65,8 @@ NOT_THE_PROGRAM = [
     "<frozen ",  # a part of Python that is built in
 ]
 
-# How a rank may fail, the likeliest cause first: a rank that died broke the others' connections, one that reports an
-# error keeps its own, and a lost connection is a consequence.
+# How a rank may fail, beginning with the likeliest cause: a rank that died broke the others' connections, while a rank
+# that reports an error keeps its own, and a lost connection is only a consequence.
 DIED, FAILED, TIMED_OUT, LOST = FAILURES = ("died", "failed", "timed out", "lost its connection")
 
 
@@ -74,24 +74,24 @@ class _Report(NamedTuple):
     """How a rank has ended."""
 
     when: float
-    failure: str = ""  # one of FAILURES; "": it has finished, or was told to stop
+    failure: str = ""  # one of FAILURES, or "" if it has finished, or was asked to stop
     error: str = ""
-    stop_signal: int = 0  # the rank ended itself with 128 + this signal, as programs do after saving
+    stop_signal: int = 0  # the rank exited with 128 + this signal, as programs do after saving
     result: Any = None
 
 
 def run(function: Callable, args: tuple = (), nproc: int = 2) -> Any:
     """Run function(*args) in nproc new processes, and return what it returned on rank 0.
 
-    The first rank that fails ends the run: SystemExit with its error, so the exit code is 1; RuntimeError where
-    SystemExit would be lost, in a notebook, a shell, a thread or a process of multiprocessing.  Ctrl-C and SIGTERM end
-    the run with 130 and 143.  Ctrl-C, and `kill -USR1` of this process, print where each rank stands.
-    Ranks that handle SIGTERM get DIST_GRACE seconds to save: by default 30, and 3 after another rank has failed.
+    The first rank that fails ends the run: SystemExit is raised with its error, so the exit code is 1.  In a notebook,
+    a shell, a thread or a process of multiprocessing, where SystemExit would be lost, it is a RuntimeError.  Ctrl-C and
+    SIGTERM end the run with 130 and 143; Ctrl-C and `kill -USR1` of this process print where each rank is.  Ranks that
+    handle SIGTERM get DIST_GRACE seconds to save, by default 30, or 3 after another rank has failed.
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):  # a spawned rank, which imports the program
-        sys.exit('launch: called while the program is imported: write  if __name__ == "__main__":  above the call')
+        sys.exit('launch was called while the program was imported: write  if __name__ == "__main__":  above the call')
     if multiprocessing.current_process().daemon:
-        raise RuntimeError("launch: a daemonic process can't start processes: make it with daemon=False")
+        raise RuntimeError("launch: a daemonic process can't start child processes: create it with daemon=False")
     ranks = _Ranks(nproc, read_grace())
     with ranks.signals_handled():
         try:
@@ -108,7 +108,7 @@ def run(function: Callable, args: tuple = (), nproc: int = 2) -> Any:
 
 
 def read_grace() -> float | None:
-    """DIST_GRACE in seconds, None if it is not set; ValueError, in one line, if it is no number of seconds."""
+    """Return DIST_GRACE in seconds, or None if it is not set; raise ValueError, in one line, if it is not a number."""
     text = os.environ.get("DIST_GRACE")
     if not text:
         return None
@@ -118,12 +118,12 @@ def read_grace() -> float | None:
 
 
 def _in_shell() -> bool:
-    """Whether the program is a notebook or an interactive shell, which SystemExit would end."""
+    """Return whether the program is a notebook or an interactive shell, which SystemExit would end."""
     return hasattr(sys, "ps1")
 
 
 def must_go_on() -> bool:
-    """Whether SystemExit would not end the program: a thread drops it, and a Pool waits for its worker for ever."""
+    """Return whether SystemExit would be lost, because a thread drops it, and a Pool waits for its worker forever."""
     is_main_thread = threading.current_thread() is threading.main_thread()
     return _in_shell() or not is_main_thread or multiprocessing.parent_process() is not None
 
@@ -146,7 +146,7 @@ def _can_fork() -> bool:
 
 
 def _fork(function: Callable) -> int:
-    """Fork a child process that calls the function, and ends with its result as exit code; returns its process ID."""
+    """Fork a child process that calls the function, with its result as exit code; return the child's process ID."""
     child = os.fork()
     if child == 0:
         code = 1
@@ -158,21 +158,21 @@ def _fork(function: Callable) -> int:
 
 
 def _how_to_start(job: tuple, nproc: int) -> tuple[str, int | None, Any]:
-    """ "fork" or "spawn", torch's threads in each rank (None: its default), and the job as the ranks get it."""
+    """Return "fork" or "spawn", torch's threads in each rank (None: its default), and the job as the ranks get it."""
     threads = None if "OMP_NUM_THREADS" in os.environ else max(1, _count_cores() // nproc)
     if fork_is_safe():
         return "fork", threads, job
     has_file = os.path.exists(getattr(sys.modules["__main__"], "__file__", ""))
     is_shell = _in_shell() or not has_file
     try:
-        pickled = pickle.dumps(job)  # multiprocessing's own pickle would send tensors as shared memory
+        pickled = pickle.dumps(job)  # multiprocessing's own pickle would send tensors through shared memory
         if not (is_shell and b"__main__" in pickled):
             return "spawn", threads, pickled
         problem = "a new process can't import what a shell or notebook defines: move it to a file, or restart the shell"
     except Exception as error:  # a lambda, a lock and a queue have errors of their own
         problem = (
             f"the function and its arguments can't be sent to a new process ({type(error).__name__}: {error}): define "
-            "functions at the top level of a file, and make locks and queues inside them"
+            "functions at the top level of a file, and create locks and queues inside them"
         )
     if is_shell and _can_fork():
         return "fork", 1, job  # with one thread torch doesn't use OpenMP's pool
@@ -186,7 +186,7 @@ def _package_main() -> str:
 
 
 def _count_cores() -> int:
-    """The number of cores for this process.  A container (docker --cpus=2) sees all cores, but has a quota."""
+    """Return the number of cores for this process.  A container (docker --cpus=2) sees all cores, but has a quota."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with contextlib.suppress(OSError, ValueError):  # there is no such file, or no quota
         quota, period = Path(CPU_QUOTA).read_text().split()
@@ -203,8 +203,8 @@ class _Ranks:
         self.processes: list[multiprocessing.Process] = []
         self.reports: dict[int, _Report] = {}
         self.ended: set[int] = set()
-        self.stop_signal = 0  # the first signal that told the run to stop
-        self.stop_now = False  # there was a second Ctrl-C: don't wait for the ranks to save
+        self.stop_signal = 0  # the first signal that asked the run to stop
+        self.stop_now = False  # after a second Ctrl-C: don't wait for the ranks to save
         self.stacks_wanted = False
         self.unended_reported = False
         self.guard = 0  # the guard's process ID
@@ -213,11 +213,11 @@ class _Ranks:
 
     @contextlib.contextmanager
     def signals_handled(self) -> Iterator[None]:
-        """Note signals, for `watch` to act on.  An ignored signal stays ignored (SIGHUP under nohup)."""
+        """Record signals, so that `watch` can act on them.  An ignored signal stays ignored (SIGHUP under nohup)."""
         if threading.current_thread() is not threading.main_thread():  # Python sets handlers in the main thread only
             yield
             return
-        # A handler of the program's own might wait for the ranks in our place.
+        # A handler of the program itself might wait for the ranks before we do.
         handlers = {signal.SIGCHLD: signal.signal(signal.SIGCHLD, signal.SIG_DFL)}
         for number in (*STOP_SIGNALS, signal.SIGUSR1):
             if signal.getsignal(number) != signal.SIG_IGN:
@@ -283,13 +283,13 @@ class _Ranks:
     # -------------------------------------------------------------------------------------------------------- watch
 
     def watch(self) -> str:
-        """Wait until all ranks have ended, one has failed, or the run is told to stop; returns the error, or ""."""
+        """Wait until all ranks have ended, one has failed, or the run is asked to stop; return the error, or ""."""
         while not (self.stop_signal or self.failures() or len(self.ended) == self.nproc):
             self.wait_for_news()
             for report in self.reports.values():
-                self.stop_signal = self.stop_signal or report.stop_signal  # the rank was told to stop, so the run was
+                self.stop_signal = self.stop_signal or report.stop_signal  # the rank was asked to stop, so the run was
             self.report_unended()
-        # The first failure that is seen may be a consequence: wait for its cause, longer after a lost connection.
+        # The first failure that we see may be a consequence, so wait for its cause, longer after a lost connection.
         since = time.monotonic()
         while self.failures() and not self.stop_signal:
             patience = 2 if self.reports[self.failures()[0]].failure == LOST else 0.2
@@ -302,7 +302,7 @@ class _Ranks:
         return ""
 
     def wait_for_news(self, seconds: float = POLL) -> None:
-        """Sleep for POLL seconds, or `seconds` if that is less; then look at the signals and the ranks."""
+        """Sleep for POLL seconds, or for `seconds` if that is less; then check the signals and the ranks."""
         time.sleep(min(seconds, POLL))
         if self.stacks_wanted:
             self.stacks_wanted = False
@@ -311,8 +311,8 @@ class _Ranks:
             self.look_at(rank, process.exitcode)
 
     def look_at(self, rank: int, code: int | None) -> None:
-        """Note whether this rank has ended, and its report: the rank's own, or one that says how it died."""
-        if code is not None:  # look at this first: a rank that has ended has written its report, or never will
+        """Record whether this rank has ended, and its report: the rank's own, or one on how it died."""
+        if code is not None:  # check this first, because a rank that has ended has written its report, or never will
             self.ended.add(rank)
         if rank not in self.reports and (written := self.read(f"report{rank}")):
             try:
@@ -323,15 +323,15 @@ class _Ranks:
         if code is not None and report is None:
             self.reports[rank] = _Report(time.monotonic(), DIED, _how_it_ended(code))
         elif code not in (None, 0, -STACK_SIGNAL) and not report.failure:
-            self.reports[rank] = _Report(time.monotonic(), DIED, f"{_how_it_ended(code)} after its work")
+            self.reports[rank] = _Report(time.monotonic(), DIED, f"{_how_it_ended(code)}. It had finished its work")
 
     def read(self, name: str) -> bytes:
-        """The content of a file that a rank may have written; b"" if there is none."""
+        """Return the content of a file that a rank may have written, or b"" if there is none."""
         path = Path(self.folder, name)
         return path.read_bytes() if path.exists() else b""
 
     def report_unended(self) -> None:
-        """Print, once, the ranks that have finished, but whose processes still run."""
+        """Print, once, which ranks have finished although their processes are still running."""
         now = time.monotonic()
         running = [report for rank, report in self.reports.items() if rank not in self.ended]
         if any(now - report.when > REPORT_UNENDED_AFTER for report in running) and not self.unended_reported:
@@ -339,14 +339,14 @@ class _Ranks:
             print(f"launch: waiting for processes to end\n{self.table()}", file=sys.stderr, flush=True)
 
     def failures(self) -> list[int]:
-        """The ranks that have failed, the likeliest cause of the others' failures first."""
+        """Return the ranks that have failed, beginning with the likeliest cause of the other failures."""
         failed = [rank for rank, report in self.reports.items() if report.failure]
         return sorted(failed, key=lambda rank: (FAILURES.index(self.reports[rank].failure), self.reports[rank].when))
 
     # ------------------------------------------------------------------------------------------------------ explain
 
     def explain(self) -> str:
-        """The text for the user: the error of the rank that failed first, and where each rank stands."""
+        """Return the text for the user: the error of the rank that failed first, and where each rank is."""
         rank = self.failures()[0]
         report = self.reports[rank]
         text = f"rank {rank} of {self.nproc} failed first: {report.error.rstrip()}"
@@ -358,32 +358,32 @@ class _Ranks:
         return text if report.failure == FAILED else f"{text}\n{self.table()}"
 
     def table(self) -> str:
-        """A table with the line of the program at which each rank stands."""
+        """Return a table with the line of the program at which each rank is."""
         asked = set(range(len(self.processes))) - self.ended
         for rank in asked:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.processes[rank].pid, STACK_SIGNAL)  # faulthandler answers inside a collective, too
         deadline = time.monotonic() + 6
         while time.monotonic() < deadline and not self.stop_now:
-            if all(b"_bootstrap" in self.read(f"stack{rank}") for rank in asked):  # multiprocessing's frame comes last
+            if all(b"_bootstrap" in self.read(f"stack{rank}") for rank in asked):  # multiprocessing's, the last frame
                 break
             time.sleep(0.01)
-        lines = ["where each rank stands:"]
+        lines = ["where each rank is:"]
         for rank, process in enumerate(self.processes):
             report = self.reports.get(rank)
             stacks = self.read(f"stack{rank}").decode()
-            frames = _FRAME.findall(stacks.rpartition("hread 0x")[2])  # of several threads the main one comes last
+            frames = _FRAME.findall(stacks.rpartition("hread 0x")[2])  # the main thread is the last one
             if report and report.failure in (FAILED, TIMED_OUT, LOST):
-                frames = _FRAME.findall(report.error)[::-1]  # a traceback has the innermost last
+                frames = _FRAME.findall(report.error)[::-1]  # in a traceback, the innermost frame is the last one
             if rank not in asked:
                 otherwise = "has ended"
             elif report:
-                otherwise = "has finished, but its process runs on: a thread, or atexit?"
+                otherwise = "has finished, but its process is still running: a thread, or an atexit function?"
             else:
-                otherwise = f"no answer (starting, or stopped: then kill -CONT {process.pid})"
+                otherwise = f"no answer: it is starting, or it is stopped (then type kill -CONT {process.pid})"
             progress = self.read(f"progress{rank}").decode().rstrip()
             lines.append(f"  rank {rank}: {_where(frames) or otherwise}{progress}")
-            open(f"{self.folder}/stack{rank}", "w").close()  # empty, for the next answer
+            open(f"{self.folder}/stack{rank}", "w").close()  # make it empty for the next answer
         return "\n".join(lines)
 
     # ---------------------------------------------------------------------------------------------------------- end
@@ -397,7 +397,7 @@ class _Ranks:
                 os.killpg(self.guard, signal.SIGKILL)
                 os.waitpid(self.guard, 0)
             for process in self.processes:
-                process.kill()  # one that has not joined the group yet
+                process.kill()  # if it has not joined the group yet
                 process.join()
             self.store = None
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -424,34 +424,34 @@ class _Ranks:
         for rank in saving:
             report = self.reports.get(rank)
             if report and report.failure in (DIED, FAILED, TIMED_OUT):
-                text = f"rank {rank} of {self.nproc} failed while it was ending: {report.error}"
+                text = f"rank {rank} of {self.nproc} failed while it was shutting down: {report.error}"
                 print(text, file=sys.stderr, flush=True)
 
 
 def _handles_sigterm(pid: int) -> bool:
     try:
         caught = int(re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())[1], 16)  # a bit for each
-    except OSError:  # macOS doesn't say: assume that it does
+    except OSError:  # macOS doesn't tell, so assume that it does
         return True
     return bool(caught >> (signal.SIGTERM - 1) & 1)
 
 
 def _how_it_ended(code: int) -> str:
     if code >= 0:
-        return f"ended with exit code {code}, by os._exit or an error above"
+        return f"exited with code {code} (by os._exit, or because of an error that is shown above)"
     if -code == signal.SIGKILL:
-        return "ended by SIGKILL (by hand, or by the kernel because memory ran out: see dmesg)"
+        return "killed by SIGKILL (by hand, or by the kernel, because memory ran out: see dmesg)"
     if -code == signal.SIGABRT:
-        return "ended by SIGABRT (C or C++ code did it, and says why above: gloo, or NCCL's watchdog after a time-out)"
+        return "killed by SIGABRT (by C or C++ code: gloo, or NCCL's watchdog after a timeout; see its error above)"
     names = {number.value: number.name for number in signal.Signals}
-    return f"ended by {names.get(-code, f'signal {-code}')}"
+    return f"killed by {names.get(-code, f'signal {-code}')}"
 
 
 def _where(frames: list[tuple[str, str, str]]) -> str:
-    """The innermost line of the program itself, outside of NOT_THE_PROGRAM; the innermost frame comes first."""
+    """Return the innermost line of the program itself, outside of NOT_THE_PROGRAM; frames begin with the innermost."""
     called = ""
     for path, line, function in frames:
-        if function == "_bootstrap":  # the frames that follow in a forked process are the parent's
+        if function == "_bootstrap":  # in a forked process, the frames that follow are the parent's
             break
         if not path.startswith(tuple(NOT_THE_PROGRAM)):
             return f"{path}:{line}, {function}" + (f", in {called}" if called else "")
@@ -464,9 +464,9 @@ def _where(frames: list[tuple[str, str, str]]) -> str:
 
 
 def _guard(parent: int, folder: str) -> None:
-    """The leader of the process group of all ranks and of the processes that they start (data loader workers, ...).
+    """Lead the process group of all ranks and of the processes that they start (DataLoader workers, ...).
 
-    If the launching process dies, even by SIGKILL, the run's folder is removed, and the group killed.
+    If the launching process dies, even by SIGKILL, remove the run's folder, and kill the group.
     """
     os.setpgid(0, 0)  # otherwise, if the parent died now, the parent's group would be killed
     while os.getppid() == parent:
@@ -476,11 +476,11 @@ def _guard(parent: int, folder: str) -> None:
 
 
 def _be_rank(guard: int, environment: dict, folder: str, threads: int | None, job: Any, package_main: str) -> None:
-    """Call the function in this process, a rank, and write the report."""
+    """Call the function in this process, which is a rank, and write its report."""
     global _progress_file
     try:
-        os.setpgid(0, guard)  # so Ctrl-C in a terminal reaches the launching process alone
-    except OSError:  # the launching process was killed, and so the guard has ended
+        os.setpgid(0, guard)  # so that Ctrl-C in a terminal reaches only the launching process
+    except OSError:  # the launching process was killed, so the guard has ended, too
         os._exit(1)
     os.environ |= environment
     multiprocessing.current_process()._config["tempdir"] = folder  # for sockets that killed workers can't remove
@@ -492,7 +492,7 @@ def _be_rank(guard: int, environment: dict, folder: str, threads: int | None, jo
         signal.signal(number, signal.SIG_DFL)
     stack_file = open(f"{folder}/stack{rank}", "a")  # noqa: SIM115  faulthandler keeps it open
     faulthandler.enable(file=stack_file)  # for a crash, also in another thread, such as NCCL's watchdog
-    signal.signal(STACK_SIGNAL, signal.SIG_IGN)  # what faulthandler restores when Python ends: nobody dies of it then
+    signal.signal(STACK_SIGNAL, signal.SIG_IGN)  # faulthandler restores this at Python's end, so no rank dies of it
     faulthandler.register(STACK_SIGNAL, file=stack_file, all_threads=False)
     _progress_file = os.open(f"{folder}/progress{rank}", os.O_CREAT | os.O_WRONLY)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (*STOP_SIGNALS, signal.SIGUSR1, STACK_SIGNAL))
@@ -507,20 +507,20 @@ def _be_rank(guard: int, environment: dict, folder: str, threads: int | None, jo
         result = function(*args)
         report = _Report(time.monotonic(), result=result if rank == 0 else None)
     except BaseException as error:
-        failure = error  # kept until the report is written: to free its frames' files and loaders may take long
+        failure = error  # kept until the report is written, because closing its frames' files may take long
         report = _report_of(error)
-        # Before the report: a rank that has reported a failure is killed.
+        # This is done before the report, because a rank that has reported a failure is killed.
         _write([*_log_handlers(), *_open_files()])
     if os.getpid() != pid:  # a child that the function has forked has returned from it
         os._exit(failure is not None)
     _write_report(report, f"{folder}/report{rank}")
     if report.failure or report.stop_signal:
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises if a data loader's worker dies
-        failure = None  # frees its frames: their files are closed, and their data loaders end
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises if a DataLoader worker dies
+        failure = None  # frees its frames, so their files are closed and their DataLoaders end
         while True:  # if this rank ended now, the others would report a lost connection
             signal.pause()
-    # Python does this at the end of a program, in this order; multiprocessing leaves out a part.
-    threading._shutdown()  # waits for threads; pools of threads are told to end
+    # Python does this at the end of a program, in this order, but multiprocessing leaves out a part of it.
+    threading._shutdown()  # waits for threads, and asks pools of threads to end
     atexit._run_exitfuncs()
     _write(_open_files())
 
@@ -530,28 +530,28 @@ def _leave_to_the_parent() -> None:
 
     The libraries that register with atexit once per process register again: weakref.finalize, and logging.
     """
-    signal.set_wakeup_fd(-1)  # an asyncio loop's: a signal to this rank would wake the parent's loop
-    gc.freeze()  # a rank that looked at all objects of the launching process would get a copy of their memory
+    signal.set_wakeup_fd(-1)  # of an asyncio loop: a signal to this rank would wake the parent's loop
+    gc.freeze()  # or the rank would copy the memory of the launching process, when it collects garbage
     atexit._clear()
     for finalizer in list(weakref.finalize._registry):
         finalizer.atexit = False
     for handler in _log_handlers():
-        if isinstance(handler, logging.handlers.BufferingHandler):  # the others' files were flushed before the fork
+        if isinstance(handler, logging.handlers.BufferingHandler):  # other handlers' files were flushed before the fork
             handler.buffer = []
     weakref.finalize._registered_with_atexit = True
     for function in logging.shutdown, weakref.finalize._exitfunc, multiprocessing.util._exit_function:  # the last first
         atexit.register(function)
-    forkserver._forkserver.__init__()  # this rank's data loaders start their own: Python waits for it as for a child
+    forkserver._forkserver.__init__()  # this rank's DataLoaders start their own, because Python waits for it as a child
 
 
 def _random_numbers() -> tuple:
-    """The states of the generators that a program may have seeded: Python's, numpy's, torch's on the CPU and GPUs."""
+    """Return the states of the generators that a program may have seeded: Python's, numpy's, torch's (CPU and GPUs)."""
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     return random.getstate(), numpy.random.get_state(), torch.initial_seed(), torch.get_rng_state(), cuda
 
 
 def _set_random_numbers(states: tuple, is_forked: bool) -> None:
-    """Continue the launching process's random numbers.  A forked process does; only Python's generator is reseeded."""
+    """Continue the launching process's random numbers.  If this process was forked, only Python's were reseeded."""
     of_python, of_numpy, seed, of_torch, of_cuda = states
     random.setstate(of_python)
     if not is_forked:
@@ -567,7 +567,7 @@ _passes = 0  # the forward passes of DDP models that this rank has begun in trai
 
 
 def count_forward_passes(model: torch.nn.Module) -> None:
-    """Count its forward passes in training, for the report of a hang: a rank with one batch less has made one less."""
+    """Count forward passes in training, for the report of a hang: a rank with fewer batches has made fewer of them."""
     model.register_forward_pre_hook(_count_pass)
 
 
@@ -584,7 +584,7 @@ def _passes_in_words() -> str:
 
 
 def note_forward_passes(error: BaseException) -> None:
-    """Add their number to the error.  In a rank of `launch` the table says it."""
+    """Add the number of forward passes to the error.  For a rank of `launch`, the table shows it."""
     if _passes and not _progress_file and hasattr(error, "add_note"):  # since Python 3.11
         error.add_note(f"(rank {os.environ.get('RANK', 0)}{_passes_in_words()})")
 
@@ -593,7 +593,7 @@ _inherited: list[weakref.ref] = []  # the files that the launching process had o
 
 
 def _open_files() -> list:
-    """The program's open files; the inherited ones are frozen, so gc does not list them."""
+    """Return the program's open files.  The inherited ones are frozen, so gc does not list them."""
     kinds = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
     files = [item for item in gc.get_objects() if issubclass(type(item), kinds)]  # isinstance would ask the item
     return files + [file for reference in _inherited if (file := reference()) is not None]
@@ -604,7 +604,7 @@ def _log_handlers() -> list[logging.Handler]:
 
 
 def _write(files: list) -> None:
-    """Write the files' buffers to disk, each in a thread: a file may be a pipe that nobody reads."""
+    """Write the files' buffers to disk, each in a thread, because a file may be a pipe that nobody reads."""
     for file in files:
         thread = threading.Thread(target=_flush, args=[file], daemon=True)
         thread.start()
@@ -617,13 +617,13 @@ def _flush(file: Any) -> None:
 
 
 def _write_report(report: _Report, path: str) -> None:
-    """Write the report, atomic: the launching process sees no report, or all of it."""
+    """Write the report atomically, so that the launching process sees no report, or all of it."""
     try:
         Path(f"{path}.tmp").write_bytes(pickle.dumps(report))
-    except Exception as error:  # pickle has many kinds, and the disk may be full
+    except Exception as error:  # pickle raises many kinds of errors, and the disk may be full
         text = (
             f"worker_fn has returned, but its result can't be sent to the launching process ({type(error).__name__}: "
-            f"{error}): save it in worker_fn and return None, or set TMPDIR to a folder with room for it"
+            f"{error}): save it in worker_fn and return None, or set TMPDIR to a folder with enough space"
         )
         Path(f"{path}.tmp").write_bytes(pickle.dumps(_Report(time.monotonic(), FAILED, text)))
     os.rename(f"{path}.tmp", path)
@@ -643,11 +643,11 @@ def _report_of(error: BaseException) -> _Report:
 
 
 def _failure_of(error: BaseException) -> str:
-    """Return LOST or TIMED_OUT if torch says so, else FAILED.  Gloo's RuntimeErrors name a line of its source."""
+    """Return LOST or TIMED_OUT if torch reports it, else FAILED.  Gloo's RuntimeErrors name a line of its source."""
     message = "".join(traceback.format_exception_only(type(error), error))
     if isinstance(error, torch_dist.DistError) or (type(error) is RuntimeError and "gloo/" in message):
         lost = "connection (was likely )?(closed|reset)|broken pipe|ncclRemoteError"
-        lost += "|NCCL operation failed"  # torch 2.15 says no more
+        lost += "|NCCL operation failed"  # torch 2.15 gives no reason
         if re.search(lost, message, re.IGNORECASE):
             return LOST
         if re.search("tim(ed|e) ?out", message, re.IGNORECASE):
@@ -668,13 +668,13 @@ LAUNCHER_VARIABLES = (*PLACES, "MASTER_ADDR", "MASTER_PORT")
 def translate_variables() -> None:
     """If mpirun or srun has started this process, write its rank into torchrun's variables, unless these are set.
 
-    mpirun has precedence, because it runs inside SLURM jobs.  A given MASTER_ADDR or MASTER_PORT stays.  Missing
-    variables are not invented: check_variables rejects an incomplete set.
+    mpirun has precedence, because it runs inside SLURM jobs.  MASTER_ADDR and MASTER_PORT are kept if they are
+    set.  Missing variables are not invented, because check_variables rejects an incomplete set.
     """
     env = os.environ
     if any(name in env for name in TORCHRUN):
         return
-    host = run = ""  # mpirun doesn't say where rank 0 is, and MPICH gives a run no name
+    host = run = ""  # mpirun doesn't tell where rank 0 is, and MPICH gives a run no name
     if any(name in env for name in OPEN_MPI):
         names, run = OPEN_MPI, env.get("PMIX_NAMESPACE", "")
     elif "MPI_LOCALRANKID" in env:  # srun --mpi=pmi2 sets PMI_RANK, but not this
@@ -691,10 +691,10 @@ def translate_variables() -> None:
     if env.get("LOCAL_WORLD_SIZE") == env.get("WORLD_SIZE"):  # all processes are on this machine
         host = "127.0.0.1"
         if names is not SRUN and "MASTER_PORT" not in env:
-            # PMIX_NAMESPACE, too, is made of a process's number, which is unique in its namespace: a container's.
+            # PMIX_NAMESPACE, too, contains a process ID, which is unique only in its container.
             link = "/proc/self/ns/pid"
             run = f"{run or _mpirun()} {os.readlink(link) if os.path.lexists(link) else ''}"
-    env["DIST_RUN"] = run  # the same for all ranks, different for other runs; "" if there is no such name
+    env["DIST_RUN"] = run  # the same for all ranks of a run, and different for other runs; "" if there is no such name
     if host:
         env.setdefault("MASTER_ADDR", host)
         env.setdefault("MASTER_PORT", str(20000 + zlib.crc32(run.encode()) % 10000))  # below the ephemeral ports
@@ -703,7 +703,7 @@ def translate_variables() -> None:
 def _mpirun() -> int:
     """Return the process ID of the MPICH process that started this rank: the first ancestor without a rank."""
     pid = os.getppid()
-    with contextlib.suppress(OSError):  # macOS has no /proc, and not every process lets itself be read
+    with contextlib.suppress(OSError):  # macOS has no /proc, and some processes can't be read
         while b"\0PMI_RANK=" in b"\0" + Path(f"/proc/{pid}/environ").read_bytes():
             pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     return pid
@@ -730,13 +730,13 @@ def check_variables() -> None:
         raise ValueError(f"{said}: {advice} unset {' '.join(given)}")
     address, port = env.get("MASTER_ADDR", ""), env.get("MASTER_PORT", "")
     if world_size > 1 and not (address and port.isdecimal() and 0 < int(port) < 65536):
-        where = f"MASTER_ADDR={address} and MASTER_PORT={port} must say where rank 0 is"
+        where = f"MASTER_ADDR={address} and MASTER_PORT={port} must be rank 0's address and port"
         raise ValueError(f"{where}: set them (mpirun over several machines: -x MASTER_ADDR=HOST -x MASTER_PORT=29500)")
 
 
 # -------------------------------------------------------------------------------------- roll-call: who is missing?
 
-REPORT_MISSING_AFTER = 10  # seconds; then a line on stderr says which ranks are missing
+REPORT_MISSING_AFTER = 10  # seconds; then a line on stderr names the missing ranks
 _own_address = _address_of_rank_0 = ""  # on the network between this process and rank 0
 _drawn = os.urandom(8).hex()  # distinguishes this process from those of other machines
 
@@ -745,27 +745,27 @@ def meet(rank: int, world_size: int, limit: timedelta) -> torch_dist.Store:
     """Return the store in which the ranks of a new group leave their addresses, when all ranks have joined."""
     global _passes
     _passes = 0
-    table = _open_store(rank, world_size, limit)  # of a whole run: each of its groups has its own part
+    table = _open_store(rank, world_size, limit)  # for the whole run; each of its groups has its own part
     count = f"groups of rank {rank}"
     store = torch_dist.PrefixStore(f"group {table.add(count, 0)}", table)
     _wait_for_all_ranks(store, rank, world_size, limit)
     table.set(_name_of_process(), "has joined")
-    table.add(count, 1)  # only when all ranks are here: a rank that tries once more looks in the same part
+    table.add(count, 1)  # only when all ranks have joined, so a rank that tries again uses the same part
     return store
 
 
 def _open_store(rank: int, world_size: int, limit: timedelta) -> torch_dist.Store:
-    """Connect to the store of this run.  RuntimeError, in one line, if another process has this rank already."""
+    """Connect to the store of this run.  Raise RuntimeError, in one line, if another process already has this rank."""
     global _own_address, _address_of_rank_0
     env = os.environ
     if any(name in env for name in ("TORCHELASTIC_RUN_ID", OPEN_MPI[0], MPICH[2])):
         # If torchrun or mpirun is killed, Linux kills this process, too.
         torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)
     address, port = env["MASTER_ADDR"], int(env["MASTER_PORT"])
-    advice = f"set MASTER_PORT to a free port, the same on all ranks of a run, and not {port}"
+    advice = f"set MASTER_PORT to a free port other than {port}, the same on all ranks of a run"
     inherited = " ".join(f"-u {name}" for name in PLACES if name in env)
-    advice += f". If a rank has started this program, it has that rank's variables: type env {inherited} python ..."
-    # Two runs that meet on one port have different names; torch 2.4's torchrun has one store for all attempts.
+    advice += f". If a rank started this program, it inherited that rank's variables: type env {inherited} python ..."
+    # Two runs that use the same port have different names, and torch 2.4's torchrun has one store for all attempts.
     names = [env.get(name, "") for name in ("DIST_RUN", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")]
 
     def connect(**options: Any) -> torch_dist.Store:
@@ -781,15 +781,15 @@ def _open_store(rank: int, world_size: int, limit: timedelta) -> torch_dist.Stor
         _own_address, _address_of_rank_0 = connection.getsockname()[0], connection.getpeername()[0]
     holder = store.compare_set(f"process with rank {rank}", "", _name_of_process())
     if holder.decode() != _name_of_process():
-        raise RuntimeError(f"rank {rank} of {world_size} is here already. If this is another run, {advice}")
+        raise RuntimeError(f"rank {rank} of {world_size} has already joined. If that is a different run, {advice}")
     return store
 
 
 def _serve(connect: Callable, address: str, port: int, advice: str) -> torch_dist.Store:
-    """Serve the store of a new group, as rank 0; returns it."""
+    """Serve the store of a new group, as rank 0, and return it."""
     options: dict = {}
     try:
-        if _is_loopback(address):  # otherwise torch listens on all networks
+        if _is_loopback(address):  # otherwise, torch would listen on all networks
             server = socket.create_server((address, port), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
             options = {"master_listen_fd": server.detach(), "use_libuv": False}
         return connect(is_master=True, **options)
@@ -798,18 +798,18 @@ def _serve(connect: Callable, address: str, port: int, advice: str) -> torch_dis
             raise RuntimeError(f"rank 0 is not at MASTER_ADDR={address}: set it to this machine's address") from None
         if getattr(error, "errno", 0) != errno.EADDRINUSE and "EADDRINUSE" not in str(error):
             raise
-        raise RuntimeError(f"rank 0: port {port} is in use. If by another run, {advice}") from None
+        raise RuntimeError(f"rank 0: port {port} is in use. If another run uses it, {advice}") from None
 
 
 def _find(connect: Callable, address: str, port: int, rank: int, limit: timedelta) -> torch_dist.Store:
-    """Wait for the store that rank 0, torchrun or `launch` serves; returns it."""
+    """Wait for the store that rank 0, torchrun or `launch` serves, and return it."""
     found = []
 
     def missing() -> str:
         try:
-            socket.create_connection((address, port), timeout=5).close()  # a TCPStore that is early prints warnings
+            socket.create_connection((address, port), timeout=5).close()  # a TCPStore that is too early prints warnings
             store = connect()
-            # A rank's store is for one group: if this process has joined a group in it, rank 0 is about to end it.
+            # A rank's store is for one group, so if this process has joined a group in it, rank 0 is about to end it.
             if _is_served_for_us() or not store.check([_name_of_process()]):
                 found.append(store)
         except (OSError, torch_dist.DistError):
@@ -821,7 +821,7 @@ def _find(connect: Callable, address: str, port: int, rank: int, limit: timedelt
 
 
 def _is_served_for_us() -> bool:
-    """Whether torchrun or `launch` serves the store, instead of rank 0."""
+    """Return whether torchrun or `launch` serves the store, instead of rank 0."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
@@ -830,7 +830,7 @@ def _name_of_process() -> str:
 
 
 def _wait_for_all_ranks(store: torch_dist.Store, rank: int, world_size: int, limit: timedelta) -> None:
-    """Wait until all ranks have come to this store.  TimeoutError names the missing ranks; torch's own doesn't."""
+    """Wait until all ranks have joined.  The TimeoutError names the missing ranks, which torch's own does not."""
     keys = [f"rank {number}" for number in range(world_size)]
     if not _is_loopback(_own_address):
         store.set("address of rank 0", _address_of_rank_0)
@@ -848,14 +848,14 @@ def _wait_for_all_ranks(store: torch_dist.Store, rank: int, world_size: int, lim
 def _choose_interface(store: torch_dist.Store) -> None:
     """Let Gloo use the network on which the ranks reach rank 0, if the user has not chosen another.
 
-    Gloo by itself takes the address of the machine's name, which Debian sets to 127.0.1.1.
+    By itself, Gloo uses the address of the machine's name, which Debian sets to 127.0.1.1.
     """
     address = _own_address
-    if _is_loopback(address) and store.check(["address of rank 0"]):  # others are on another machine
+    if _is_loopback(address) and store.check(["address of rank 0"]):  # some ranks are on another machine
         address = store.get("address of rank 0").decode()
     if _is_loopback(address):
         interface = "lo0" if sys.platform == "darwin" else "lo"
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # "=": no other whose name begins like this
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # "=": not others that begin with this name
     else:
         interface = _interface_with(address)
     if interface:
@@ -867,7 +867,7 @@ def _is_loopback(address: str) -> bool:
 
 
 def _interface_with(address: str) -> str:
-    """The network interface that has this address, as Linux names it; "" if none has."""
+    """Return the network interface that has this address, as Linux names it, or "" if none has."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             request = struct.pack("256s", name.encode())
@@ -879,9 +879,9 @@ def _interface_with(address: str) -> str:
 
 
 def _wait_for(missing: Callable[[], str], rank: int, limit: timedelta) -> None:
-    """Wait until `missing` returns "".  After 10 s a line on stderr names the ranks; at the limit TimeoutError does.
+    """Wait until `missing` returns "".  After 10 s, print the ranks that it names; at the limit, raise TimeoutError.
 
-    store.wait is not used: it prints torch's warnings when it times out.
+    store.wait is not used, because torch prints warnings when it times out.
     """
     started = time.monotonic()
     pause = 0.001
@@ -889,10 +889,10 @@ def _wait_for(missing: Callable[[], str], rank: int, limit: timedelta) -> None:
     while ranks := missing():
         waited = time.monotonic() - started
         if waited > limit.total_seconds():
-            raise TimeoutError(f"init_process_group: {ranks} did not come within {limit.total_seconds():.0f} s")
+            raise TimeoutError(f"init_process_group: {ranks} did not join within {limit.total_seconds():.0f} s")
         if waited > REPORT_MISSING_AFTER and not is_reported:
             is_reported = True
-            if rank == 0 or ranks.startswith("rank 0"):  # rank 0 prints the line; if it is missing, all others do
+            if rank == 0 or ranks.startswith("rank 0"):  # rank 0 prints the line, or all others if rank 0 is missing
                 print(f"distributed: waiting for {ranks}", file=sys.stderr, flush=True)
         time.sleep(pause)
         pause = min(2 * pause, 0.1)

@@ -1,4 +1,4 @@
-"""The smallest complete DDP program: random data, one linear layer, and all calls that a real program needs.
+"""The smallest complete DDP program: random data, one linear layer, and every call that a real program needs.
 
 python min_DDP.py                          # one process per visible GPU; two processes without a GPU
 python min_DDP.py --nproc 3                # three processes
@@ -18,12 +18,12 @@ import distributed as dist  # this project's file, not torch.distributed
 
 def main_worker(local_rank, world_size, args):
     dist.init_process_group()
-    device = dist.get_device()  # the GPU with number local_rank, or the CPU; nothing else needs local_rank
+    device = dist.get_device()  # the GPU whose index is local_rank, or the CPU; nothing else needs local_rank
     torch.manual_seed(0)  # the same data and the same weights in every process
 
     points = torch.randn(1000, 8)
     dataset = TensorDataset(points, points.argmax(1))
-    sampler = dist.data_sampler(dataset)  # each process gets its share
+    sampler = dist.data_sampler(dataset)  # each process gets its share of the examples
     loader = DataLoader(dataset, args.batch_size // world_size, sampler=sampler)
 
     model = nn.Linear(8, 8).to(device)
@@ -39,9 +39,9 @@ def main_worker(local_rank, world_size, args):
             optimizer.step()
             optimizer.zero_grad()
         correct = logits.argmax(1) == labels.to(device)
-        loss = dist.reduce(loss)  # the average over all processes; exact, as their shares are equal
-        correct = torch.cat(dist.gather(correct))  # the last batch, from all processes
-        dist.print_primary(f"epoch {epoch}  loss {loss:.4f}  right {correct.sum()} of {len(correct)} in the last batch")
+        loss = dist.reduce(loss)  # the mean over all processes; exact, because their batches have the same size
+        correct = torch.cat(dist.gather(correct))  # of the last batch, from all processes
+        dist.print_primary(f"epoch {epoch}  loss {loss:.4f}  last batch: {correct.sum()} of {len(correct)} correct")
 
     dist.cleanup()
 
@@ -50,12 +50,12 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         description=__doc__, usage=argparse.SUPPRESS, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--epochs", type=int, default=5, help="(default: %(default)s)")
-    parser.add_argument("--batch-size", type=int, default=40, help="of all processes together (default: %(default)s)")
-    parser.add_argument("--nproc", type=int, help="processes on this machine (default: one per GPU; without a GPU, 2)")
+    parser.add_argument("--epochs", type=int, default=5, help="number of epochs (default: %(default)s)")
+    parser.add_argument("--batch-size", type=int, default=40, help="global batch size (default: %(default)s)")
+    parser.add_argument("--nproc", type=int, help="processes to start (default: one per GPU, or 2 without a GPU)")
     args = parser.parse_args()
     if args.epochs < 1:
         parser.error("--epochs must be at least 1")
     if args.batch_size < dist.count_processes(args.nproc):
-        parser.error("--batch-size must be at least the number of processes: one example each")
+        parser.error("--batch-size must be at least the number of processes, because each needs an example")
     dist.launch(main_worker, args, nproc=args.nproc)

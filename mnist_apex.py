@@ -1,6 +1,6 @@
 """MNIST with DDP and NVIDIA Apex's mixed precision, as older code has it.  python mnist_apex.py --opt-level O1
 
---dataset synthetic needs no download, --help lists the flags, docs/progression.md walks through the steps.
+Add --dataset synthetic to train without a download.  docs/progression.md explains the steps.
 """
 
 import argparse
@@ -35,8 +35,8 @@ class ConvNet(nn.Sequential):
 
 
 def train(model, loader, optimizer, scheduler, device):
-    """One epoch; returns the sum of the losses and the number of examples, [2] float64."""
-    from apex import amp  # here, as check_apex must come first
+    """Train for one epoch; return the sum of the losses and the number of examples (float64, shape [2])."""
+    from apex import amp  # imported here, because check_apex must run first
 
     model.train()
     sums = torch.zeros(2, dtype=torch.float64, device=device)
@@ -47,14 +47,14 @@ def train(model, loader, optimizer, scheduler, device):
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
-        sums[0] += loss.detach().double() * len(labels)  # Apex's O1 can't mix in float64
+        sums[0] += loss.detach().double() * len(labels)  # Apex's O1 can't mix float16 and float64
         sums[1] += len(labels)
-    return sums.cpu()  # waits for the device, so that the measured time is that of all the work
+    return sums.cpu()  # waits for the device, so the measured time includes all of its work
 
 
 @torch.no_grad()
 def evaluate(model, loader, device):
-    """The number of right answers and the number of examples, [2] float64."""
+    """Return the number of correct answers and the number of examples (float64, shape [2])."""
     model.eval()
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     for images, labels in data.batches(loader, device):
@@ -65,11 +65,11 @@ def evaluate(model, loader, device):
 
 def main(local_rank, world_size, args):
     dist.init_process_group()
-    device = dist.get_device()  # the GPU with number local_rank, or the CPU; nothing else needs local_rank
+    device = dist.get_device()  # the GPU whose index is local_rank, or the CPU; nothing else needs local_rank
     torch.manual_seed(args.seed)  # equal seeds give equal weights
 
     batch_size = args.batch_size // world_size  # each process's share
-    global_batch = batch_size * world_size  # less than --batch-size if it doesn't divide
+    global_batch = batch_size * world_size  # less than --batch-size if that can't be divided evenly
     train_set, test_set = data.load(args.dataset, args.data_dir, 2 * global_batch if args.dry_run else None)
     train_sampler = dist.data_sampler(train_set, seed=args.seed)  # different examples per rank, padded to equal shares
     test_sampler = dist.data_sampler(test_set, shuffle=False, pad=False)  # each example exactly once
@@ -92,9 +92,9 @@ def main(local_rank, world_size, args):
         epoch_started = time.perf_counter()
         trained = train(model, train_loader, optimizer, scheduler, device)
         seconds = time.perf_counter() - epoch_started
-        dist.sync_params(model.buffers())  # BatchNorm's averages differ between ranks: all take rank 0's
+        dist.sync_params(model.buffers())  # BatchNorm's averages differ between ranks, so all copy rank 0's
         tested = evaluate(model, test_loader, device)
-        dist.all_reduce(trained)  # in place: now the sums over all processes
+        dist.all_reduce(trained)  # in place, so these are now the sums over all processes
         dist.all_reduce(tested)
         loss, seen = trained.tolist()
         correct, count = tested.tolist()
@@ -107,17 +107,17 @@ def main(local_rank, world_size, args):
 
 
 def check_apex(error):
-    """Apex can't be used here: call `error` with one line that says why, and what to do."""
+    """If Apex can't be used here, call `error` with one line on the reason and on what to type."""
     build = "git clone -b 25.04 https://github.com/NVIDIA/apex && pip install --no-build-isolation ./apex"
     install = f"{build}, or use mnist_amp.py"
     spec = importlib.util.find_spec("apex")
-    if spec is None or spec.origin is None:  # no origin: only a folder of that name, such as a clone
+    if spec is None or spec.origin is None:  # it has no origin if it is only a folder of that name, such as a clone
         error(f"Apex is not installed: {install}")
     parts = {path.name for path in Path(spec.origin).parent.iterdir()}  # importing the wrong one may fail
     if "multi_tensor_apply" not in parts:
         error(f"the installed package apex is not NVIDIA's: pip uninstall apex, then {install}")
     if "amp" not in parts:
-        error(f"this Apex has no apex.amp, which NVIDIA removed after 25.05: {install}")
+        error(f"this version of Apex has no apex.amp, because NVIDIA removed it after 25.05: {install}")
     if not torch.cuda.device_count():
         error("Apex needs a CUDA GPU, and none is visible: use mnist_amp.py")
 
@@ -126,20 +126,20 @@ def parse_args():
     parser = argparse.ArgumentParser(
         description=__doc__, usage=argparse.SUPPRESS, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--dataset", default="mnist", choices=data.DATASETS, help="(default: %(default)s)")
-    parser.add_argument("--data-dir", default="data", help="data sets are kept here (default: %(default)s)")
-    parser.add_argument("--epochs", type=int, default=3, help="(default: %(default)s)")
-    parser.add_argument("--batch-size", type=int, default=200, help="of all processes together (default: %(default)s)")
+    parser.add_argument("--dataset", default="mnist", choices=data.DATASETS, help="dataset (default: %(default)s)")
+    parser.add_argument("--data-dir", default="data", help="folder of the dataset (default: %(default)s)")
+    parser.add_argument("--epochs", type=int, default=3, help="number of epochs (default: %(default)s)")
+    parser.add_argument("--batch-size", type=int, default=200, help="global batch size (default: %(default)s)")
     parser.add_argument("--lr", type=float, default=0.1, help="peak learning rate (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and order (default: %(default)s)")
-    parser.add_argument("--dry-run", action="store_true", help="one epoch of two batches, to see that all of it runs")
-    parser.add_argument("--nproc", type=int, help="processes on this machine (default: one per GPU; without a GPU, 2)")
-    parser.add_argument("--opt-level", default="O2", choices=["O0", "O1", "O2", "O3"], help="(default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="random seed for weights and order (default: %(default)s)")
+    parser.add_argument("--dry-run", action="store_true", help="run only one epoch of two batches, as a smoke test")
+    parser.add_argument("--nproc", type=int, help="processes to start (default: one per GPU, or 2 without a GPU)")
+    parser.add_argument("--opt-level", default="O2", choices=["O0", "O1", "O2", "O3"], help="Apex level (default: O2)")
     args = parser.parse_args()
     if min(args.epochs, args.batch_size) < 1 or not 0 < args.lr < float("inf") or not 0 <= args.seed < 2**32:
         parser.error("--epochs and --batch-size must be at least 1, --lr positive and finite, --seed 0 to 2**32 - 1")
     if args.batch_size < dist.count_processes(args.nproc):
-        parser.error("--batch-size must be at least the number of processes: one example each")
+        parser.error("--batch-size must be at least the number of processes, because each needs an example")
     check_apex(parser.error)
     data.prepare(args.dataset, args.data_dir, error=parser.error)
     args.epochs = 1 if args.dry_run else args.epochs

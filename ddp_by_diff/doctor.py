@@ -1,10 +1,10 @@
-"""A test of this machine: is the machine at fault, or my script?  Paste all of its output into a bug report.
+"""Check this machine: is the problem in the machine, or in the script?  Paste the whole output into a bug report.
 
-    python -m ddp_by_diff.doctor                          # this machine: all GPUs, or two processes without a GPU
+    python -m ddp_by_diff.doctor                          # this machine: all GPUs, or two processes if there is no GPU
     torchrun --nproc_per_node=2 -m ddp_by_diff.doctor     # or srun, mpirun: a launcher's processes, on all machines
     kill -USR1 PID            # PID of a hanging `python train.py`, which then prints where each of its ranks is
 
-Each line is ok, or WRONG with what to do.  The exit code is 1 if a line is WRONG.
+Each line begins with ok, or with WRONG and then tells what to do.  The exit code is 1 if a line is WRONG.
 """
 
 import argparse
@@ -26,16 +26,16 @@ from ddp_by_diff import distributed_launcher as launcher
 from ddp_by_diff.instruments.command import started_as
 
 VARIABLES = [*launcher.LAUNCHER_VARIABLES, "NPROC"]
-ADVICE = [  # (a pattern of an error, what to do); the first that matches is printed
+ADVICE = [  # (a pattern of an error, what to do); the first one that matches is printed
     ("driver", "nvidia-smi shows the driver's newest CUDA: update the driver, or install torch for an older CUDA"),
     ("out of memory", "nvidia-smi shows which processes use the GPU's memory"),
-    ("tim(ed|e) ?out|connect|resolve", "a firewall? GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME set the network interface"),
-    ("", "look it up in docs/troubleshooting.md; report it with all of this, for NCCL with NCCL_DEBUG=INFO"),
+    ("tim(ed|e) ?out|connect|resolve", "a firewall? GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose the interface"),
+    ("", "look it up in docs/troubleshooting.md, or report it with this output (NCCL: set NCCL_DEBUG=INFO)"),
 ]
 
 
 def show(is_ok: bool, what: str, found: str) -> bool:
-    """Print a line of the table; returns is_ok."""
+    """Print a line of the table; return is_ok."""
     print(f"{'ok' if is_ok else 'WRONG':5}  {what:8}  {found}\n", end="", flush=True)  # in one piece: all ranks print
     return is_ok
 
@@ -43,23 +43,23 @@ def show(is_ok: bool, what: str, found: str) -> bool:
 def check_software() -> bool:
     found = f"{platform.python_version()} on {platform.platform(terse=True)}, {platform.machine()}"
     is_new = sys.version_info >= (3, 10)
-    python_ok = show(is_new, "python", found if is_new else f"{found}: 3.10 or newer is needed")
+    python_ok = show(is_new, "python", found if is_new else f"{found}: install 3.10 or newer")
     built = "CUDA " + torch.version.cuda if torch.version.cuda else "ROCm" if torch.version.hip else "the CPU only"
     found = f"{torch.__version__}, built for {built}"
     is_new = torch.__version__ >= (2, 4)
-    return show(is_new, "torch", found if is_new else f"{found}: 2.4 or newer is needed") and python_ok
+    return show(is_new, "torch", found if is_new else f"{found}: install 2.4 or newer") and python_ok
 
 
 def check_devices() -> bool:
-    """Print the cores and the GPUs.  check_rank tests whether the GPUs compute, in a process for each."""
+    """Print the cores and the GPUs.  check_rank tests each GPU in a process of its own."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     show(True, "CPU", f"{cores} cores, OMP_NUM_THREADS {os.environ.get('OMP_NUM_THREADS', 'not set')}")
     count, chosen = torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES")
     found = f"{count}, CUDA_VISIBLE_DEVICES {'not set' if chosen is None else repr(chosen)}"
     if chosen and chosen != "-1" and count < len(chosen.split(",")):
-        return show(False, "GPUs", f"{found} names GPUs that torch can't see: correct it, or unset it")
+        return show(False, "GPUs", f"{found} names GPUs that torch doesn't see: correct it, or unset it")
     if count == 0 and chosen is None and os.path.exists("/dev/nvidia0"):
-        return show(False, "GPUs", f"{found}, but the machine has a GPU: compare torch's CUDA with that of nvidia-smi")
+        return show(False, "GPUs", f"{found}, but the machine has a GPU: compare torch's CUDA with nvidia-smi's")
     return show(True, "GPUs", found)
 
 
@@ -77,7 +77,7 @@ def check_launcher() -> bool:
 
 
 def check_rank(local_rank: int, world_size: int) -> None:
-    """Test, on each rank, that its device computes, and that an all-reduce over all devices is right."""
+    """Test, on each rank, that its device computes correctly, and so does an all-reduce over all devices."""
     device = dist.get_device()
     ones = torch.ones(64, 64, device=device)
     total = (ones @ ones).sum().item()
@@ -95,7 +95,7 @@ def check_rank(local_rank: int, world_size: int) -> None:
 def check_ranks() -> bool:
     try:
         dist.launch(check_rank)
-        return not dist.is_primary() or show(True, "together", "an all-reduce over all devices returns the right sum")
+        return not dist.is_primary() or show(True, "together", "an all-reduce over all devices returns the correct sum")
     except (SystemExit, Exception) as problem:
         if isinstance(problem, SystemExit) and isinstance(problem.code, int):
             raise  # Ctrl-C
@@ -105,15 +105,15 @@ def check_ranks() -> bool:
 
 
 def main() -> int:
-    """Print the table; 1 if anything is wrong, else 0."""
+    """Print the table; return 1 if anything is wrong, else 0."""
     parse_args()
     try:
         dist.check_variables()
         is_primary = dist.is_primary()
-    except ValueError:  # check_launcher says what is wrong
+    except ValueError:  # check_launcher reports it
         is_primary = True
     findings = [check_software(), check_devices(), check_launcher()] if is_primary else [True]
-    if findings[-1]:  # if the launcher's variables are wrong, no process can find its place
+    if findings[-1]:  # with wrong variables, no process learns its rank and world size
         findings.append(check_ranks())
     return int(not all(findings))
 

@@ -1,4 +1,4 @@
-"""Programs to run as they are: mistakes, collectives, and programs for equivalence/ and timeline/ to look at.
+"""Programs to run as they are: mistakes, collectives, and programs for equivalence and timeline to examine.
 
 python -m demos.mistakes no_ddp wrong     # docs/mistakes.md
 python -m demos.collectives all_reduce    # docs/collectives.md

@@ -13,13 +13,13 @@ import distributed as dist
 
 
 def broadcast(mine):
-    torch_dist.broadcast(mine, src=0)  # in place: rank 0 sends, the others' numbers are overwritten
+    torch_dist.broadcast(mine, src=0)  # in place: rank 0 sends, and the others' numbers are overwritten
     return mine
 
 
 def reduce(mine):
-    torch_dist.reduce(mine, dst=0, op=torch_dist.ReduceOp.SUM)  # in place, but only rank 0 has the sum
-    return mine if torch_dist.get_rank() == 0 else None  # on the others `mine` is now undefined
+    torch_dist.reduce(mine, dst=0, op=torch_dist.ReduceOp.SUM)  # in place, but only rank 0 gets the sum
+    return mine if torch_dist.get_rank() == 0 else None  # on the other ranks, `mine` is now undefined
 
 
 def all_reduce(mine):
@@ -28,7 +28,7 @@ def all_reduce(mine):
 
 
 def gather(mine):
-    parts = [torch.empty_like(mine) for _ in range(torch_dist.get_world_size())]  # room for the results
+    parts = [torch.empty_like(mine) for _ in range(torch_dist.get_world_size())]  # space for the results
     torch_dist.gather(mine, parts if torch_dist.get_rank() == 0 else None, dst=0)
     return torch.cat(parts) if torch_dist.get_rank() == 0 else None
 
@@ -59,7 +59,7 @@ def all_to_all(mine):
 
 def send_recv(mine):
     if torch_dist.get_rank() == 0:
-        torch_dist.send(mine, dst=1)  # returns when the numbers are on their way
+        torch_dist.send(mine, dst=1)  # returns when the numbers are being sent
     if torch_dist.get_rank() == 1:
         torch_dist.recv(mine, src=0)  # in place; waits for them
     return mine
@@ -67,13 +67,13 @@ def send_recv(mine):
 
 def barrier(mine):
     started = time.monotonic()
-    time.sleep(mine.item())  # the time at which this rank comes: 0, 1, 2 seconds
-    torch_dist.barrier()  # all wait for the last
-    return torch.tensor([round(time.monotonic() - started)])  # the time at which it goes on
+    time.sleep(mine.item())  # this rank arrives after 0, 1 or 2 seconds
+    torch_dist.barrier()  # all ranks wait for the last one
+    return torch.tensor([round(time.monotonic() - started)])  # it continues after this time
 
 
 def tens(rank, world_size):
-    """[1, 2, 3] on rank 0, [10, 20, 30] on rank 1, [100, 200, 300] on rank 2: a sum shows which ranks it contains."""
+    """Return [1, 2, 3] on rank 0, [10, 20, 30] on rank 1, ..., so that a sum shows which ranks it contains."""
     return torch.arange(1, world_size + 1) * 10**rank
 
 
@@ -89,7 +89,7 @@ def seconds(rank, world_size):
     return torch.tensor([rank])
 
 
-COLLECTIVES = {  # the function, and what it is called with
+COLLECTIVES = {  # the function, and what makes its argument
     "broadcast": (broadcast, tens),
     "reduce": (reduce, tens),
     "all_reduce": (all_reduce, tens),
@@ -104,7 +104,7 @@ COLLECTIVES = {  # the function, and what it is called with
 
 
 def before_and_after(name):
-    """For each rank a pair of lists: its numbers before and after the collective (None: no result)."""
+    """Return for each rank a pair of lists: its numbers before and after the collective (None: no result)."""
     function, numbers = COLLECTIVES[name]
     mine = numbers(torch_dist.get_rank(), torch_dist.get_world_size())
     before = mine.tolist()
@@ -124,9 +124,9 @@ def worker(local_rank, world_size, name):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("collective", choices=COLLECTIVES)
-    parser.add_argument("--nproc", type=int, default=3, help="processes (default: %(default)s)")
+    parser.add_argument("collective", choices=COLLECTIVES, help="the collective to run")
+    parser.add_argument("--nproc", type=int, default=3, help="number of processes (default: %(default)s)")
     args = parser.parse_args()
     if args.nproc < 2:
-        parser.error(f"--nproc {args.nproc}: with fewer than two processes nothing is exchanged")
+        parser.error(f"--nproc {args.nproc}: a collective needs at least two processes, so type --nproc 2")
     dist.launch(worker, args.collective, nproc=args.nproc)

@@ -1,4 +1,4 @@
-"""A training for timeline/ to look at: rank 1, or each rank, is 60 ms late in one part of its step.
+"""A program for timeline to examine: rank 1, or each rank, is 60 ms late in one part of its step.
 
 python -m ddp_by_diff.timeline -m demos.slow forward
 python -m ddp_by_diff.timeline -m demos.slow loading --every-rank --workers 2
@@ -42,7 +42,7 @@ def main(local_rank, world_size, part, every_rank, workers):
         model[1].register_full_backward_hook(lambda *_: time.sleep(SECONDS))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model = dist.prepare_ddp_model(model)
-    rows = range(dist.get_rank() * 50, 10_000, 1)  # each batch has one index that 50 divides
+    rows = range(dist.get_rank() * 50, 10_000, 1)  # each batch has one index that can be divided by 50
     loader = DataLoader(Points(is_late and part == "loading"), batch_size=50, sampler=rows, num_workers=workers)
     for points, labels in loader:
         F.cross_entropy(model(points), labels).backward()
@@ -53,8 +53,8 @@ def main(local_rank, world_size, part, every_rank, workers):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=PARTS)
-    parser.add_argument("--every-rank", action="store_true", help="not only rank 1 is late")
-    parser.add_argument("--workers", type=int, default=0, help="of each rank's DataLoader (default: %(default)s)")
+    parser.add_argument("part", choices=PARTS, help="the part of the step that is slow")
+    parser.add_argument("--every-rank", action="store_true", help="all ranks are late, not only rank 1")
+    parser.add_argument("--workers", type=int, default=0, help="DataLoader workers of each rank (default: %(default)s)")
     args = parser.parse_args()
     dist.launch(main, args.part, args.every_rank, args.workers)

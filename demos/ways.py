@@ -1,6 +1,6 @@
-"""Wrong ways of training with several processes, and their corrections, for equivalence/ to look at.
+"""Wrong ways of training with several processes, and their corrections, for equivalence to examine.
 
-python -m ddp_by_diff.equivalence -m demos.ways sum             # wrong: equivalence/ names the mistake
+python -m ddp_by_diff.equivalence -m demos.ways sum             # equivalence names the mistake
 python -m ddp_by_diff.equivalence -m demos.ways sum --right     # the corrected program
 """
 
@@ -13,12 +13,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import distributed as dist
 
-WAYS = {  # what is wrong, and what the right way does
+WAYS = {  # what is wrong, and what corrects it
     "sum": "the gradients are added up; divide them by the number of processes",
-    "divided_twice": "the loss is divided by the number of processes, and DDP averages; leave that to DDP",
-    "lr_times_processes": "the learning rate grows with the processes, the global batch doesn't; leave it",
+    "divided_twice": "the loss is divided by the number of processes although DDP averages; don't divide it",
+    "lr_times_processes": "the learning rate grows with the processes, but the global batch doesn't; don't scale it",
     "uneven": "the ranks have different numbers of examples; weight each loss by its share",
-    "tokens": "the mean over different numbers of tokens; divide the sum by all ranks' mean number",
+    "tokens": "each rank averages over its own number of tokens; divide the sum by the mean number over all ranks",
     "no_sync": "the last backward of a step is inside no_sync; put it outside",
     "dropout_seed": "all ranks have the same dropout masks; seed each rank differently",
     "clip": "each rank clips its own gradients; average them first",
@@ -32,13 +32,13 @@ class Dropped(nn.Sequential):
 
 
 def make_loader(rank, world_size, is_uneven):
-    """Batches of this rank's share of 24 examples: points [n, 8], labels [n]."""
+    """Return a DataLoader of this rank's share of batches of 24 examples: points [n, 8], labels [n]."""
     draw = torch.Generator().manual_seed(0)
     dataset = TensorDataset(torch.randn(240, 8, generator=draw), torch.randint(4, (240,), generator=draw))
     shares = []
     for batch in torch.arange(240).split(24):
         share = batch[rank::world_size]
-        if is_uneven:  # rank 0 has more
+        if is_uneven:  # rank 0 has more examples
             share = batch.split([24 - 4 * (world_size - 1)] + [4] * (world_size - 1))[rank]
         shares.append(share.tolist())
     return DataLoader(dataset, batch_sampler=shares)
@@ -53,7 +53,7 @@ def average_gradients(model, world_size, skip=0, divide=True):
 
 
 def loss_of(way, is_right, model, points, labels, world_size):
-    if way == "tokens":  # class 0 is padding, and doesn't count
+    if way == "tokens":  # class 0 is padding, which doesn't count
         total = F.cross_entropy(model(points), labels, reduction="sum", ignore_index=0)
         count = (labels != 0).sum()
         if is_right:
@@ -96,7 +96,7 @@ def main(local_rank, world_size, way, is_right):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("way", choices=WAYS)
-    parser.add_argument("--right", action="store_true", help="the corrected way")
+    parser.add_argument("way", choices=WAYS, help="the mistake")
+    parser.add_argument("--right", action="store_true", help="run the corrected program")
     args = parser.parse_args()
     dist.launch(main, args.way, args.right)

@@ -86,7 +86,7 @@ def why(name: str) -> str:
     """The line `why` that timeline printed when dev/timelines.py recorded the picture."""
     picture = (ROOT / f"docs/timelines/{name}.svg").read_text(encoding="utf-8")
     sentence = re.search(r"<!-- why: (.*?) -->", picture)[1]
-    return block("text", f"why       {sentence}") if sentence else "\n`why` says nothing.\n"
+    return block("text", f"why       {sentence}") if sentence else "\n`timeline` prints no `why` line for this step.\n"
 
 
 def result(name: str) -> str:
@@ -154,7 +154,7 @@ def told(stderr: str) -> str:
     """
     text = stderr.replace(f"{ROOT}/", "")
     text = re.sub(r"\bfor rank \d", "for rank 0", text)  # either of two ranks with the same error may be the first
-    if found := re.search(r"^where each rank stands:.*", text, re.DOTALL | re.MULTILINE):
+    if found := re.search(r"^where each rank is:.*", text, re.DOTALL | re.MULTILINE):
         error = found[0]
     else:
         found = re.search(r"^\w+Error: (?!.*^\w+Error: ).*", text, re.DOTALL | re.MULTILINE)

@@ -37,27 +37,27 @@ GROUPS = {
         Step("mnist_apex.py", ["mnist_ddp.py"], "mixed precision with NVIDIA Apex, as older code has it"),
     ],
     "Inside DDP": [
-        Step("variants/mnist_by_hand.py", ["mnist_ddp.py"], "what DDP does, written out"),
-        Step("variants/mnist_overlap.py", ["variants/mnist_by_hand.py"], "the all-reduces run while backward goes on"),
-        Step("variants/mnist_zero.py", ["variants/mnist_by_hand.py"], "ZeRO-1: the optimizer's state in slices"),
+        Step("variants/mnist_by_hand.py", ["mnist_ddp.py"], "what DDP does, written by hand"),
+        Step("variants/mnist_overlap.py", ["variants/mnist_by_hand.py"], "all-reduces that overlap with backward"),
+        Step("variants/mnist_zero.py", ["variants/mnist_by_hand.py"], "ZeRO-1: the optimizer state, in shards"),
     ],
     "What if it doesn't fit": [
-        Step("variants/mnist_accumulate.py", ["mnist_ddp.py"], "gradient accumulation: the batch doesn't fit"),
-        Step("variants/mnist_fsdp.py", ["mnist_ddp.py"], "`fully_shard` (FSDP2): the model doesn't fit"),
+        Step("variants/mnist_accumulate.py", ["mnist_ddp.py"], "gradient accumulation, if the batch doesn't fit"),
+        Step("variants/mnist_fsdp.py", ["mnist_ddp.py"], "`fully_shard` (FSDP2), if the model doesn't fit"),
         Step(
             "variants/mnist_tensor_parallel.py",
             ["mnist_ddp.py"],
-            "tensor parallelism: a layer's channels are shared out",
+            "tensor parallelism: each process has a share of the channels",
         ),
         Step(
             "variants/mnist_mesh.py",
             ["variants/mnist_tensor_parallel.py"],
-            "a mesh: data parallel over tensor parallel",
+            "a mesh of processes: data and tensor parallelism",
         ),
         Step("variants/mnist_pipeline.py", ["mnist_ddp.py"], "a pipeline: each process has some of the layers"),
     ],
     "A transformer": [
-        Step("variants/mnist_transformer.py", ["mnist_ddp.py"], "attention: an image is a sequence of patches"),
+        Step("variants/mnist_transformer.py", ["mnist_ddp.py"], "attention between the patches of an image"),
         Step(
             "variants/mnist_context_parallel.py",
             ["variants/mnist_transformer.py"],
@@ -70,7 +70,7 @@ GROUPS = {
         ),
     ],
     "Faster": [
-        Step("variants/mnist_local_sgd.py", ["mnist_ddp.py"], "local SGD: averages the weights, every few steps"),
+        Step("variants/mnist_local_sgd.py", ["mnist_ddp.py"], "local SGD: the weights are averaged every few steps"),
     ],
     "Other engines": [
         Step("variants/mnist_horovod.py", ["mnist_ddp.py"], "the same under Horovod, to read older code"),

@@ -1,11 +1,11 @@
-"""Checks an exercise: runs your function with 1, 2 and 3 processes.  python -m exercises.check shard
+"""Check an exercise: run your function with 1, 2 and 3 processes.  python -m exercises.check shard
 
 python -m exercises.check all                 # all twelve, in their order
-python -m exercises.check 5                   # the fifth
-python -m exercises.check shard --hint        # how to begin
-python -m exercises.check shard --solution    # the stored solution instead of your function
+python -m exercises.check 5                   # the fifth exercise
+python -m exercises.check shard --hint        # print a hint
+python -m exercises.check shard --solution    # check the stored solution instead
 
-The exit code is 0 if all is right, and 1 if not.  What your function is compared with stands in exercises/checks/.
+The exit code is 0 if all results are correct, else 1.  exercises/checks/ holds what your function is compared with.
 """
 
 import argparse
@@ -34,9 +34,9 @@ from exercises.checks.common import wait_for_the_others
 
 ROOT = Path(__file__).parents[1]
 WORLD_SIZES = (1, 2, 3)
-LIMIT = 20  # seconds for one number of processes; then each rank is asked where it stands
+LIMIT = 20  # seconds for one number of processes; then each rank is asked where it is
 BLANK, EQUAL, WRONG, ERROR, HANGS = "not implemented yet", "equal", "WRONG", "ERROR", "HANGS"
-TABLE = "where each rank stands:"  # the first line of what distributed_launcher.py prints when it gets SIGUSR1
+TABLE = "where each rank is:"  # the first line of what distributed_launcher.py prints when it gets SIGUSR1
 
 
 class Outcome(NamedTuple):
@@ -45,13 +45,13 @@ class Outcome(NamedTuple):
 
 
 def check(name: str, path: Path, limit: float = LIMIT) -> str:
-    """Print a line for each number of processes; returns EQUAL, or the first verdict that differs."""
+    """Print a line for each number of processes; return EQUAL, or the first verdict that differs."""
     print(f"{name} ({short(path)})", flush=True)
     verdict = EQUAL
     for nproc in WORLD_SIZES:
         outcome = examine(name, path, nproc, limit)
         if outcome.verdict == BLANK:
-            print(f"  {BLANK}: write {name}() in {short(path)}; to begin: python -m exercises.check {name} --hint")
+            print(f"  {BLANK}: write {name}() in {short(path)}; for a hint: python -m exercises.check {name} --hint")
             return BLANK
         processes = "1 process  " if nproc == 1 else f"{nproc} processes"
         print(f"  {processes}  {outcome.verdict}  {outcome.text}".rstrip(), flush=True)
@@ -62,10 +62,10 @@ def check(name: str, path: Path, limit: float = LIMIT) -> str:
 
 
 def print_summary(verdicts: dict[str, str]) -> None:
-    """Print which exercises are solved, which are not right, and which are blank."""
-    groups: dict[str, list[str]] = {"solved": [], "not right": [], "blank": []}
+    """Print which exercises are solved, which are incorrect, and which are blank."""
+    groups: dict[str, list[str]] = {"solved": [], "incorrect": [], "blank": []}
     for name, verdict in verdicts.items():
-        groups[{EQUAL: "solved", BLANK: "blank"}.get(verdict, "not right")].append(name)
+        groups[{EQUAL: "solved", BLANK: "blank"}.get(verdict, "incorrect")].append(name)
     print()
     for title, names in groups.items():
         print(f"{title:<9} {len(names):>2} of {len(verdicts)}  {', '.join(names)}".rstrip())
@@ -80,16 +80,16 @@ def short(path: Path | str) -> str:
 
 def examine(name: str, path: Path, nproc: int, limit: float = LIMIT) -> Outcome:
     """Start the ranks, and judge their answers."""
-    said = io.StringIO()  # by the launcher: the table of where the ranks stand
+    said = io.StringIO()  # by the launcher: the table of where each rank is
     with tempfile.TemporaryDirectory() as folder:
         try:
             with contextlib.redirect_stderr(said), asks_after(limit, said):
                 launcher.run(worker, (name, path, folder), nproc)
         except TimeoutError:
             table = short(said.getvalue().rpartition(f"{TABLE}\n")[2]).rstrip()
-            text = f"after {limit} s (on a busy machine try again) each rank stands here:\n{table}"
+            text = f"after {limit} s (on a busy machine, try again); where each rank is:\n{table}"
             return Outcome(HANGS, text + named(name, table))
-        except SystemExit as end:  # of the launcher, with the first rank's error
+        except SystemExit as end:  # raised by the launcher, with the error of the rank that failed first
             if isinstance(end.code, int):  # Ctrl-C, SIGTERM
                 raise
             is_blank = str(end.code).splitlines()[0].endswith(BLANK)
@@ -101,7 +101,7 @@ def examine(name: str, path: Path, nproc: int, limit: float = LIMIT) -> Outcome:
 
 @contextlib.contextmanager
 def asks_after(limit: float, said: io.StringIO):
-    """After `limit` seconds ask the launcher where the ranks stand; TimeoutError when it has answered."""
+    """After `limit` seconds, ask the launcher where each rank is; raise TimeoutError when it has answered."""
 
     def ask(number, frame):
         if TABLE in said.getvalue():
@@ -119,15 +119,15 @@ def asks_after(limit: float, said: io.StringIO):
 
 
 def named(name: str, text: str) -> str:
-    """The mistake, if the exercise's check knows it by where the ranks stand, or by their error; else ""."""
+    """Return the mistake, if the check recognises it by where the ranks are or by their error, else ""."""
     for pattern, mistake in getattr(module_of(name), "SIGNS", {}).items():
         if re.search(pattern, text):
-            return f"\n  It looks like this: {mistake}"
+            return f"\n  Likely mistake: {mistake}"
     return ""
 
 
 def judge(name: str, path: Path, answers: list, folder: str) -> str:
-    """What is wrong with the answers of all ranks, in words, or ""."""
+    """Return what is wrong with the answers of all ranks, in words, or ""."""
     problem = module_of(name).judge(answers)
     if not problem and len(answers) == 1 and hasattr(module_of(name), "alone"):
         problem = module_of(name).alone(load(name, path), folder)
@@ -142,7 +142,7 @@ def module_of(name: str) -> ModuleType:
 
 
 def worker(name: str, path: Path, folder: str) -> None:
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the exercises are about processes: the CPU is enough
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the exercises are about processes, so the CPU is enough
     with contextlib.redirect_stdout(io.StringIO()):  # without "distributed: 2 processes, gloo, cpu"
         dist.init_process_group(backend="gloo")
     try:
@@ -157,13 +157,13 @@ def worker(name: str, path: Path, folder: str) -> None:
 
 
 def answer(name: str, path: Path, folder: str) -> Any:
-    """This rank's answer, which the check judges."""
+    """Return this rank's answer, which the check judges."""
     torch.manual_seed(dist.get_rank())  # random numbers differ between ranks, as in a script that sets no seed
     return module_of(name).run(load(name, path), folder)
 
 
 def load(name: str, path: Path) -> Callable:
-    """The function with this name in this file."""
+    """Return the function with this name in this file."""
     spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -173,7 +173,7 @@ def load(name: str, path: Path) -> Callable:
 
 
 def explain(error: BaseException, path: Path) -> str:
-    """The lines of the reader's file that led to the error, and the error's first lines."""
+    """Return the lines of the reader's file that led to the error, and the first lines of the error."""
     if isinstance(error, SystemExit):
         error = RuntimeError(f"sys.exit({error.code!r}) was called")
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
@@ -190,14 +190,14 @@ def parse_args() -> argparse.Namespace:
         description=__doc__, usage=argparse.SUPPRESS, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     numbers = [str(number) for number in range(1, len(NAMES) + 1)]
-    parser.add_argument("name", choices=[*NAMES, *numbers, "all"], metavar="NAME")
-    parser.add_argument("--hint", action="store_true", help="print a hint, and check nothing")
-    parser.add_argument("--solution", action="store_true", help="check the stored solution")
+    parser.add_argument("name", choices=[*NAMES, *numbers, "all"], metavar="NAME", help="name, number, or all")
+    parser.add_argument("--hint", action="store_true", help="print a hint instead of checking")
+    parser.add_argument("--solution", action="store_true", help="check the stored solution instead of your function")
     args = parser.parse_args()
     try:
         if dist.get_world_size() > 1:
-            raise ValueError("it starts its processes itself: type python -m exercises.check")
-    except ValueError as problem:  # or a launcher's variables that make no sense
+            raise ValueError("the check starts its own processes: type python -m exercises.check NAME")
+    except ValueError as problem:  # or a launcher's variables contradict each other
         parser.error(str(problem))
     if args.name in numbers:
         args.name = NAMES[int(args.name) - 1]
@@ -205,7 +205,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def main() -> int:
-    """0 if all exercises that were asked for are right, else 1."""
+    """Return 0 if all exercises that were asked for are correct, else 1."""
     args = parse_args()
     names = NAMES if args.name == "all" else [args.name]
     if args.hint:
@@ -213,14 +213,14 @@ def main() -> int:
             print(f"{name}:{module_of(name).HINT}")
         return 0
     folder = ROOT / "exercises" / "solutions" if args.solution else ROOT / "exercises"
-    torch.set_num_threads(1)  # no pool of threads, so that processes can be forked
+    torch.set_num_threads(1)  # no pool of threads, so processes can be forked
     verdicts = {name: check(name, folder / f"{name}.py") for name in names}
     is_right = set(verdicts.values()) == {EQUAL}
     if args.name == "all":
         print_summary(verdicts)
     elif is_right:
         later = NAMES[NAMES.index(args.name) + 1 :]
-        print(f"passed; next: {later[0]}" if later else "passed: that was the last one")
+        print(f"passed; next: {later[0]}" if later else "passed; that was the last one")
     return 0 if is_right else 1
 
 

@@ -1,4 +1,4 @@
-"""Exercise 8: BatchNorm over the whole batch, on the CPU.   python -m exercises.check global_batchnorm"""
+"""Exercise 8: BatchNorm over the global batch, on the CPU.   python -m exercises.check global_batchnorm"""
 
 import torch
 
@@ -6,7 +6,7 @@ import distributed as dist
 
 
 class Total(torch.autograd.Function):
-    """The sum over all ranks, for autograd: each rank's input has a part in all ranks' losses."""
+    """Add up a tensor over all ranks, in autograd: each rank's input is a part of the losses of all ranks."""
 
     @staticmethod
     def forward(ctx, tensor):
@@ -14,15 +14,15 @@ class Total(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        return dist.all_reduce(gradient.clone())  # autograd may still need it
+        return dist.all_reduce(gradient.clone())  # a copy, because autograd may still need the original
 
 
 def global_batchnorm(inputs: torch.Tensor, eps: float = 1e-5) -> torch.Tensor:
-    """(inputs - mean) / (variance + eps).sqrt(), with each feature's mean and variance over all ranks' examples.
+    """Return (inputs - mean) / (variance + eps).sqrt(), with each feature's mean and variance over all ranks' examples.
 
     Inputs are [this rank's examples, features]; the ranks may have different numbers of examples (at least one each).
-    The variance divides by the number of all examples.  torch's SyncBatchNorm does this, but on GPUs only.  Gradients
-    must be right, too: each rank's mean depends on the other ranks' inputs.  Total.apply(x) is the sum over all ranks
-    for autograd; dist.all_reduce is enough where no gradient is needed.
+    The variance divides by the number of all examples.  torch's SyncBatchNorm does the same, but only on GPUs.  The
+    gradients must be correct, too, because each rank's mean depends on the other ranks' inputs.  Total.apply(x) is the
+    sum over all ranks in autograd; dist.all_reduce is enough where no gradient is needed.
     """
     raise NotImplementedError

@@ -7,10 +7,10 @@ import distributed as dist
 
 
 def ring_all_reduce(tensor: torch.Tensor) -> None:
-    """Overwrite the tensor (one dimension, float64) by the sum of all ranks' tensors, on every rank.
+    """Replace the tensor (one dimension, float64) with the sum of all ranks' tensors, on every rank.
 
-    Use only torch_dist.send, isend, recv and irecv.  Each rank sends to the next one only, rank + 1, and the last one
-    to rank 0.  Each message is one part of the tensor, cut into world size parts: with n ranks, 2 * (n - 1) messages
-    per rank.  The tensor may have fewer elements than there are ranks.  With one process there is nothing to do.
+    Use only torch_dist.send, isend, recv and irecv.  Each rank sends only to the next rank, rank + 1, and the last one
+    to rank 0.  Each message is one of the n parts into which n ranks divide the tensor, and each rank sends 2 * (n - 1)
+    messages.  The tensor may have fewer elements than there are ranks.  With one process, there is nothing to do.
     """
     raise NotImplementedError

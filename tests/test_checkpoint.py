@@ -242,7 +242,7 @@ def test_a_set_is_equal_in_any_order_and_an_error_of_one_rank_is_one_of_all(tmp_
     order = (0, 8) if rank == 1 else (8, 0)  # as in two processes that hash strings differently
     assert repr(set(order)) == ("{0, 8}" if rank == 1 else "{8, 0}")
     refusal = error_of(checkpoint.Keeper(tmp_path, other=part({"names": set(order)})).save, 1)
-    assert not refusal or "builtins.set in it is no tensor" in refusal  # by torch 2.4, which can't read one
+    assert not refusal or "builtins.set in it is not a tensor" in refusal  # by torch 2.4, which can't read one
     error = error_of(checkpoint.Keeper, "a\0b")  # rank 0 makes the folder: the others don't wait for it
     assert error.startswith("ValueError: " if rank == 0 else "CheckpointError: ValueError: ") and "null" in error
 
@@ -443,8 +443,8 @@ def test_a_foreign_file_is_refused_and_the_one_before_is_used(tmp_path, monkeypa
         foreign.write_text(content) if content == "text" else torch.save(content, foreign)
         assert restored(folder) == 2
         (line,) = capsys.readouterr().err.splitlines()
-        assert line.startswith(f"{foreign} is damaged, or no checkpoint (")
-        assert line.endswith(f": going on from {folder}/step-2.pt")
+        assert line.startswith(f"{foreign} is damaged, or not a checkpoint (")
+        assert line.endswith(f": resuming from {folder}/step-2.pt")
     assert not (tmp_path / "it ran").exists()
     keeper = checkpoint.Keeper(folder, model=linear())
     keeper.restore()
@@ -483,10 +483,10 @@ def test_a_wrong_random_state_a_folder_and_a_loss_of_one_rank_are_one_line_each(
         assert keeper.restore()["step"] == 1
     said = err.getvalue().splitlines()
     assert len(said) == (6 if dist.is_primary() else 0)
-    assert all("(it lacks step, config, parts or the ranks' random states): going on from" in line for line in said)
+    assert all("(it lacks step, config, parts or the random states): resuming from" in line for line in said)
     (tmp_path / "step-9.pt").mkdir(exist_ok=True)
     dist.barrier()
-    reason = "(it is a folder, no checkpoint of this kind: give it another name)"
+    reason = "(it is a folder, not a checkpoint: give it another name)"
     assert error_of(keeper.restore) == f"CheckpointError: can't read {tmp_path}/step-9.pt {reason}"
     scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(torch.optim.SGD([nn.Parameter(torch.zeros(1))]))
     scheduler.step(1.5 + dist.get_rank())

@@ -226,7 +226,7 @@ def test_ended_in_many_ways_and_again(run, reference, folder):
     for start, at, to_one, saved in ("1, batch 2", 7, "", "2, batch 2"), ("2, batch 2", 4, 1, "2, batch 5"):
         result = end_at(run, *flags, at=at, TO_ONE=to_one)
         assert f"runs/cifar10: epoch {start} of 5\n" in result.out
-        assert result.out.splitlines()[-1] == f"told to stop: saved at epoch {saved} of 5; the same command continues"
+        assert result.out.splitlines()[-1] == f"asked to stop: saved at epoch {saved} of 5; the same command resumes"
     result = run(*flags)
     assert result.code == 0 and result.err == "" and "epoch 2, batch 5 of 5\n" in result.out, result
     assert re.search(r"^epoch 2/2  loss \d\.\d{4}  train ", result.out, re.MULTILINE)  # no image, no speed

@@ -214,7 +214,7 @@ def test_a_damaged_file_is_one_line(tmp_path):
         (raw / name).write_bytes(content)
         text = message("mnist-like", str(tmp_path))
         assert f"can't be read from {raw}" in text and "--dataset synthetic" in text
-        assert ("(label 200 in place of 0 to 9)" in text) == (200 in content)
+        assert ("(label 200, but labels must be 0 to 9)" in text) == (200 in content)
         assert sorted(path.name for path in raw.iterdir()) == sorted(FILES)  # nothing is deleted
         whole.rename(raw / name)
 
@@ -235,7 +235,7 @@ def test_what_is_not_mnists_to_the_last_bit_is_refused_unless_it_is_ones_own(tmp
             file.seek(-1, os.SEEK_END)
             file.write(b"\x09")
         text = message("mnist", str(tmp_path))
-        assert f"mnist can't be read from {raw}" in text and f"({name} is damaged, or of another data set" in text
+        assert f"mnist can't be read from {raw}" in text and f"({name} is damaged, or of another dataset" in text
         assert "--dataset mnist-like" in text and not (tmp_path / ".lock").exists()  # nothing is downloaded
         train, test = data.load("mnist-like", str(tmp_path))
         assert {train.labels[-1].item(), test.images[-1, 0, -1, -1].item()} == {0, 9}

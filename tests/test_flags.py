@@ -49,7 +49,7 @@ TABLE = [  # the scripts; what is typed; words of the line, or else the flag is 
     ([CIFAR10], "--dtype float16", "--dtype", "add --amp"),
     ([CIFAR10], "--clearml", "pip install clearml"),
     ([CIFAR10], "--run-dir a_file", "can't write to --run-dir a_file (File exists): choose another"),
-    ([CIFAR10], "--run-dir foreign", "foreign/step-1.pt is damaged, or no checkpoint", "choose another --run-dir"),
+    ([CIFAR10], "--run-dir foreign", "foreign/step-1.pt is damaged, or not a checkpoint", "choose another --run-dir"),
     (["variants/mnist_accumulate.py"], "--accumulate 0", "--accumulate 0", "at least 1"),
     (["variants/mnist_local_sgd.py"], "--every 0", "--every 0", "at least 1"),
     ([FSDP], "--param-dtype float16", "--param-dtype", "'bfloat16'"),

@@ -61,7 +61,7 @@ BAD = [
     ({"rank": 2, "world_size": 2}, {}, "RANK=2 WORLD_SIZE=2: set RANK and WORLD_SIZE to"),
     ({"world_size": 2}, PLACE, "init_process_group: world_size is 2, but here it is 3"),
     ({"rank": 1}, {}, "RANK=1 WORLD_SIZE=1: set RANK and WORLD_SIZE to"),
-    ({"rank": 1, "world_size": 2}, {}, "MASTER_ADDR= and MASTER_PORT= must say"),
+    ({"rank": 1, "world_size": 2}, {}, "MASTER_ADDR= and MASTER_PORT= must be"),
 ]
 
 
@@ -97,7 +97,7 @@ def test_they_are_named_after_10_seconds_once_by_rank_0_or_by_all_and_in_the_err
     for rank, missing, speaks in (0, "rank 1", True), (2, "rank 1", False), (2, "rank 0, rank 1", True):
         for limit in 10, 11:
             waits.clear()
-            with pytest.raises(TimeoutError, match=f"init_process_group: {missing} did not come within {limit} s"):
+            with pytest.raises(TimeoutError, match=f"init_process_group: {missing} did not join within {limit} s"):
                 launcher._wait_for(lambda missing=missing: missing, rank, timedelta(seconds=limit))
             is_said = speaks and limit > 10
             assert capsys.readouterr().err == f"distributed: waiting for {missing}\n" * is_said
@@ -187,7 +187,7 @@ def test_a_group_that_another_library_has_made_is_used_and_left_to_its_owner(for
 
 def test_a_rank_0_that_does_not_come_is_named_with_its_address():
     pipes, port = by_hand([1, 2], 3, 1)
-    error = f"TimeoutError: init_process_group: rank 0 at 127.0.0.1:{port} did not come within 1 s"
+    error = f"TimeoutError: init_process_group: rank 0 at 127.0.0.1:{port} did not join within 1 s"
     assert answers_of(pipes) == {1: error, 2: error}
 
 
@@ -195,15 +195,15 @@ def test_two_runs_that_meet_on_one_port_do_not_mix():
     first, port = by_hand([0], 2, 60, name="first")
     wait_for(lambda: is_served(port))
     other, _ = by_hand([0, 1], 2, 2, port, name="other")
-    in_use = f"RuntimeError: rank 0: port {port} is in use. If by another run, set MASTER_PORT to a free port"
+    in_use = f"RuntimeError: rank 0: port {port} is in use. If another run uses it, set MASTER_PORT to a free port"
     answers = answers_of(other)
     assert answers[0].startswith(in_use)
-    assert answers[1] == "TimeoutError: init_process_group: rank 0 of 2 did not come within 2 s"
+    assert answers[1] == "TimeoutError: init_process_group: rank 0 of 2 did not join within 2 s"
     second, _ = by_hand([1], 2, 60, port, name="first")
     assert [answer[0] for answer in (answers_of(first)[0], answers_of(second)[1])] == [[2] * 3] * 2
     third, _ = by_hand([1], 2, 60, port, name="first")
-    taken = f"RuntimeError: rank 1 of 2 is here already. If this is another run, set MASTER_PORT .* and not {port}. "
-    assert re.match(f"{taken}If a rank has started .*type env .*python ...$", answers_of(third)[1])
+    taken = f"RuntimeError: rank 1 of 2 has already joined. If that .* run, set MASTER_PORT .* other than {port}, "
+    assert re.match(f"{taken}.*If a rank started .*type env .*python ...$", answers_of(third)[1])
 
 
 def test_a_process_takes_the_gpu_of_its_local_rank_or_the_one_that_it_sees(monkeypatch):

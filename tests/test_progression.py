@@ -81,13 +81,13 @@ def test_a_step_is_small(before, after):
 def flags(script):
     """The calls that add a flag, with default and help, as text.
 
-    With several processes --batch-size is shared out; who starts them takes --nproc, or a launcher's flag of its own.
+    With several processes, --batch-size is the global batch size, and --nproc or a launcher's flag sets their number.
     """
     tree = ast.parse((ROOT / script).read_text(encoding="utf-8"))
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     calls = [call for call in calls if getattr(call.func, "attr", None) == "add_argument"]
     texts = [ast.unparse(call) for call in sorted(calls, key=lambda call: call.lineno)]
-    texts = [text.replace("of all processes together", "images per step") for text in texts]
+    texts = [text.replace("global batch size", "images per step") for text in texts]
     return [text for text in texts if "--nproc" not in text]
 
 

@@ -63,7 +63,7 @@ def test_all_reduce_keeps_the_dtype_or_refuses():
     for dtype, op in too_small + [(dtype, "mean") for dtype in (*INTEGERS, torch.bool)]:
         mine = torch.ones(2, dtype=dtype)
         error = error_of(dist.all_reduce, mine, op)
-        assert error == f"TypeError: all_reduce {op} doesn't take {dtype}: use dist.reduce(tensor, {op!r})"
+        assert error == f"TypeError: all_reduce {op} doesn't support {dtype}: use dist.reduce(tensor, {op!r})"
         assert dist.reduce(mine, op).tolist() == [n if op == "sum" else 1] * 2  # as the message says
 
 
@@ -184,7 +184,7 @@ def test_sync_params_copies_rank_0s_values_in_place():
     assert model[1].num_batches_tracked == 1
 
 
-THREE, ALL, OUT = torch.zeros(3), "float32 [3]", "takes tensors, not"
+THREE, ALL, OUT = torch.zeros(3), "float32 [3]", "needs tensors, not"
 MISMATCHES = {  # what the ranks call, and what one of them does; with the lines of the table
     "function": (lambda: dist.reduce(THREE), lambda: dist.gather(THREE), "reduce mean of torch", "gather of torch"),
     "op": (lambda: dist.all_reduce(THREE), lambda: dist.all_reduce(THREE, "max"), "all_reduce sum", "all_reduce max"),
@@ -204,7 +204,7 @@ def test_ranks_that_call_different_things_get_one_error_on_all():
     here = dist.get_rank()
     for odd, (case, (*calls, usual, other)) in zip(itertools.cycle(range(3)), MISMATCHES.items(), strict=False):
         first, *table = str(error_of(calls[here == odd])).splitlines()
-        assert first == "RuntimeError: the ranks called different things, but all must call the same:"
+        assert first == "RuntimeError: the ranks made different calls, but all must make the same call:"
         assert len(table) == 3, case
         for rank, line in enumerate(table):
             assert line.startswith(f"  rank {rank}: ") and (other if rank == odd else usual) in line, (case, table)
@@ -229,15 +229,15 @@ FUNCTIONS |= {"sync_params": dist.sync_params}
 def test_what_is_refused_is_refused_on_all_ranks():
     """What one rank passes, or all (odd = 3): none of the ranks gets a result, and none waits for the others."""
     here = dist.get_rank()
-    a_dtensor = "can't take a DTensor: pass .full_tensor(), or .to_local(), this rank's part"
+    a_dtensor = "doesn't support DTensors: pass .full_tensor(), or this rank's .to_local()"
     refused = {
         "DTensor": (dtensor(), a_dtensor),
-        "no tensor": (None, "takes tensors, not NoneType (use torch.as_tensor)"),
+        "no tensor": (None, "needs tensors, not NoneType (use torch.as_tensor)"),
     }
     for (value, text), (name, function), odd in itertools.product(refused.values(), FUNCTIONS.items(), range(4)):
         value = [value] if name == "sync_params" else value
         error = str(error_of(function, value if odd in (here, 3) else THREE.clone()))
-        assert error == f"TypeError: {name} {text}" if odd == 3 else error.startswith("RuntimeError: the ranks called")
+        assert error == f"TypeError: {name} {text}" if odd == 3 else error.startswith("RuntimeError: the ranks made")
     for odd in range(3):
         wrong = error_of(dist.reduce, THREE, "median" if odd == here else "sum")
         assert f"rank {odd}: reduce op='median' of torch.float32 [3]" in wrong, wrong

@@ -86,7 +86,7 @@ def test_what_a_sampler_refuses(monkeypatch):
             return iter(range(4))
 
     for wrong in RandomSampler(range(4)), WeightedRandomSampler([1.0, 2.0], 2), Stream():
-        with pytest.raises(TypeError, match=f"takes a dataset, not a {type(wrong).__name__}: give each rank x") as end:
+        with pytest.raises(TypeError, match=f"needs a dataset, not a {type(wrong).__name__}: give each rank x") as end:
             dist.data_sampler(wrong)
     advice = re.search(r"x\[.*]", str(end.value))[0]  # followed by three ranks: equal shares, and nothing twice
     shares = [eval(advice, {"x": list(range(11)), "world_size": 3, "rank": rank}) for rank in range(3)]

@@ -189,7 +189,7 @@ def test_min_ddp():
     result = forker().run("min_DDP.py", "--nproc", 3)
     assert result.code == 0 and result.err == "", result.err
     _, *lines = result.out.splitlines()
-    pattern = r"epoch (\d)  loss (\d+\.\d{4})  right (\d+) of 27 in the last batch"
+    pattern = r"epoch (\d)  loss (\d+\.\d{4})  last batch: (\d+) of 27 correct"
     epochs, losses, right = zip(*(re.fullmatch(pattern, line).groups() for line in lines), strict=True)
     assert epochs == tuple("01234") and int(right[-1]) > 0.7 * 27
     assert [float(loss) for loss in losses] == pytest.approx(losses_of_plain_sgd(), abs=6e-5)

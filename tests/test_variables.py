@@ -123,8 +123,8 @@ BAD = [
     (TORCHRUN | {"LOCAL_WORLD_SIZE": "3"}, "RANK=1 .*LOCAL_WORLD_SIZE=3"),
     (WITHOUT_PMI_SIZE, "RANK=1 .*: set RANK and WORLD_SIZE"),
     (srun() | {"WORLD_SIZE": "2"}, "WORLD_SIZE=2: on SLURM, leave them to srun: unset WORLD_SIZE$"),
-    (OPEN_MPI | SECOND_MACHINE, "MASTER_ADDR= and MASTER_PORT= must say where rank 0 is: .*-x MASTER_ADDR=HOST"),
-    (TORCHRUN | {"MASTER_ADDR": "here", "MASTER_PORT": "70000"}, "MASTER_ADDR=here and MASTER_PORT=70000 must say"),
+    (OPEN_MPI | SECOND_MACHINE, "MASTER_ADDR= and MASTER_PORT= must be rank 0's address .*-x MASTER_ADDR=HOST"),
+    (TORCHRUN | {"MASTER_ADDR": "here", "MASTER_PORT": "70000"}, "MASTER_ADDR=here and MASTER_PORT=70000 must be"),
     ({"DIST_TIMEOUT": "-1"}, r"the timeout \(or DIST_TIMEOUT\) is -1: give seconds greater than 0"),
     ({"DIST_BACKEND": "nvcc"}, r"torch has no backend nvcc \(DIST_BACKEND or an argument\): choose nccl or gloo"),
     ({"DIST_BACKEND": "cpu:gloo,cuda:nvcc"}, "torch has no backend cpu:gloo,cuda:nvcc "),
@@ -249,7 +249,7 @@ def test_distributed_py_alone_under_torchrun_has_the_table_of_calls_that_differ(
     (tmp_path / "train.py").write_text(DIFFERENT_CALLS)
     done = shell(*torchrun_command()[0][1:], "train.py", cwd=tmp_path)
     assert done.code == 0 and "the sum is 1, the launcher None" in done.out, done
-    table = r"the ranks called different things.*\n  rank 0: reduce mean of.*\n  rank 1: gather of"
+    table = r"the ranks made different calls.*\n  rank 0: reduce mean of.*\n  rank 1: gather of"
     assert len(re.findall(table, done.out)) == 2, done.out
 
 

@@ -1,6 +1,6 @@
 """MNIST with context parallelism: each process has a share of each sequence.  python -m variants.mnist_context_parallel
 
---dataset synthetic needs no download, --help lists the flags, docs/progression.md walks through the steps.
+Add --dataset synthetic to train without a download.  docs/progression.md explains the steps.
 """
 
 import argparse
@@ -14,11 +14,11 @@ from torch import nn
 import data
 import distributed as dist  # this project's file, not torch.distributed
 
-WIDTH, HEADS, PATCH = 64, 4, 7  # of CIFAR-10's 32 x 32 pixels 28 x 28 are seen
+WIDTH, HEADS, PATCH = 64, 4, 7  # of CIFAR-10's 32 x 32 pixels, the model uses 28 x 28
 
 
 class Block(nn.Module):
-    """Tokens [N, tokens, WIDTH] -> the same shape: attention, then two linear layers; each adds to what comes in."""
+    """Tokens [N, tokens, WIDTH] -> the same shape: attention, then two linear layers, each added to its input."""
 
     def __init__(self, counts: list[int]) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ class Transformer(nn.Module):
 
 
 def train(model, loader, optimizer, scheduler, device):
-    """One epoch; returns the sum of the losses and the number of examples, [2] float64."""
+    """Train for one epoch; return the sum of the losses and the number of examples (float64, shape [2])."""
     model.train()
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     for images, labels in data.batches(loader, device):
@@ -130,12 +130,12 @@ def train(model, loader, optimizer, scheduler, device):
         scheduler.step()
         sums[0] += loss.detach() * len(labels)
         sums[1] += len(labels)
-    return sums.cpu()  # waits for the device, so that the measured time is that of all the work
+    return sums.cpu()  # waits for the device, so the measured time includes all of its work
 
 
 @torch.no_grad()
 def evaluate(model, loader, device):
-    """The number of right answers and the number of examples, [2] float64."""
+    """Return the number of correct answers and the number of examples (float64, shape [2])."""
     model.eval()
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     for images, labels in data.batches(loader, device):
@@ -146,7 +146,7 @@ def evaluate(model, loader, device):
 
 def main(local_rank, world_size, args):
     dist.init_process_group()
-    device = dist.get_device()  # the GPU with number local_rank, or the CPU; nothing else needs local_rank
+    device = dist.get_device()  # the GPU whose index is local_rank, or the CPU; nothing else needs local_rank
     torch.manual_seed(args.seed)  # equal seeds give equal weights
 
     batch_size = args.batch_size  # all processes see the same images, and each some tokens of each image
@@ -182,14 +182,14 @@ def parse_args():
     parser = argparse.ArgumentParser(
         description=__doc__, usage=argparse.SUPPRESS, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--dataset", default="mnist", choices=data.DATASETS, help="(default: %(default)s)")
-    parser.add_argument("--data-dir", default="data", help="data sets are kept here (default: %(default)s)")
-    parser.add_argument("--epochs", type=int, default=3, help="(default: %(default)s)")
-    parser.add_argument("--batch-size", type=int, default=200, help="of all processes together (default: %(default)s)")
+    parser.add_argument("--dataset", default="mnist", choices=data.DATASETS, help="dataset (default: %(default)s)")
+    parser.add_argument("--data-dir", default="data", help="folder of the dataset (default: %(default)s)")
+    parser.add_argument("--epochs", type=int, default=3, help="number of epochs (default: %(default)s)")
+    parser.add_argument("--batch-size", type=int, default=200, help="global batch size (default: %(default)s)")
     parser.add_argument("--lr", type=float, default=0.005, help="peak learning rate (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and order (default: %(default)s)")
-    parser.add_argument("--dry-run", action="store_true", help="one epoch of two batches, to see that all of it runs")
-    parser.add_argument("--nproc", type=int, help="processes on this machine (default: one per GPU; without a GPU, 2)")
+    parser.add_argument("--seed", type=int, default=0, help="random seed for weights and order (default: %(default)s)")
+    parser.add_argument("--dry-run", action="store_true", help="run only one epoch of two batches, as a smoke test")
+    parser.add_argument("--nproc", type=int, help="processes to start (default: one per GPU, or 2 without a GPU)")
     args = parser.parse_args()
     if min(args.epochs, args.batch_size) < 1 or not 0 < args.lr < float("inf") or not 0 <= args.seed < 2**32:
         parser.error("--epochs and --batch-size must be at least 1, --lr positive and finite, --seed 0 to 2**32 - 1")

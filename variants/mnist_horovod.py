@@ -1,6 +1,6 @@
 """MNIST with Horovod.  horovodrun -np 2 --gloo python -m variants.mnist_horovod --dataset synthetic
 
---dataset synthetic needs no download, --help lists the flags, docs/progression.md walks through the steps.
+Add --dataset synthetic to train without a download.  docs/progression.md explains the steps.
 """
 
 import argparse
@@ -15,7 +15,7 @@ import data
 try:
     import horovod.torch as hvd
 except ModuleNotFoundError:
-    hvd = None  # parse_args says so
+    hvd = None  # parse_args reports it
 
 
 class ConvNet(nn.Sequential):
@@ -37,7 +37,7 @@ class ConvNet(nn.Sequential):
 
 
 def train(model, loader, optimizer, scheduler, device):
-    """One epoch; returns the sum of the losses and the number of examples, [2] float64."""
+    """Train for one epoch; return the sum of the losses and the number of examples (float64, shape [2])."""
     model.train()
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     for images, labels in data.batches(loader, device):
@@ -48,12 +48,12 @@ def train(model, loader, optimizer, scheduler, device):
         scheduler.step()
         sums[0] += loss.detach() * len(labels)
         sums[1] += len(labels)
-    return sums.cpu()  # waits for the device, so that the measured time is that of all the work
+    return sums.cpu()  # waits for the device, so the measured time includes all of its work
 
 
 @torch.no_grad()
 def evaluate(model, loader, device):
-    """The number of right answers and the number of examples, [2] float64."""
+    """Return the number of correct answers and the number of examples (float64, shape [2])."""
     model.eval()
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     for images, labels in data.batches(loader, device):
@@ -68,7 +68,7 @@ def main(local_rank, world_size, args):
     torch.manual_seed(args.seed)  # equal seeds give equal weights
 
     batch_size = args.batch_size // world_size  # each process's share
-    global_batch = batch_size * world_size  # less than --batch-size if it doesn't divide
+    global_batch = batch_size * world_size  # less than --batch-size if that can't be divided evenly
     train_set, test_set = data.load(args.dataset, args.data_dir, 2 * global_batch if args.dry_run else None)
     train_sampler = torch.utils.data.DistributedSampler(train_set, world_size, hvd.rank(), seed=args.seed)
     test_sampler = range(hvd.rank(), len(test_set), world_size)  # DistributedSampler would repeat some examples
@@ -76,10 +76,10 @@ def main(local_rank, world_size, args):
     test_loader = data.loader(test_set, batch_size, test_sampler)
 
     model = ConvNet(train_set.channels, train_set.side)
-    model = model.to(device)  # Horovod refuses gradients in the faster layout, channels_last
+    model = model.to(device)  # not channels_last, the faster layout, because Horovod rejects such gradients
     optimizer = torch.optim.SGD(model.parameters(), args.lr, momentum=0.9)
-    optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())  # averages the gradients, in backward
-    hvd.broadcast_parameters(model.state_dict(), root_rank=0)  # all start from rank 0's weights
+    optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())  # averages gradients during backward
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)  # all processes start from rank 0's weights
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, total_steps=args.epochs * len(train_loader))
     log(f"{args.dataset} on {device}, global batch {global_batch} = {world_size} x {batch_size}")
 
@@ -105,21 +105,21 @@ def parse_args():
     parser = argparse.ArgumentParser(
         description=__doc__, usage=argparse.SUPPRESS, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--dataset", default="mnist", choices=data.DATASETS, help="(default: %(default)s)")
-    parser.add_argument("--data-dir", default="data", help="data sets are kept here (default: %(default)s)")
-    parser.add_argument("--epochs", type=int, default=3, help="(default: %(default)s)")
-    parser.add_argument("--batch-size", type=int, default=200, help="of all processes together (default: %(default)s)")
+    parser.add_argument("--dataset", default="mnist", choices=data.DATASETS, help="dataset (default: %(default)s)")
+    parser.add_argument("--data-dir", default="data", help="folder of the dataset (default: %(default)s)")
+    parser.add_argument("--epochs", type=int, default=3, help="number of epochs (default: %(default)s)")
+    parser.add_argument("--batch-size", type=int, default=200, help="global batch size (default: %(default)s)")
     parser.add_argument("--lr", type=float, default=0.1, help="peak learning rate (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and order (default: %(default)s)")
-    parser.add_argument("--dry-run", action="store_true", help="one epoch of two batches, to see that all of it runs")
+    parser.add_argument("--seed", type=int, default=0, help="random seed for weights and order (default: %(default)s)")
+    parser.add_argument("--dry-run", action="store_true", help="run only one epoch of two batches, as a smoke test")
     args = parser.parse_args()
     if min(args.epochs, args.batch_size) < 1 or not 0 < args.lr < float("inf") or not 0 <= args.seed < 2**32:
         parser.error("--epochs and --batch-size must be at least 1, --lr positive and finite, --seed 0 to 2**32 - 1")
     if not hasattr(hvd, "init"):
-        parser.error("Horovod is not installed with its part for torch: bash variants/install_horovod.sh FOLDER")
+        parser.error("Horovod is not installed with support for torch: type bash variants/install_horovod.sh FOLDER")
     hvd.init()  # horovodrun has started the processes
     if args.batch_size < hvd.size():
-        parser.error("--batch-size must be at least the number of processes: one example each")
+        parser.error("--batch-size must be at least the number of processes, because each needs an example")
     data.prepare(args.dataset, args.data_dir, error=parser.error)
     args.epochs = 1 if args.dry_run else args.epochs
     return args

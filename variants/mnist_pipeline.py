@@ -1,6 +1,6 @@
 """MNIST with a pipeline: each process has some of the layers (torch >= 2.8).  python -m variants.mnist_pipeline
 
---dataset synthetic needs no download, --help lists the flags, docs/progression.md walks through the steps.
+Add --dataset synthetic to train without a download.  docs/progression.md explains the steps.
 """
 
 import argparse
@@ -35,12 +35,12 @@ class ConvNet(nn.Sequential):
 
 
 def train(model, loader, optimizer, scheduler, device):
-    """One epoch; returns the sum of the losses and the number of examples, [2] float64."""
+    """Train for one epoch; return the sum of the losses and the number of examples (float64, shape [2])."""
     model.train()
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     for images, labels in data.batches(loader, device):
-        losses = []  # of the micro-batches, on the last rank
-        # The first stage's input; the others' come from the rank before.
+        losses = []  # of the micro-batches; only the last rank has them
+        # The first stage reads the images; each other stage receives its input from the rank before it.
         inputs = (images.clone(memory_format=torch.contiguous_format),) if dist.is_primary() else ()
         pipeline(model, len(images), F.cross_entropy).step(*inputs, target=labels, losses=losses)
         optimizer.step()
@@ -49,18 +49,18 @@ def train(model, loader, optimizer, scheduler, device):
         if losses:
             sums[0] += torch.stack(losses).mean().detach() * len(labels)
             sums[1] += len(labels)
-    return sums.cpu()  # waits for the device, so that the measured time is that of all the work
+    return sums.cpu()  # waits for the device, so the measured time includes all of its work
 
 
 @torch.no_grad()
 def evaluate(model, loader, device):
-    """The number of right answers and the number of examples, [2] float64."""
+    """Return the number of correct answers and the number of examples (float64, shape [2])."""
     model.eval()
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     for images, labels in data.batches(loader, device):
         inputs = (images.clone(memory_format=torch.contiguous_format),) if dist.is_primary() else ()
         logits = pipeline(model, len(images)).step(*inputs)
-        if logits is not None:  # on the last rank
+        if logits is not None:  # only the last rank has them
             sums[0] += (logits.argmax(1) == labels).sum()
             sums[1] += len(labels)
     return sums.cpu()
@@ -68,7 +68,7 @@ def evaluate(model, loader, device):
 
 def main(local_rank, world_size, args):
     dist.init_process_group()
-    device = dist.get_device()  # the GPU with number local_rank, or the CPU; nothing else needs local_rank
+    device = dist.get_device()  # the GPU whose index is local_rank, or the CPU; nothing else needs local_rank
     torch.manual_seed(args.seed)  # equal seeds give equal weights
 
     batch_size = args.batch_size  # all processes read the same images
@@ -81,7 +81,7 @@ def main(local_rank, world_size, args):
     model = ConvNet(train_set.channels, train_set.side)
     cuts = {1: [0, 10], 2: [0, 4, 10], 3: [0, 4, 8, 10]}[world_size]
     model = nn.Sequential(*model)[cuts[dist.get_rank()] : cuts[dist.get_rank() + 1]]  # this rank's stage
-    model = model.to(device)  # gloo doesn't send the faster layout, channels_last
+    model = model.to(device)  # not channels_last, the faster layout, because gloo can't send it
     optimizer = torch.optim.SGD(model.parameters(), args.lr, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, total_steps=args.epochs * len(train_loader))
     dist.print_primary(f"{args.dataset} on {device}, batch size {batch_size}, {world_size} stage(s)")
@@ -93,7 +93,7 @@ def main(local_rank, world_size, args):
         trained = train(model, train_loader, optimizer, scheduler, device)
         seconds = time.perf_counter() - epoch_started
         tested = evaluate(model, test_loader, device)
-        dist.all_reduce(trained)  # in place: now the sums over all processes
+        dist.all_reduce(trained)  # in place, so these are now the sums over all processes
         dist.all_reduce(tested)
         loss, seen = trained.tolist()
         correct, count = tested.tolist()
@@ -105,11 +105,11 @@ def main(local_rank, world_size, args):
     dist.cleanup()
 
 
-@functools.cache  # shapes are fixed: a smaller last batch has a pipeline of its own
+@functools.cache  # shapes are fixed, so a smaller last batch needs a pipeline of its own
 def pipeline(model, count, loss_fn=None):
-    """The schedule of a batch of `count` images; without a loss only the forward passes."""
+    """Return the schedule for a batch of `count` images; without loss_fn, it only runs forward passes."""
     stage = PipelineStage(model, dist.get_rank(), dist.get_world_size(), dist.get_device())
-    micro_batches = max(n for n in (1, 2, 4) if count % n == 0)  # of the same size
+    micro_batches = max(n for n in (1, 2, 4) if count % n == 0)  # of equal size
     return ScheduleGPipe(stage, micro_batches, loss_fn)
 
 
@@ -117,21 +117,21 @@ def parse_args():
     parser = argparse.ArgumentParser(
         description=__doc__, usage=argparse.SUPPRESS, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--dataset", default="mnist", choices=data.DATASETS, help="(default: %(default)s)")
-    parser.add_argument("--data-dir", default="data", help="data sets are kept here (default: %(default)s)")
-    parser.add_argument("--epochs", type=int, default=3, help="(default: %(default)s)")
-    parser.add_argument("--batch-size", type=int, default=200, help="of all processes together (default: %(default)s)")
+    parser.add_argument("--dataset", default="mnist", choices=data.DATASETS, help="dataset (default: %(default)s)")
+    parser.add_argument("--data-dir", default="data", help="folder of the dataset (default: %(default)s)")
+    parser.add_argument("--epochs", type=int, default=3, help="number of epochs (default: %(default)s)")
+    parser.add_argument("--batch-size", type=int, default=200, help="global batch size (default: %(default)s)")
     parser.add_argument("--lr", type=float, default=0.1, help="peak learning rate (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and order (default: %(default)s)")
-    parser.add_argument("--dry-run", action="store_true", help="one epoch of two batches, to see that all of it runs")
-    parser.add_argument("--nproc", type=int, help="processes on this machine (default: one per GPU; without a GPU, 2)")
+    parser.add_argument("--seed", type=int, default=0, help="random seed for weights and order (default: %(default)s)")
+    parser.add_argument("--dry-run", action="store_true", help="run only one epoch of two batches, as a smoke test")
+    parser.add_argument("--nproc", type=int, help="processes to start (default: one per GPU, or 2 without a GPU)")
     args = parser.parse_args()
     if min(args.epochs, args.batch_size) < 1 or not 0 < args.lr < float("inf") or not 0 <= args.seed < 2**32:
         parser.error("--epochs and --batch-size must be at least 1, --lr positive and finite, --seed 0 to 2**32 - 1")
     if args.batch_size < dist.count_processes(args.nproc):
-        parser.error("--batch-size must be at least the number of processes: one example each")
+        parser.error("--batch-size must be at least the number of processes, because each needs an example")
     if dist.count_processes(args.nproc) > 3:
-        parser.error("the layers make three stages: start at most 3 processes")
+        parser.error("the model is divided into at most three stages: start at most 3 processes")
     if torch.__version__ < (2, 8):
         parser.error(f"the pipeline hangs before torch 2.8, and this is {torch.__version__}: upgrade torch")
     data.prepare(args.dataset, args.data_dir, error=parser.error)

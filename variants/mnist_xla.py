@@ -1,6 +1,6 @@
 """MNIST with PyTorch/XLA (SPMD).  PJRT_DEVICE=CPU CPU_NUM_DEVICES=2 python -m variants.mnist_xla --dataset synthetic
 
---dataset synthetic needs no download, --help lists the flags, docs/progression.md walks through the steps.
+Add --dataset synthetic to train without a download.  docs/progression.md explains the steps.
 """
 
 import argparse
@@ -18,7 +18,7 @@ try:
     import torch_xla.distributed.spmd as xs
     import torch_xla.runtime as xr
 except ModuleNotFoundError:
-    torch_xla = None  # parse_args says so
+    torch_xla = None  # parse_args reports it
 
 
 class ConvNet(nn.Sequential):
@@ -40,7 +40,7 @@ class ConvNet(nn.Sequential):
 
 
 def train(model, loader, optimizer, scheduler, device):
-    """One epoch; returns the sum of the losses and the number of examples, [2] float64."""
+    """Train for one epoch; return the sum of the losses and the number of examples (float64, shape [2])."""
     model.train()
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     for images, labels in data.batches(loader, device):
@@ -52,13 +52,13 @@ def train(model, loader, optimizer, scheduler, device):
         scheduler.step()
         sums[0] += loss.detach() * len(labels)
         sums[1] += len(labels)
-        torch_xla.sync()  # until here the step was only recorded: compile it, the first time, and run it
-    return sums.cpu()  # waits for the device, so that the measured time is that of all the work
+        torch_xla.sync()  # so far the step was only recorded: compile it (the first time), and run it
+    return sums.cpu()  # waits for the device, so the measured time includes all of its work
 
 
 @torch.no_grad()
 def evaluate(model, loader, device):
-    """The number of right answers and the number of examples, [2] float64."""
+    """Return the number of correct answers and the number of examples (float64, shape [2])."""
     model.eval()
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     for images, labels in data.batches(loader, device):
@@ -70,7 +70,7 @@ def evaluate(model, loader, device):
 
 
 def main(local_rank, world_size, args):
-    xr.use_spmd()  # one process writes the program for all devices, and XLA divides the work among them
+    xr.use_spmd()  # one process runs the program for all devices, and XLA divides the work among them
     device = torch_xla.device()
     devices = xr.global_runtime_device_count()
     xs.set_global_mesh(xs.Mesh(range(devices), (devices,), ("batch",)))
@@ -78,7 +78,7 @@ def main(local_rank, world_size, args):
     torch.manual_seed(args.seed)  # equal seeds give equal weights
 
     batch_size = args.batch_size // world_size  # each process's share
-    global_batch = batch_size * world_size  # less than --batch-size if it doesn't divide
+    global_batch = batch_size * world_size  # less than --batch-size if that can't be divided evenly
     train_set, test_set = data.load(args.dataset, args.data_dir, 2 * global_batch if args.dry_run else None)
     train_sampler = dist.data_sampler(train_set, seed=args.seed)  # different examples per rank, padded to equal shares
     test_sampler = dist.data_sampler(test_set, shuffle=False, pad=False)  # each example exactly once
@@ -111,20 +111,20 @@ def parse_args():
     parser = argparse.ArgumentParser(
         description=__doc__, usage=argparse.SUPPRESS, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--dataset", default="mnist", choices=data.DATASETS, help="(default: %(default)s)")
-    parser.add_argument("--data-dir", default="data", help="data sets are kept here (default: %(default)s)")
-    parser.add_argument("--epochs", type=int, default=3, help="(default: %(default)s)")
-    parser.add_argument("--batch-size", type=int, default=200, help="of all processes together (default: %(default)s)")
+    parser.add_argument("--dataset", default="mnist", choices=data.DATASETS, help="dataset (default: %(default)s)")
+    parser.add_argument("--data-dir", default="data", help="folder of the dataset (default: %(default)s)")
+    parser.add_argument("--epochs", type=int, default=3, help="number of epochs (default: %(default)s)")
+    parser.add_argument("--batch-size", type=int, default=200, help="global batch size (default: %(default)s)")
     parser.add_argument("--lr", type=float, default=0.1, help="peak learning rate (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and order (default: %(default)s)")
-    parser.add_argument("--dry-run", action="store_true", help="one epoch of two batches, to see that all of it runs")
+    parser.add_argument("--seed", type=int, default=0, help="random seed for weights and order (default: %(default)s)")
+    parser.add_argument("--dry-run", action="store_true", help="run only one epoch of two batches, as a smoke test")
     args = parser.parse_args()
     if min(args.epochs, args.batch_size) < 1 or not 0 < args.lr < float("inf") or not 0 <= args.seed < 2**32:
         parser.error("--epochs and --batch-size must be at least 1, --lr positive and finite, --seed 0 to 2**32 - 1")
     if torch_xla is None:
-        parser.error("PyTorch/XLA is not installed: bash variants/install_xla.sh FOLDER")
+        parser.error("PyTorch/XLA is not installed: type bash variants/install_xla.sh FOLDER")
     if dist.get_world_size() > 1:
-        parser.error("it is one process for all devices: start it with python, not with a launcher")
+        parser.error("one process serves all devices: start this script with python, not with a launcher")
     data.prepare(args.dataset, args.data_dir, error=parser.error)
     args.epochs = 1 if args.dry_run else args.epochs
     return args

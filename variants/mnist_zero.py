@@ -1,6 +1,6 @@
-"""MNIST with ZeRO-1: each process keeps the optimizer state of its slice of the weights.  python -m variants.mnist_zero
+"""MNIST with ZeRO-1: each process keeps the optimizer state of its shard of the weights.  python -m variants.mnist_zero
 
---dataset synthetic needs no download, --help lists the flags, docs/progression.md walks through the steps.
+Add --dataset synthetic to train without a download.  docs/progression.md explains the steps.
 """
 
 import argparse
@@ -34,26 +34,26 @@ class ConvNet(nn.Sequential):
 
 
 def train(model, loader, optimizer, scheduler, device, weights, gradients, mine):
-    """One epoch; returns the sum of the losses and the number of examples, [2] float64."""
+    """Train for one epoch; return the sum of the losses and the number of examples (float64, shape [2])."""
     model.train()
     reduce_scatter = getattr(torch_dist, "reduce_scatter_single", torch_dist.reduce_scatter_tensor)  # before 2.13
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     for images, labels in data.batches(loader, device):
         loss = F.cross_entropy(model(images), labels)
         loss.backward()
-        reduce_scatter(mine.grad, gradients.div_(dist.get_world_size()))  # the average of this process's slice only
+        reduce_scatter(mine.grad, gradients.div_(dist.get_world_size()))  # the average, of this process's shard only
         optimizer.step()
-        torch_dist.all_gather(list(weights.chunk(dist.get_world_size())), mine)  # so all parameters of the model
+        torch_dist.all_gather(list(weights.chunk(dist.get_world_size())), mine)  # all shards, so all parameters
         gradients.zero_()
         scheduler.step()
         sums[0] += loss.detach() * len(labels)
         sums[1] += len(labels)
-    return sums.cpu()  # waits for the device, so that the measured time is that of all the work
+    return sums.cpu()  # waits for the device, so the measured time includes all of its work
 
 
 @torch.no_grad()
 def evaluate(model, loader, device):
-    """The number of right answers and the number of examples, [2] float64."""
+    """Return the number of correct answers and the number of examples (float64, shape [2])."""
     model.eval()
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     for images, labels in data.batches(loader, device):
@@ -64,11 +64,11 @@ def evaluate(model, loader, device):
 
 def main(local_rank, world_size, args):
     dist.init_process_group()
-    device = dist.get_device()  # the GPU with number local_rank, or the CPU; nothing else needs local_rank
+    device = dist.get_device()  # the GPU whose index is local_rank, or the CPU; nothing else needs local_rank
     torch.manual_seed(args.seed)  # equal seeds give equal weights
 
     batch_size = args.batch_size // world_size  # each process's share
-    global_batch = batch_size * world_size  # less than --batch-size if it doesn't divide
+    global_batch = batch_size * world_size  # less than --batch-size if that can't be divided evenly
     train_set, test_set = data.load(args.dataset, args.data_dir, 2 * global_batch if args.dry_run else None)
     train_sampler = dist.data_sampler(train_set, seed=args.seed)  # different examples per rank, padded to equal shares
     test_sampler = dist.data_sampler(test_set, shuffle=False, pad=False)  # each example exactly once
@@ -78,13 +78,13 @@ def main(local_rank, world_size, args):
     model = ConvNet(train_set.channels, train_set.side)
     model = model.to(device, memory_format=torch.channels_last)  # the faster layout for convolutions
     weights = torch.cat([p.detach().flatten() for p in model.parameters()])
-    weights = F.pad(weights, (0, -len(weights) % world_size))  # zeros: all slices have the same length
+    weights = F.pad(weights, (0, -len(weights) % world_size))  # with zeros, so all shards have the same length
     gradients = torch.zeros_like(weights)
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
-    nn.utils.vector_to_parameters(weights, model.parameters())  # they are views of `weights` from here on
+    nn.utils.vector_to_parameters(weights, model.parameters())  # from here on, they are views of `weights`
     nn.utils.vector_to_parameters(gradients, [p.grad for p in model.parameters()])  # and these of `gradients`
-    mine = weights.chunk(world_size)[dist.get_rank()]  # this process's slice, a view as well
+    mine = weights.chunk(world_size)[dist.get_rank()]  # this process's shard, a view as well
     mine.grad = torch.empty_like(mine)
     optimizer = torch.optim.SGD([mine], args.lr, momentum=0.9)
     dist.sync_params(model.parameters())  # all processes start from rank 0's weights
@@ -97,9 +97,9 @@ def main(local_rank, world_size, args):
         epoch_started = time.perf_counter()
         trained = train(model, train_loader, optimizer, scheduler, device, weights, gradients, mine)
         seconds = time.perf_counter() - epoch_started
-        dist.sync_params(model.buffers())  # BatchNorm's averages differ between ranks: all take rank 0's
+        dist.sync_params(model.buffers())  # BatchNorm's averages differ between ranks, so all copy rank 0's
         tested = evaluate(model, test_loader, device)
-        dist.all_reduce(trained)  # in place: now the sums over all processes
+        dist.all_reduce(trained)  # in place, so these are now the sums over all processes
         dist.all_reduce(tested)
         loss, seen = trained.tolist()
         correct, count = tested.tolist()
@@ -115,19 +115,19 @@ def parse_args():
     parser = argparse.ArgumentParser(
         description=__doc__, usage=argparse.SUPPRESS, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--dataset", default="mnist", choices=data.DATASETS, help="(default: %(default)s)")
-    parser.add_argument("--data-dir", default="data", help="data sets are kept here (default: %(default)s)")
-    parser.add_argument("--epochs", type=int, default=3, help="(default: %(default)s)")
-    parser.add_argument("--batch-size", type=int, default=200, help="of all processes together (default: %(default)s)")
+    parser.add_argument("--dataset", default="mnist", choices=data.DATASETS, help="dataset (default: %(default)s)")
+    parser.add_argument("--data-dir", default="data", help="folder of the dataset (default: %(default)s)")
+    parser.add_argument("--epochs", type=int, default=3, help="number of epochs (default: %(default)s)")
+    parser.add_argument("--batch-size", type=int, default=200, help="global batch size (default: %(default)s)")
     parser.add_argument("--lr", type=float, default=0.1, help="peak learning rate (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and order (default: %(default)s)")
-    parser.add_argument("--dry-run", action="store_true", help="one epoch of two batches, to see that all of it runs")
-    parser.add_argument("--nproc", type=int, help="processes on this machine (default: one per GPU; without a GPU, 2)")
+    parser.add_argument("--seed", type=int, default=0, help="random seed for weights and order (default: %(default)s)")
+    parser.add_argument("--dry-run", action="store_true", help="run only one epoch of two batches, as a smoke test")
+    parser.add_argument("--nproc", type=int, help="processes to start (default: one per GPU, or 2 without a GPU)")
     args = parser.parse_args()
     if min(args.epochs, args.batch_size) < 1 or not 0 < args.lr < float("inf") or not 0 <= args.seed < 2**32:
         parser.error("--epochs and --batch-size must be at least 1, --lr positive and finite, --seed 0 to 2**32 - 1")
     if args.batch_size < dist.count_processes(args.nproc):
-        parser.error("--batch-size must be at least the number of processes: one example each")
+        parser.error("--batch-size must be at least the number of processes, because each needs an example")
     data.prepare(args.dataset, args.data_dir, error=parser.error)
     args.epochs = 1 if args.dry_run else args.epochs
     return args

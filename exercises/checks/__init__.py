@@ -1,8 +1,8 @@
-"""The checks of the exercises, one file each: the right answers, and the usual wrong ones.  You need not read them.
+"""The checks of the exercises, one file each: correct answers, and common mistakes.  You need not read them.
 
 run(function, folder)    on each rank: calls your function; returns its answer, as numbers and tensors
-judge(answers)           in one process, with the answers of all ranks: "", or what is wrong, in words
-alone(function, folder)  in some files, with one process only: one more test; "", or what is wrong, in words
+judge(answers)           in one process, with the answers of all ranks: returns "", or what is wrong, in words
+alone(function, folder)  in some files, one more test in one process: returns "", or what is wrong, in words
 """
 
 NAMES = [

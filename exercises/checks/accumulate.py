@@ -1,9 +1,9 @@
-"""Compares four steps with those of one process on the whole batch; counts all-reduces and forward passes."""
+"""Compare four steps with those of one process on the whole batch; count all-reduces and forward passes."""
 
 import itertools
 
 import torch
-import torch._dynamo  # DDP imports it, which takes seconds: here it is done once for all processes
+import torch._dynamo  # DDP imports it, which takes seconds, so it is done here, once for all processes
 import torch.nn.functional as F
 from torch import nn
 
@@ -12,8 +12,8 @@ from exercises.checks import common
 
 HINT = """
 backward adds to p.grad.  Multiply a chunk's mean loss by its share of the examples, len(chunk) / len(inputs).
-All but the last micro-batch stand inside no_sync(), with their forward pass: in it DDP decides whether it averages.
-contextlib.nullcontext() is a `with` that does nothing.
+Run all micro-batches except the last one inside no_sync(), with their forward pass, because DDP decides there.
+contextlib.nullcontext() is a context manager that does nothing.
 """
 SHARE, LR = 10, 0.5
 PARTS = (4, 3, 1, 6)  # 3 + 3 + 3 + 1, 4 + 4 + 2, all at once, and five times 2
@@ -57,7 +57,7 @@ def run(function, folder):
 
 
 def note_passes(model):
-    """A list to which each forward pass adds its number of examples, and each backward pass a 0."""
+    """Return a list to which each forward pass adds its number of examples, and each backward pass a 0."""
     passes = []
     model[0].register_forward_pre_hook(lambda layer, inputs: passes.append(len(inputs[0])))
     model[0].weight.register_hook(lambda gradient: passes.append(0))
@@ -65,9 +65,9 @@ def note_passes(model):
 
 
 def train(n, combine):
-    """All ranks' answers if `combine` makes their gradients from [rank][part] -> (gradients, examples).
+    """Return all ranks' answers if `combine` makes their gradients from [rank][part] -> (gradients, examples).
 
-    The last step is left out: an error in that step alone has only one cause.
+    The last step is left out, because an error in that step alone has only one cause.
     """
     models, answers = [network() for _ in range(n)], [{} for _ in range(n)]
     for step, parts in enumerate(PARTS[:-1]):
@@ -88,7 +88,7 @@ def gradient(model, x, y):
 
 
 def one_process(n, steps):
-    """All ranks' answers if one process trains on the whole batch at once."""
+    """Return all ranks' answers if one process trains on the whole batch at once."""
     model, answer = network(), {}
     for step in range(steps):
         inputs, targets = (torch.cat(tensors) for tensors in zip(*(share(step, r) for r in range(n)), strict=True))
@@ -117,7 +117,7 @@ def judge(answers):
 
     not_weighted = "the parts' means are averaged, but the last part is smaller than the others"
     ways = {
-        # Mistakes with the parts first: with one process nothing can be wrong with the ranks.
+        # Mistakes with the parts come first, because with one process nothing can be wrong with the ranks.
         not_weighted: lambda own: mean([add_up([(1 / len(p), grads) for grads, _ in p]) for p in own]),
         "a sum over the parts where a mean was meant": lambda own: mean(
             [add_up([(1, grads) for grads, _ in p]) for p in own]
@@ -137,7 +137,7 @@ def judge(answers):
     counts = [max(of_step) for of_step in zip(*messages, strict=True)]
     if not problem and n > 1 and max(counts) > 1:
         parts, count = next(pair for pair in zip(PARTS, counts, strict=True) if pair[1] > 1)
-        return f"the gradients are right, but {count} all-reduces were made for {parts} parts: 1 is enough"
+        return f"the gradients are correct, but {count} all-reduces were made for {parts} parts: 1 is enough"
     return problem or too_large(passes)
 
 
@@ -145,8 +145,8 @@ def too_large(passes):
     for parts, made in zip(PARTS, passes, strict=True):
         largest = -(-SHARE // parts)
         if max(made) > largest:
-            text = f"the gradients are right, but {max(made)} of {SHARE} examples are in one forward pass"
+            text = f"the gradients are correct, but {max(made)} of {SHARE} examples are in one forward pass"
             return f"{text}: with {parts} parts it must be at most {largest}"
         if any(one and two for one, two in itertools.pairwise(made)):
-            return "the gradients are right, but two forward passes come before a backward: call backward for each"
+            return "the gradients are correct, but two forward passes come before a backward: call backward for each"
     return ""

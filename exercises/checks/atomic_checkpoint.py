@@ -1,4 +1,4 @@
-"""Checks which rank writes, and when the call returns; then kills one process at each change of the folder."""
+"""Check which rank writes, and when the call returns; then kill one process at each change of the folder."""
 
 import contextlib
 import io
@@ -15,8 +15,8 @@ import distributed as dist
 from exercises.checks import common
 
 HINT = """
-Write a second file in the same folder, close it, and then give it the name of the first: os.replace does that in one
-moment.  dist.barrier() waits until all ranks have called it, so call it outside of the `if`.
+Write a second file in the same folder, close it, and then rename it to `path`: os.replace does that atomically.
+dist.barrier() waits until all ranks have called it, so call it outside of the `if`.
 """
 OLD, NEW = 1, 2
 LIMIT = 60  # seconds for one save, also on a busy machine
@@ -28,7 +28,7 @@ def state_of(step, rank=0, size=10):
 
 
 def read(path):
-    """(step, rank) if the file is complete; else what is wrong with it, in words."""
+    """Return (step, rank) if the file is complete, else what is wrong with it, in words."""
     if not path.exists():
         return "there is no file"
     try:
@@ -36,7 +36,7 @@ def read(path):
         weights = state["weights"]
         if torch.equal(weights, torch.arange(len(weights)) + state["step"]):
             return state["step"], state["rank"]
-    except Exception:  # a damaged file can raise many kinds
+    except Exception:  # a damaged file can raise many kinds of errors
         pass
     return f"the file is damaged ({path.stat().st_size} bytes)"
 
@@ -45,7 +45,7 @@ def read(path):
 
 
 def run(function, folder):
-    """Save a new file, then over an old one.  One rank calls late; each rank reads when its call returns."""
+    """Save a new file, then replace an old one.  One rank calls late; each rank reads when its call returns."""
     path = Path(folder, "ranks", "last.pt")
     path.parent.mkdir(exist_ok=True)
     rank, seen = dist.get_rank(), []
@@ -80,9 +80,9 @@ def judge(answers):
 
 
 class Killer:
-    """A function for sys.setprofile: it notes each change of the folder, and kills its own process at one of them.
+    """A function for sys.setprofile that records each change of the folder, and kills its own process at one of them.
 
-    Python calls it before and after each function, also C's: at these moments the folder is as a kill would leave it.
+    Python calls it before and after each function, also those in C, so it sees the folder as a kill would leave it.
     """
 
     def __init__(self, folder, moment=None):
@@ -104,7 +104,7 @@ class Killer:
 
 
 def in_a_process(function, folder, moment=None):
-    """Save NEW in a forked process.  Returns its exit code (negative: a signal), its moments, and its error."""
+    """Save NEW in a forked process; return its exit code (negative: a signal), its moments, and its error."""
     note = Path(f"{folder}.note")
     note.unlink(missing_ok=True)
     pid = os.fork()
@@ -114,7 +114,7 @@ def in_a_process(function, folder, moment=None):
             with contextlib.redirect_stdout(io.StringIO()):
                 dist.init_process_group(backend="gloo")
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
-            signal.alarm(LIMIT)  # it ends, whatever happens
+            signal.alarm(LIMIT)  # the process ends, whatever happens
             killer = Killer(folder, moment)
             sys.setprofile(killer)
             function(state_of(NEW), str(folder / "last.pt"))
@@ -133,12 +133,12 @@ def alone(function, folder):
     folder.mkdir()
     path = folder / "last.pt"
     torch.save(state_of(OLD), path)
-    code, moments, error = in_a_process(function, folder)  # without a kill: which moments are there?
+    code, moments, error = in_a_process(function, folder)  # without a kill, to find the moments
     if code or error or read(path) != (NEW, 0):
         return f"a second save: exit code {code}, {error or read(path)}"
     chosen = range(0, len(moments), -(-len(moments) // MOST_MOMENTS))
     for moment in chosen:
-        torch.save(state_of(OLD), path)  # what killed processes have left stays
+        torch.save(state_of(OLD), path)  # what killed processes have left is not removed
         code, *_ = in_a_process(function, folder, moment)
         if code == -signal.SIGALRM:
             return "after a kill -9 the next save hangs"

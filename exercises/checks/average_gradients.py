@@ -1,4 +1,4 @@
-"""Compares three steps of training with those of one process that has the whole batch."""
+"""Compare three steps of training with those of one process that has the whole batch."""
 
 import torch
 import torch.nn.functional as F
@@ -9,7 +9,7 @@ from exercises.checks import common
 
 HINT = """
 A loop over model.parameters(), with one line for each p.grad.  All ranks have the same parameters in the same order,
-so they make the same calls.  The mean over the batch is the mean of the shares' means, as the shares are equal.
+so they make the same calls.  The mean over the batch is the mean of the shares' means, because they are of equal size.
 """
 STEPS, BATCH, LR = 3, 12, 0.5
 
@@ -27,7 +27,7 @@ def batch(step):
 
 
 def backward(model, step, rank, n):
-    """Compute the gradients of this rank's share; one of them lies in memory column by column."""
+    """Compute the gradients of this rank's share; one of them is stored column by column."""
     inputs, targets = (tensor[rank::n] for tensor in batch(step))
     model.zero_grad()
     F.mse_loss(model(inputs), targets).backward()
@@ -57,7 +57,7 @@ def run(function, folder):
 
 
 def train(n, combine, average_weights=False):
-    """All ranks' answers if `combine` makes each rank's gradients from all ranks' [rank][parameter].
+    """Return all ranks' answers if `combine` makes each rank's gradients from all ranks' [rank][parameter].
 
     average_weights: the weights before each update are averaged, too.
     """

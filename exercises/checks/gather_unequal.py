@@ -1,4 +1,4 @@
-"""Checks all rows and their order, with unequal numbers, a rank without rows, and a dtype other than float."""
+"""Check all rows and their order, with unequal numbers, a rank without rows, and a dtype other than float."""
 
 from unittest import mock
 
@@ -9,8 +9,8 @@ import distributed as dist
 from exercises.checks import common
 
 HINT = """
-Two messages.  First each rank sends the others its number of rows.  Then all ranks send the largest number of rows,
-with zeros behind their own, and each received part is cut to its rank's number of rows.
+Two all-gathers.  In the first, each rank sends its number of rows.  In the second, all ranks send the largest number
+of rows, with zeros after their own, and each received part is cut to its rank's number of rows.
 """
 COUNTS = {"unequal rows": (2, 4, 3), "a rank without rows": (3, 0, 2), "int64": (1, 2, 3)}
 

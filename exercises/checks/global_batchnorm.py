@@ -1,4 +1,4 @@
-"""Compares outputs and gradients with those of one process that has the whole batch; the shares are unequal."""
+"""Compare outputs and gradients with those of one process that has the whole batch; the shares are unequal."""
 
 import torch
 
@@ -7,14 +7,14 @@ from exercises.checks import common
 
 HINT = """
 Three sums over all ranks: the number of examples, the inputs (for the mean), and the squares of inputs - mean (for
-the variance).  Divide after the sum, not before: the ranks' means can't be averaged.
+the variance).  Divide after the sum, not before, because the ranks' means can't be averaged.
 """
 SHARES = {1: [12], 2: [7, 5], 3: [6, 4, 2]}
 CASES = {"eps 1e-5": 1e-5, "eps 0.1": 0.1}
 
 
 def data():
-    """The whole batch, and the factors of a loss that is a sum of outputs times factors."""
+    """Return the whole batch, and the factors of a loss that is a sum of outputs times factors."""
     generator = torch.Generator().manual_seed(0)
     inputs = 2 + torch.randn(12, 3, generator=generator, dtype=torch.float64)
     return inputs, torch.randn(12, 3, generator=generator, dtype=torch.float64)
@@ -32,7 +32,7 @@ def run(function, folder):
         if isinstance(outputs, torch.Tensor) and outputs.requires_grad:
             (outputs * factors).sum().backward()
         answer[f"gradients, {case}"] = common.as_answer(inputs.grad)
-        answer["inputs"] = common.as_answer(inputs.detach() - before)  # they stay as they are
+        answer["inputs"] = common.as_answer(inputs.detach() - before)  # they must not change
     return answer
 
 
@@ -41,7 +41,7 @@ def normalise(x, means, variances, eps):
 
 
 def as_if(n, statistics, normalise=normalise):
-    """All ranks' answers if each uses the mean and variance that `statistics` returns for (shares, rank)."""
+    """Return all ranks' answers if each uses the mean and variance that `statistics` returns for (shares, rank)."""
     answers = [{} for _ in range(n)]
     for case, eps in CASES.items():
         inputs, factors = data()
@@ -69,7 +69,7 @@ def constant(shares, rank):
 
 
 def through_own_share(shares, rank):
-    """all_reduce without autograd: the values of all ranks' sums, the gradient of this rank's."""
+    """all_reduce without autograd: the values are the sums over all ranks, but the gradient is only this rank's."""
     count = sum(map(len, shares))
 
     def total(values):
@@ -92,16 +92,16 @@ def weighted(shares, rank):
 
 def judge(answers):
     n = len(answers)
-    outputs_only = "the outputs are right, the gradients not: "
+    outputs_only = "the outputs are correct, but not the gradients: "
     wrong = {
         f"{outputs_only}mean and variance are constants for autograd": as_if(n, constant),
-        f"{outputs_only}they don't know the other ranks' part (Total)": as_if(n, through_own_share),
-        f"{outputs_only}the result isn't connected with the inputs": [
+        f"{outputs_only}they lack the other ranks' part (use Total)": as_if(n, through_own_share),
+        f"{outputs_only}the result isn't connected to the inputs": [
             answer | {part: None for part in answer if "gradients" in part} for answer in as_if(n, of_all)
         ],
         "each rank normalises by its own share": as_if(n, lambda shares, rank: mean_and_variance(shares[rank])),
-        "means and variances of the shares are averaged, and the shares are unequal": as_if(n, averaged),
-        "the mean is right; the variance is that of the shares, around their own means": as_if(n, weighted),
+        "means and variances of the shares are averaged, but the shares are unequal": as_if(n, averaged),
+        "the mean is correct, but the variance is that of the shares, around their own means": as_if(n, weighted),
         "the variance divides by the number of examples - 1": as_if(
             n, lambda shares, rank: mean_and_variance(torch.cat(shares), correction=1)
         ),

@@ -1,4 +1,4 @@
-"""Checks the mean, with unequal counts, a rank without numbers, and numbers far from 0."""
+"""Check the mean, with unequal counts, a rank without numbers, and numbers far from 0."""
 
 import torch
 
@@ -6,7 +6,7 @@ import distributed as dist
 from exercises.checks import common
 
 HINT = """
-Sums and counts can be added up, means can't.  Add up both in one message of two numbers.  Divide once, at the end.
+Sums and counts can be added up, but means can't.  Add up both in one all-reduce of two numbers, and divide at the end.
 """
 COUNTS = {"equal counts": (4, 4, 4), "unequal counts": (5, 2, 3), "a rank without numbers": (3, 0, 4)}
 
@@ -20,7 +20,7 @@ def run(function, folder):
     answer = {case: common.as_answer(function(numbers_of(case, dist.get_rank()))) for case in COUNTS}
     for case, mean in answer.items():
         if isinstance(mean, torch.Tensor) and mean.numel() == 1:
-            answer[case] = mean.reshape(())  # shape [1] is right, too
+            answer[case] = mean.reshape(())  # shape [1] is correct, too
     return answer
 
 

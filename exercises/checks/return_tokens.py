@@ -1,4 +1,4 @@
-"""Checks that each output is in its token's row; unequal counts, a rank or an expert without tokens."""
+"""Check that each output is in its token's row; unequal counts, a rank or an expert without tokens."""
 
 import torch
 
@@ -6,22 +6,22 @@ import distributed as dist
 from exercises.checks import common
 
 HINT = """
-Two messages.  A rank knows how many of its own tokens each expert got: count them in `chosen`.  Only the other ranks
-know how many rows it must send back to them: first all ranks exchange these numbers.  The rows come back in the order
-in which the tokens were sent: row 0 belongs to token order[0].
+Two all-to-alls.  A rank knows how many of its own tokens each expert got: count them in `chosen`.  Only the other
+ranks know how many rows it must send back to them, so all ranks exchange these numbers first.  The rows return in the
+order in which the tokens were sent: row 0 belongs to token order[0].
 """
 COUNTS = {"unequal counts": (7, 4, 5), "a rank without tokens": (6, 0, 5), "an expert without tokens": (4, 6, 5)}
 SIGNS = {
-    "Split sizes doesn't match total dim 0 size": "the counts don't fit, or are swapped. A rank receives as many "
-    "rows as its own tokens chose each expert, and sends back as many as came from each rank: these a message tells it",
-    "ended by SIGABRT": "the ranks exchange lists of counts of different lengths: an expert "
-    "that got no token counts as 0 (bincount's minlength)",
+    "Split sizes doesn't match total dim 0 size": "the counts don't fit, or are swapped. A rank receives a row for "
+    "each of its tokens, and sends back as many rows as it got from each rank, which the ranks must first exchange",
+    "killed by SIGABRT": "the ranks exchange lists of counts of different lengths: the count "
+    "of an expert that got no token is 0 (use bincount's minlength)",
     "does not divide equally across group size": "the counts are left out, but the ranks have unequal numbers of rows",
 }
 
 
 def tokens_of(case, n, rank):
-    """This rank's tokens, their experts and weights."""
+    """Return this rank's tokens, their experts and weights."""
     generator = torch.Generator().manual_seed(100 * rank + len(case))
     count = COUNTS[case][rank]
     tokens = torch.randn(count, 3, generator=generator, dtype=torch.float64)
@@ -35,7 +35,7 @@ def expert(number, tokens):
 
 
 def outputs_of(case, n, rank):
-    """What this rank's expert has computed, rank 0's tokens first."""
+    """Return what this rank's expert has computed, rank 0's tokens first."""
     parts = []
     for sender in range(n):
         tokens, chosen, _ = tokens_of(case, n, sender)
@@ -56,7 +56,7 @@ def judge(answers):
     n = len(answers)
 
     def as_if(way):
-        """All ranks' answers if each returns way(rows as they come back, order, weights)."""
+        """Return all ranks' answers if each returns way(rows as they return, order, weights)."""
         found = [{} for _ in range(n)]
         for case in COUNTS:
             for rank, answer in enumerate(found):

@@ -1,4 +1,4 @@
-"""Checks the sum, the messages (send and recv, to the next rank only), and how many numbers they have."""
+"""Check the sum, the messages (send and recv, to the next rank only), and how many numbers they have."""
 
 import torch
 
@@ -6,13 +6,13 @@ import distributed as dist
 from exercises.checks import common
 
 HINT = """
-Two rounds of n - 1 steps.  In the first, each rank sends a part, receives a part, and adds it to its own: in step s
+Two rounds of n - 1 steps.  In the first, each rank sends a part, receives a part, and adds it to its own: in step s,
 rank r sends part r - s and receives part r - s - 1 (all modulo n).  After it, rank r has the whole sum of part r + 1.
-In the second round the finished parts go round, and overwrite: in step s rank r sends part r + 1 - s.
+In the second round, the finished parts go round, and overwrite: in step s, rank r sends part r + 1 - s.
 tensor.tensor_split(n) returns n views, some of them empty for a small tensor.  If all ranks call send first, all wait
-for a recv: start with isend, then recv, then wait for what isend has returned.
+for a recv, so start with isend, then recv, and then wait for what isend has returned.
 """
-SIGNS = {  # where the ranks stand
+SIGNS = {  # where the ranks are
     r"\A(.*, in send\n?)+\Z": "all ranks are in send, and nobody receives: start with isend",
     r"\A(.*, in recv\n?)+\Z": "all ranks are in recv, and nobody sends: start with isend",
 }
@@ -40,10 +40,10 @@ def judge(answers):
     tensors = {f"{size} elements": [tensor_of(rank, size) for rank in range(n)] for size in SIZES}
     total = {part: sum(values) for part, values in tensors.items()}
     wrong = {
-        "the tensor is unchanged: the result must be written into it": ways(tensors, n, lambda parts, r: parts[r]),
+        "the tensor is unchanged, but the result must be written into it": ways(tensors, n, lambda parts, r: parts[r]),
         "each rank passes its sum on, so that some tensors are counted several times": passed_on(tensors, n),
         "only the first round: each rank has the whole sum of one part": around(tensors, n, steps=(n - 1, 0)),
-        "the second round adds: it must overwrite": around(tensors, n, adds=(True, True)),
+        "the second round adds, but it must overwrite": around(tensors, n, adds=(True, True)),
         "either the first round overwrites, or the second one begins with part r, whose sum is not finished": around(
             tensors, n, begins=(0, 0)
         ),
@@ -66,7 +66,7 @@ def passed_on(tensors, n):
 
 
 def around(tensors, n, begins=(0, 1), adds=(True, False), steps=None):
-    """All ranks' answers after two rounds.  For each: rank r begins with part r + begin; adds or overwrites; steps."""
+    """Return all ranks' answers after two rounds: where rank r begins (r + begin), whether it adds, and the steps."""
     result = [{} for _ in range(n)]
     for name, values in tensors.items():
         pieces = [[piece.clone() for piece in value.tensor_split(n)] for value in values]
@@ -93,13 +93,13 @@ def any_problem(messages, n):
         for size, sent in zip(SIZES, calls, strict=True):
             other = {kind for kind, *_ in sent} - {"send", "recv", "recv_any_source"}
             if other and n > 1:
-                return f"the sum is right, but it uses {', '.join(sorted(other))}: use send and recv only"
+                return f"the sum is correct, but it uses {', '.join(sorted(other))}: use send and recv only"
             elsewhere = {to for kind, _, to in sent if kind == "send"} - {(rank + 1) % n}
             if elsewhere:
-                return f"the sum is right, but rank {rank} sends to rank {elsewhere.pop()}: not in a ring"
+                return f"the sum is correct, but rank {rank} sends to rank {elsewhere.pop()}: not in a ring"
             numbers = sum(elements for kind, elements, _ in sent if kind == "send")
             most = 2 * (n - 1) * -(-size // n)  # parts of size / n, rounded up
             if numbers > most:
-                text = f"the sum is right, but rank {rank} sends {numbers} numbers for a tensor of {size}, {most} are"
-                return f"{text} enough: it looks like whole tensors go round, instead of parts"
+                text = f"the sum is correct, but rank {rank} sends {numbers} numbers for a tensor of {size}, {most} are"
+                return f"{text} enough: it looks as if whole tensors go round, instead of parts"
     return ""

@@ -1,4 +1,4 @@
-"""Checks that each example comes once, in equal shares, in a new order in each epoch, the same in each call."""
+"""Check that each example is used once, in equal shares, in a new order in each epoch, the same in each call."""
 
 import itertools
 import random
@@ -7,9 +7,9 @@ import torch
 
 HINT = """
 All ranks must draw the same order: a new generator, torch.Generator().manual_seed(epoch), does not depend on what
-this rank has drawn before.  Then each rank takes its share of the order: a slice with a start and a step.
+this rank has drawn before.  Each rank's share is then a slice of the order, with a start and a step.
 """
-COUNTS = (12, 13, 2)  # with 3 processes pieces of 13 / 3, rounded up, are 5, 5 and 3; of 2 a rank has none
+COUNTS = (12, 13, 2)  # with 3 processes, pieces of 13 / 3, rounded up, are 5, 5 and 3; of 2 examples, one rank has none
 EPOCHS = (0, 1, 2, 5)
 OWN = {"torch.manual_seed": "torch.Generator().manual_seed(epoch)", "random.seed": "random.Random(epoch)"}
 
@@ -27,7 +27,7 @@ def run(function, folder):
 
 
 def global_generators():
-    """The states of the global generators, by the call that seeds them."""
+    """Return the states of the global generators, by the call that seeds them."""
     return {"torch.manual_seed": torch.get_rng_state().tolist(), "random.seed": random.getstate()}
 
 
@@ -51,7 +51,7 @@ def judge(answers):
     for call, own in OWN.items():
         if not problem and call in used:
             problem = (
-                f"the shares are right, but from a global generator: after {call}(epoch) dropout and crops draw the "
+                f"the shares are correct, but from a global generator: after {call}(epoch), dropout and crops draw the "
                 f"same numbers on all ranks. Use a new generator: {own}"
             )
     return problem
@@ -63,9 +63,9 @@ def not_shuffled(answers):
     groups = {epoch: {frozenset(share) for share in orders[epoch]} for epoch in EPOCHS}
     for one, two in itertools.combinations(EPOCHS, 2):
         if orders[one] == orders[two]:
-            return f"epochs {one} and {two} have the same order: it must depend on the epoch"
+            return f"epochs {one} and {two} have the same order, but it must depend on the epoch"
         if len(answers) > 1 and groups[one] == groups[two]:
-            return f"the ranks have the same examples in epochs {one} and {two}: shuffle first, then share out"
+            return f"the ranks have the same examples in epochs {one} and {two}: shuffle first, then divide"
     for epoch in EPOCHS:
         first = orders[epoch][0]
         steps = {(b - a) % count for a, b in itertools.pairwise(first)}
@@ -77,7 +77,7 @@ def not_shuffled(answers):
 def uneven(count, shares):
     sizes = [len(share) for share in shares]
     if len(shares) > 1 and all(sorted(share) == list(range(count)) for share in shares):
-        return "every rank has the whole data set"
+        return "every rank has the whole dataset"
     if max(sizes) - min(sizes) > 1:
         return f"the ranks have {sizes} examples: no two numbers may differ by more than one"
     return ""
@@ -95,7 +95,7 @@ def missing_or_twice(count, shares):
     if twice:
         ranks = [rank for rank, share in enumerate(shares) for example in share if example == twice[0]]
         where = " and ".join(f"rank {rank}" for rank in ranks)
-        return f"{len(twice)} counted twice, example {twice[0]} on {where}: it looks like padding to equal shares"
+        return f"{len(twice)} examples are repeated, {twice[0]} on {where}: it looks like padding to equal shares"
     if missing:
         return f"{missing} on no rank: it looks like shares of count // world_size, which leave out the rest"
     return ""

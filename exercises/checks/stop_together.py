@@ -1,4 +1,4 @@
-"""Sends real SIGTERMs, each to one rank in one step, and counts the steps of all ranks."""
+"""Send real SIGTERMs, each to one rank in one step, and count the steps of all ranks."""
 
 import os
 import signal
@@ -12,9 +12,9 @@ HINT = """
 The function for SIGTERM only sets a flag.  After each step the ranks agree: the maximum of all flags, by dist.reduce
 or dist.all_reduce, is the same on all ranks.  A rank must not decide by its own flag.
 """
-SIGNS = {  # where the ranks stand, or the error
-    r"checks/common\.py:": "one rank has stopped alone, and another waits for it: all must decide by the same number",
-    r"ended by SIGTERM": "no function is set for SIGTERM: signal.signal(signal.SIGTERM, function)",
+SIGNS = {  # where the ranks are, or the error
+    r"checks/common\.py:": "a rank has stopped alone, and another waits for it, so all must decide by the same number",
+    r"killed by SIGTERM": "no function is set for SIGTERM: call signal.signal(signal.SIGTERM, function)",
     r"sys\.exit\(.*was called": "the process ends itself; the function for SIGTERM should only set a flag",
 }
 STEPS = 6
@@ -22,7 +22,7 @@ NEVER = -1
 
 
 def cases(n):
-    """The cases: (which rank gets SIGTERM, in which step)."""
+    """Return the cases: (which rank gets SIGTERM, in which step)."""
     return [(0, NEVER), (n - 1, 2), (0, 0), (n // 2, STEPS - 1), (0, NEVER)]
 
 
@@ -38,19 +38,19 @@ def run(function, folder):
         def train_step(step):
             if step == when and dist.get_rank() == told:  # noqa: B023  this step's
                 os.kill(os.getpid(), signal.SIGTERM)
-            dist.all_reduce(torch.ones(7))  # a message, as in a training step
+            dist.all_reduce(torch.ones(7))  # a collective, as in a training step
             made.append(step)  # noqa: B023
 
         returned = function(STEPS, train_step)
         name = name_of(number, told, when)
         answer[f"steps made, {name}"] = torch.tensor(len(made) if made == list(range(len(made))) else NEVER)
         answer[f"number of steps returned, {name}"] = common.as_answer(returned)
-        common.wait_for_the_others(folder, f"case{number}")  # a rank that has stopped alone must not go on
+        common.wait_for_the_others(folder, f"case{number}")  # a rank that has stopped alone must not continue
     return answer
 
 
 def steps_of(n, made):
-    """All ranks' answers if they make `made(told, when)` steps."""
+    """Return all ranks' answers if they make `made(told, when)` steps."""
     answer = {}
     for number, (told, when) in enumerate(cases(n), 1):
         steps = torch.tensor(STEPS if when == NEVER else min(made(told, when), STEPS))

@@ -1,4 +1,4 @@
-"""Compares the averaged gradients with those of one process that has all tokens; a rank may have few, or none."""
+"""Compare the averaged gradients with those of one process that has all tokens; a rank may have few, or none."""
 
 import torch
 from torch import nn
@@ -8,8 +8,8 @@ from exercises.checks import common
 
 HINT = """
 The mean is the sum of all ranks' losses, divided by the number of all ranks' tokens.  Each rank has its part of the
-sum; the number needs a message.  DDP adds up the gradients, and divides by the number of ranks: by what must you
-multiply to cancel this division?
+sum, but the number needs a collective.  DDP adds up the gradients, and divides by the number of ranks: by what must
+you multiply to cancel this division?
 """
 COUNTS = {"equal counts": (4, 4, 4), "unequal counts": (5, 2, 3), "a rank without tokens": (3, 0, 4)}
 
@@ -20,7 +20,7 @@ def network():
 
 
 def losses_of(model, case, rank):
-    """The loss of each of this rank's tokens."""
+    """Return the loss of each of this rank's tokens."""
     generator = torch.Generator().manual_seed(10 * rank + len(case))
     tokens = torch.randn(COUNTS[case][rank], 3, generator=generator, dtype=torch.float64)
     return (model(tokens) - 1 - rank).square().flatten()
@@ -40,13 +40,13 @@ def run(function, folder):
         for name, p in model.named_parameters():
             is_connected = p.grad is not None
             gradient = p.grad if is_connected else torch.zeros_like(p)
-            dist.all_reduce(gradient, "mean")  # as DDP does it
+            dist.all_reduce(gradient, "mean")  # as DDP does
             answer[part_of(case, name)] = common.as_answer(gradient) if is_connected else None
     return answer
 
 
 def as_if(n, way):
-    """All ranks' answers if each calls backward on way(the losses of all ranks, rank)."""
+    """Return all ranks' answers if each calls backward on way(the losses of all ranks, rank)."""
     answer = {}
     for case in COUNTS:
         model = network()
@@ -58,7 +58,7 @@ def as_if(n, way):
 
 
 def without_gradients(answers, is_left_out):
-    """The answers, with None for the gradients of the cases for which is_left_out(case, rank) is true."""
+    """Return the answers, with None for the gradients of the cases for which is_left_out(case, rank) is true."""
     changed = []
     for rank, answer in enumerate(answers):
         left_out = [case for case in COUNTS if is_left_out(case, rank)]
@@ -73,13 +73,13 @@ def judge(answers):
         return sum(map(len, losses))
 
     right = as_if(n, lambda losses, rank: torch.cat(losses).mean())
-    not_connected = "the result isn't connected with the losses"
+    not_connected = "the result isn't connected to the losses"
     wrong = {
         "a mean of means: each token of a rank with few tokens counts too much": as_if(
             n, lambda losses, rank: losses[rank].mean()
         ),
         "a sum where a mean was meant": as_if(n, lambda losses, rank: losses[rank].sum()),
-        "the average over the ranks divides by their number: multiply by the world size before": as_if(
+        "the average over the ranks divides by their number, so multiply by the world size before": as_if(
             n, lambda losses, rank: losses[rank].sum() / count(losses)
         ),
         "divided by the world size instead of multiplied": as_if(

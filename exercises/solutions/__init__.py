@@ -1,1 +1,1 @@
-"""A solution of each exercise.  Try yours first."""
+"""A solution of each exercise.  Try your own first."""

@@ -6,7 +6,7 @@ import distributed as dist
 
 
 class Total(torch.autograd.Function):
-    """The sum over all ranks, for autograd: each rank's input has a part in all ranks' losses."""
+    """Add up a tensor over all ranks, in autograd: each rank's input is a part of the losses of all ranks."""
 
     @staticmethod
     def forward(ctx, tensor):
@@ -14,7 +14,7 @@ class Total(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        return dist.all_reduce(gradient.clone())  # autograd may still need it
+        return dist.all_reduce(gradient.clone())  # a copy, because autograd may still need the original
 
 
 def global_batchnorm(inputs, eps=1e-5):

@@ -13,5 +13,5 @@ def return_tokens(outputs, chosen, weights):
     received = outputs.new_empty(len(chosen), outputs.shape[1])
     torch_dist.all_to_all_single(received, outputs, mine.tolist(), theirs.tolist())
     result = torch.empty_like(received)
-    result[chosen.argsort(stable=True)] = received  # the first row that came is of the token that was sent first
+    result[chosen.argsort(stable=True)] = received  # row 0 belongs to the token that was sent first
     return result * weights[:, None]

@@ -16,6 +16,6 @@ def stop_together(steps, train_step):
     signal.signal(signal.SIGTERM, note)
     for step in range(steps):
         train_step(step)
-        if dist.reduce(told, "max"):  # on any rank; all get the same answer, so all stop here
+        if dist.reduce(told, "max"):  # was any rank asked?  All ranks get the same answer, so all stop here
             return step + 1
     return steps

@@ -81,7 +81,7 @@ def test_the_commands_run_from_any_folder(environment, train):
     code, said = call(*torchrun, "--no-python", environment / "ddp-equivalence", "train.py", cwd=train)
     assert code == 0 and "THE SAME" in said, said
     code, said = call(environment / "ddp-doctor", cwd=train)
-    assert code == 0 and "an all-reduce over all devices returns the right sum" in said, said
+    assert code == 0 and "an all-reduce over all devices returns the correct sum" in said, said
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])

@@ -26,4 +26,4 @@ def test_what_each_rank_holds():
 
 def test_one_process_is_one_line():
     done = forker().run("-m", "demos.collectives", "all_reduce", "--nproc", 1)
-    assert done.code == 2 and "--nproc 1: with fewer than two processes nothing is exchanged" in done.err
+    assert done.code == 2 and "--nproc 1: a collective needs at least two processes, so type --nproc 2" in done.err

@@ -42,7 +42,7 @@ def test_without_a_name_each_mistake_is_listed_in_a_line():
     listed, how_to_run = done.out.split("\n\n")
     lines = dict(line.split(maxsplit=1) for line in listed.splitlines())
     assert (done.code, done.err) == (0, "") and list(lines) == list(MISTAKES)
-    assert all(re.fullmatch(r"[^:]+: [^:]+", line) for line in lines.values()), "what is wrong: what it does"
+    assert all(re.fullmatch("[^:]+, so [^:]+", line) for line in lines.values()), "what is wrong, so what happens"
     assert len({*lines.values()}) == len(MISTAKES) and max(map(len, listed.splitlines())) <= 110
     name, way = re.search(r"^To run one: python -m demos.mistakes (\w+) (\w+)$", how_to_run, re.MULTILINE).groups()
     done = forker().run("-m", "demos.mistakes", name, way)

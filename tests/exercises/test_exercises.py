@@ -45,7 +45,7 @@ UNDO = "result[chosen.argsort(stable=True)] = received"
 # Words of the verdict, and pairs: a text of the stored solution, and what stands there instead.
 WRONG = {
     "shard": [
-        ("every rank has the whole data set", SHARE, ""),
+        ("every rank has the whole dataset", SHARE, ""),
         ("no two numbers may differ by more", SHARE, "[-(-count // 3) * dist.get_rank() :][: -(-count // 3)]"),
         ("an order that differs between ranks", ", generator=torch.Generator().manual_seed(epoch)", ""),
         ("padding", "return order", "return order.repeat(2)[: -(-count // 3) * 3]"),
@@ -53,7 +53,7 @@ WRONG = {
         ("it must depend on the epoch", "(epoch)", "(0)"),
         ("is not shuffled", "return order" + SHARE, "return ((torch.arange(count) + epoch) % count)" + SHARE),
         ("there is no example", "order[", "(order + 1)["),
-        ("right, but from a global generator: after torch.manual_seed", START, "torch.manual_seed(epoch)"),
+        ("correct, but from a global generator: after torch.manual_seed", START, "torch.manual_seed(epoch)"),
     ],
     "ring_all_reduce": [
         ("the tensor is unchanged", START, "return"),
@@ -211,7 +211,7 @@ def test_a_wrong_solution_is_named_and_a_right_one_passes(tmp_path, name, words,
     texts = [verdict(3, name, file, tmp_path / "three")]
     if name not in ALWAYS_SEVERAL:
         texts.append(verdict(1, name, file, tmp_path / "one"))
-        assert "rank" not in texts[1].partition("It looks like this")[2], "with one process no rank is wrong"
+        assert "rank" not in texts[1].partition("Likely mistake")[2], "with one process no rank is wrong"
     assert any(words in text for text in texts) and bool(words) == any(texts), texts
 
 
@@ -238,7 +238,7 @@ def test_the_summary_says_what_is_solved(tmp_path):
     done = forker().run("-m", "exercises.check", "all", cwd=tmp_path, path=[ROOT])
     assert (done.code, done.err) == (1, ""), done
     assert all(f"not implemented yet: write {name}() in exercises/{name}.py" in done.out for name in blank)
-    assert summary_of(done) == {"solved": solved, "not right": wrong, "blank": blank}, done.out
+    assert summary_of(done) == {"solved": solved, "incorrect": wrong, "blank": blank}, done.out
 
 
 def test_a_solution_passes_and_a_hint_is_given():
@@ -280,7 +280,7 @@ def test_a_hang_is_an_answer_with_the_place_of_each_rank(tmp_path):
         os.kill(os.getppid(), signal.SIGALRM)
         time.sleep(3600)"""
     text = examined(tmp_path, START, body)
-    assert text.startswith("HANGS after 90 s (on a busy machine try again) each rank stands here:\n")
+    assert text.startswith("HANGS after 90 s (on a busy machine, try again); where each rank is:\n")
     assert re.findall(r"rank (\d): global_mean.py, global_mean", text) == ["0", "1", "2"]
 
 
@@ -290,7 +290,7 @@ def test_a_hang_is_an_answer_with_the_place_of_each_rank(tmp_path):
         ("ring_all_reduce", "rank 0: a.py:1, f, in send\nrank 1: a.py:1, f, in send", "nobody receives"),
         ("ring_all_reduce", "rank 0: a.py:1, f, in send\nrank 1: a.py:2, f, in recv", ""),
         ("stop_together", "rank 0: a.py:1, f, in reduce\nrank 1: exercises/checks/common.py:112, <genexpr>", "alone"),
-        ("stop_together", "rank 0 of 1 failed first: ended by SIGTERM", "no function is set"),
+        ("stop_together", "rank 0 of 1 failed first: killed by SIGTERM", "no function is set"),
         ("return_tokens", "RuntimeError: Split sizes doesn't match total dim 0 size", "are swapped"),
         ("return_tokens", "Tensor's dim 0 does not divide equally across group size", "the counts are left out"),
         ("shard", "rank 0: a.py:1, f, in send\nrank 1: a.py:1, f, in send", ""),

@@ -111,12 +111,12 @@ def test_a_rank_that_waits_too_long_ends_the_run(late, newer):
     """torch 2.14 has two backends for NCCL.  The older one's watchdog aborts the process after four times 100 ms."""
     run = late("too_late", TORCH_DIST_USE_NCCL2=newer, TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC=100)
     texts = [
-        "rank 0 of 2 failed first: ended by SIGABRT",
+        "rank 0 of 2 failed first: killed by SIGABRT",
         "NCCL's watchdog",
         "Watchdog caught collective operation timeout",
     ]
     if newer and torch.__version__ >= (2, 14):
-        texts = ["rank 0 of 2 failed first: ended by SIGABRT", "NCCL's watchdog", "Operation timed out"]
+        texts = ["rank 0 of 2 failed first: killed by SIGABRT", "NCCL's watchdog", "Operation timed out"]
     assert run.code == 1 and [text for text in texts if text not in run.err] == [], run.err[-3000:]
     assert re.search(r"rank 0: \S+program.py:\d+, too_late, in barrier\n", run.err), run.err[-3000:]
     assert re.search(r"rank 1: \S+program.py:\d+, too_late\n", run.err), run.err[-3000:]

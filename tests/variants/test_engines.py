@@ -34,7 +34,7 @@ def test_a_missing_package_is_one_line(name):
         pytest.skip(f"{PACKAGES[name]} is installed")
     done = forker().run("-m", f"variants.{name}", *SYNTHETIC)
     program = rf"(?:{name}\.py|python3? -m variants\.{name})"  # since Python 3.14 the second
-    said = re.fullmatch(rf"{program}: error: .+ is not installed.*: bash (variants/\S+\.sh) FOLDER\n", done.err)
+    said = re.fullmatch(rf"{program}: error: .+ is not installed.*: type bash (variants/\S+\.sh) FOLDER\n", done.err)
     assert (done.code, done.out) == (2, "") and said, done.err
     usage = subprocess.run(["bash", ROOT / said[1]], capture_output=True, text=True, timeout=30)
     assert usage.returncode == 2 and usage.stderr.startswith(f"usage: bash {said[1]} FOLDER"), usage.stderr
@@ -81,7 +81,7 @@ def test_xla_trains_as_ddp_does():
     assert_same_training(out, "--nproc", 1)
     place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
     code, out, err = run_with("XLA", *script, PJRT_DEVICE="CPU", **place)
-    assert code == 2 and "start it with python, not with a launcher" in err
+    assert code == 2 and "start this script with python, not with a launcher" in err
 
 
 # Ray listens on all networks: here only on a loopback of its own, if the system has namespaces for users.
