@@ -29,7 +29,7 @@ class Block(nn.Module):
 
     def forward(self, x):
         q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(q, k, v)  # [N, HEADS, tokens, WIDTH / HEADS]: each token attends to all
+        attended = F.scaled_dot_product_attention(q, k, v)  # [N, HEADS, tokens, WIDTH / HEADS]: each attends to all
         x = x + self.out(attended.transpose(1, 2).flatten(2))
         return x + self.mlp(self.norm2(x))
 
