@@ -22,7 +22,7 @@ def having(flag, but=()):
     return [script for script in TRAINING if f'"{flag}"' in text(script) and script not in but]
 
 
-ONE_EACH = "at least the number of processes: one example each"
+ONE_EACH = "at least the number of processes, because each needs an example"
 TABLE = [  # the scripts; what is typed; words of the line, or else the flag is in it
     (having("--epochs"), "--epochs 0"),
     (having("--epochs"), "--epochs 1.5"),

@@ -53,7 +53,7 @@ def test_one_process(flags):
     assert single[0] == f"synthetic on cpu, batch size {BATCH}"
     assert [figures(line)[1] for line in single[1:]] == ([2 * BATCH] if is_dry else [150] * 2)
     parallel = printed(forker().run("mnist_dataparallel.py", *flags, before=before))
-    assert parallel == ["DataParallel on 0 GPUs (with fewer than two it calls the model directly)", *single]
+    assert parallel == ["DataParallel on 0 GPUs (with fewer than two, it calls the model directly)", *single]
 
 
 AS_TORCHRUN_DOES = """
