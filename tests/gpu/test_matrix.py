@@ -74,7 +74,7 @@ def test_one_gpu(machine, short, exact, script):
 
 LIKE_DDP = ["mnist_ddp.py", *(f"-m variants.mnist_{name}" for name in ("by_hand", "overlap", "zero", "fsdp"))]
 OTHERS = ["cifar10_ddp.py", *(f"-m variants.mnist_{name}" for name in ("accumulate", "local_sgd", "tensor_parallel"))]
-SCRIPTS = [*LIKE_DDP, *OTHERS, "-m variants.mnist_pipeline"]
+SCRIPTS = [*LIKE_DDP, *OTHERS, "-m variants.mnist_pipeline", "-m variants.mnist_context_parallel"]
 MESH = "-m variants.mnist_mesh"  # four processes are two models of two GPUs each
 
 
@@ -85,7 +85,7 @@ MESH = "-m variants.mnist_mesh"  # four processes are two models of two GPUs eac
     + [pytest.param(MESH, 4, marks=pytest.mark.slow)],
 )
 def test_several_gpus(machine, short, exact, script, n):
-    """Not here: Horovod's and XLA's own engines."""
+    """Not here: Horovod's and XLA's engines; the simulation has no scaled_dot_product_attention (transformer, experts)."""
     skip_if_refused(script.removeprefix("-m variants."))
     run = short(script, gpus=("8.0",) * n, **LATE)
     assert f"distributed: {n} processes, {machine.backend(n)}, cuda" in run.out, run.err[-3000:]
