@@ -85,7 +85,7 @@ MESH = "-m variants.mnist_mesh"  # four processes are two models of two GPUs eac
     + [pytest.param(MESH, 4, marks=pytest.mark.slow)],
 )
 def test_several_gpus(machine, short, exact, script, n):
-    """Not here: Horovod's and XLA's engines; the simulation has no scaled_dot_product_attention (transformer, experts)."""
+    """Not here: Horovod, XLA, and (the simulation lacks scaled_dot_product_attention) the transformer and experts."""
     skip_if_refused(script.removeprefix("-m variants."))
     run = short(script, gpus=("8.0",) * n, **LATE)
     assert f"distributed: {n} processes, {machine.backend(n)}, cuda" in run.out, run.err[-3000:]
