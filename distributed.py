@@ -210,7 +210,7 @@ def _leave_group() -> None:
 # has ended, they report a lost connection.  No gradient flows through these functions.  One process needs no group.
 # A mean is a sum that is divided afterwards, because torch 2.4's gloo has no AVG.
 _OPS = {"sum": ReduceOp.SUM, "mean": ReduceOp.SUM, "min": ReduceOp.MIN, "max": ReduceOp.MAX}
-_all_gather = getattr(torch_dist, "all_gather_single", torch_dist.all_gather_into_tensor)  # its name before 2.14
+_all_gather = getattr(torch_dist, "all_gather_single", torch_dist.all_gather_into_tensor)  # its name before 2.13
 
 
 def all_reduce(tensor: torch.Tensor, op: str | ReduceOp = "sum") -> torch.Tensor:
