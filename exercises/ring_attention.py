@@ -15,7 +15,8 @@ def ring_attention(
 
     The scores are q @ keys.mT * q.shape[-1] ** -0.5.  A query's weights are the softmax of its scores over all keys;
     the output is the sum of weights times values, [queries, features], and logsumexp is the logarithm of the sum of
-    exp(score), [queries, 1].  Scores can be so large that exp overflows, so subtract each query's largest score so far.
-    If a later part has a larger one, correct what you have summed before.  No gradient is needed.
+    exp(score), [queries, 1].  Some scores are so large that exp overflows, and others are so small that it is 0, so
+    subtract each query's largest score so far.  If a later part has a larger one, correct what you have summed before.
+    No gradient is needed.
     """
     raise NotImplementedError

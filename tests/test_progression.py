@@ -38,7 +38,7 @@ ROOMS = {  # lines of Python, at most.  Raise a number only in a commit that say
     "distributed_launcher.py": 900,
     "*.py": 3600,
     "variants/*.py": 2114,
-    "exercises/**/*.py": 1994,
+    "exercises/**/*.py": 2007,
     "demos/*.py": 895,
     "ddp_by_diff/**/*.py": 8200,
     "dev/*.py": 1742,

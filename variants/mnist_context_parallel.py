@@ -44,7 +44,7 @@ def share(tokens):
 class RingAttention(torch.autograd.Function):
     """Attention to the tokens of all ranks.  In each turn, the keys and values of one rank arrive from the ring.
 
-    Forward is an online softmax: it corrects its sums when a larger score arrives.  Backward needs only logsumexp.
+    Forward is an online softmax: it corrects its sums when a larger score arrives.  Backward needs logsumexp, not them.
     """
 
     @staticmethod

@@ -14,14 +14,16 @@ sum of exp(score - largest) * value (0 at first).  In each turn: what is the lar
 both sums be multiplied, so that they look as if they had been computed with it?  Divide once, after the last turn.
 """
 COUNTS = (4, 2, 3)  # tokens of each rank
-CASES = {"scores near 1": 1, "scores near 1000": 1000}
+CASES = ("scores near 1", "scores near 1000", "scores near -1000")
 
 
 def tokens_of(case, rank):
     """This rank's queries, and its keys and values in one tensor."""
     generator = torch.Generator().manual_seed(rank)
-    q, *part = torch.randn(3, COUNTS[rank], 4, generator=generator, dtype=torch.float64)
-    return CASES[case] * q, torch.stack(part)
+    q, keys, values = torch.randn(3, COUNTS[rank], 4, generator=generator, dtype=torch.float64)
+    if case == "scores near -1000":
+        q, keys = -q.abs(), keys.abs()
+    return (q if case == "scores near 1" else 1000 * q), torch.stack([keys, values])
 
 
 def parts_of(case):
@@ -59,13 +61,18 @@ def at_once(q, parts, scale=4**-0.5):
     return scores.softmax(1) @ values, scores.logsumexp(1, keepdim=True)
 
 
-def by_turns(q, parts, powers=(1, 1), new=torch.maximum, own=False, divide="at the end", back=1):
+def average_of_parts(q, parts):
+    outputs, logs = zip(*(at_once(q, [part]) for part in parts), strict=True)
+    return torch.stack(outputs).mean(0), torch.stack([log.exp() for log in logs]).sum(0).log()
+
+
+def by_turns(q, parts, powers=(1, 1), new=torch.maximum, own=False, divide="at the end", back=1, start=-torch.inf):
     """An online softmax, or a wrong one.
 
     powers: of the correction, for denominator and output.  new: the new maximum.  own: subtract the part's own maximum.
-    divide: when the output is divided.  back: times the maximum is added again, for logsumexp.
+    divide: when the output is divided.  back: times the maximum is added again, for logsumexp.  start: first maximum.
     """
-    maximum = q.new_full((len(q), 1), -torch.inf)
+    maximum = q.new_full((len(q), 1), start)
     denominator, output = torch.zeros_like(maximum), torch.zeros_like(q)
     for keys, values in parts:
         scores = q @ keys.mT * 4**-0.5
@@ -93,6 +100,11 @@ def judge(answers):
         "the largest score of the last part replaces a larger one before: take the maximum of both": like(
             new=lambda old, largest: largest
         ),
+        "each part subtracts its own maximum, and the sums are never corrected": like(
+            own=True, powers=(0, 0), new=lambda old, largest: largest
+        ),
+        "the softmax of each part alone, averaged: a part with larger scores must count more": average_of_parts,
+        "the largest score starts at 0, not at -inf: if all scores are far below 0, each exp is 0": like(start=0),
         "no maximum is subtracted, so exp overflows": like(new=lambda old, largest: torch.zeros_like(largest)),
         "one maximum for all queries: for a query with smaller scores, each exp is 0": like(
             new=lambda old, largest: torch.maximum(old, largest.max())

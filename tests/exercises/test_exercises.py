@@ -154,6 +154,7 @@ WRONG = {
         ("of their own part", "(scores - maximum)", "(scores - scores.amax(1, keepdim=True))"),
         ("replaces a larger one before", LARGEST, "scores.amax(1, keepdim=True)"),
         ("exp overflows", LARGEST, "0 * maximum.nan_to_num()"),
+        ("starts at 0, not at -inf", "-torch.inf", "0.0"),
         ("one maximum for all queries", "scores.amax(1, keepdim=True)", "scores.max()"),
         ("divide once, after", "+ weights @ values", f"+ weights @ values{DIVIDED}", " / denominator,", ","),
         ("not divided by the sum", "output / denominator", "output"),
