@@ -22,7 +22,7 @@ Exit code: 0 the same, up to rounding (or except for BatchNorm or dropout); 1 di
 # a *key* such as "loader 0".  A *look* is the ranks' notes beside a run alone.
 #
 #   __main__.py        the command line
-#   observe.py         observers of a program: inputs.py, gradients.py, layers.py, clipping.py
+#   observe.py         observers of a program: inputs.py, gradients.py, layers.py
 #   loaders.py         which DataLoader a batch comes from; epoch.py: --epoch
 #   notes.py           the notes of a process; facts.py: the ranks' notes side by side
 #   copies_or_parts.py what the ranks have of the model: decided before any question

@@ -43,9 +43,6 @@ def copies(facts: Facts) -> Link:
     return Link("copies", False, text)
 
 
-# ------------------------------------------------------------------------------------- counting
-
-
 class Counted(NamedTuple):
     """Examples of all ranks, each counted once."""
 
@@ -144,9 +141,6 @@ def never_come(found: Counted, text: str, length: int, ranks: int, slack: float)
     if abs(found.different * ranks - length) > slack * ranks:
         return inconclusive(LABEL, NEVER, text)
     return Link(LABEL, False, f"{text}: as if each rank took its share of its share")
-
-
-# ------------------------------------------------------------------------------ in a few steps
 
 
 def examples(facts: Facts, total: int = 0) -> Link:

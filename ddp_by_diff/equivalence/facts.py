@@ -34,8 +34,6 @@ class Facts:
     model: str
     parts: frozenset[str] = frozenset()  # the parameters of which the ranks have parts
 
-    # --------------------------------------------------------------------------------- examples
-
     @cached_property
     def batches(self) -> list[tuple]:
         """Digests of each rank's batches."""
@@ -108,8 +106,6 @@ class Facts:
             inputs = [step.inputs for step in rank.steps[: len(self.steps)]]
             works.append((inputs, rank.steps[0].own, rank.steps[0].draws))
         return any(is_same(one, other) for one, other in itertools.combinations(works, 2))
-
-    # ----------------------------------------------------------------------- weights, gradients
 
     @cached_property
     def trained(self) -> set[str]:

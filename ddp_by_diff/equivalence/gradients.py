@@ -1,5 +1,6 @@
 """Each rank's own gradients, what the optimizers got, and the optimizers' options."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -7,8 +8,8 @@ import torch
 from torch import nn
 from torch.nn.modules import module as nn_module
 from torch.nn.parameter import is_lazy
+from torch.nn.utils import clip_grad
 
-from ddp_by_diff.equivalence.clipping import Clipping
 from ddp_by_diff.equivalence.notes import Shelf
 from ddp_by_diff.equivalence.tensors import whole
 from ddp_by_diff.instruments.observer import Observer, parameters_of
@@ -54,31 +55,34 @@ class OwnGradients:
 
 
 class Gradients(Observer):
-    """Notes own gradients, the gradients that the optimizers got, and the optimizers' options."""
+    """Notes gradients: own ones, before clipping, as optimizers got them; and the options."""
 
-    def __init__(self, steps: Any, weights: Any, clipping: Clipping, shelf: Shelf) -> None:
-        self.steps, self.weights, self.clipping, self.shelf = steps, weights, clipping, shelf
+    def __init__(self, steps: Any, weights: Any, shelf: Shelf) -> None:
+        self.steps, self.weights, self.shelf = steps, weights, shelf
         self.own = OwnGradients()
         self.slots: dict[tuple[int, str], torch.Tensor] = {}  # parameters, by module and name
         self.parts: set[int] = set()  # the ids of parameters of which a layer has a part
         self.scale = 1.0  # a GradScaler's
         self.any_has_stepped = False  # any optimizer, since this step began
+        self.clipped: dict[int, Any] = {}  # gradients before that, by the id of the parameter
         steps.at_new_step.append(self.new_step)
 
     def new_step(self) -> None:
         self.any_has_stepped = False
+        self.clipped.clear()
 
     def installed(self) -> None:
         handle = nn_module.register_module_forward_hook(self.watch_unsharded)
         self.hooks.undo.callback(handle.remove)
 
     def patches(self) -> list[tuple[Any, str, Callable]]:
-        return [
+        patches = [
             (torch.amp.GradScaler, "scale", self.scaled),
             (torch.optim.Optimizer, "add_param_group", self.parameters_are_known),
         ]
-
-    # ------------------------------------------------------------------------- own gradients
+        for place in nn.utils, clip_grad:
+            patches += [(place, f"clip_grad_{what}_", self.clip) for what in ("norm", "value")]
+        return patches
 
     def parameters_are_known(self, original: Callable, optimizer: Any, group: dict) -> Any:
         result = original(optimizer, group)
@@ -90,7 +94,7 @@ class Gradients(Observer):
     def forward_begins(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         if self.hooks.is_in("backward"):
             return
-        for _, tensor in self.weights.named_tensors(module):
+        for tensor in module.parameters():
             self.own.watch(tensor)
         for layer in module.modules():
             for name, parameter in layer._parameters.items():
@@ -117,7 +121,21 @@ class Gradients(Observer):
         self.scale = float(scaler.get_scale()) or 1.0
         return scaled
 
-    # ------------------------------------------------------------------- what the optimizers got
+    def clip(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
+        if self.hooks.is_elsewhere():
+            return original(*args, **kwargs)
+        arguments = inspect.signature(original).bind(*args, **kwargs).arguments
+        parameters = arguments["parameters"]
+        is_one = isinstance(parameters, torch.Tensor)
+        parameters = [parameters] if is_one else list(parameters)  # an iterator is read once
+        self.steps.noted.has_clipped = True
+        # Of all of a DTensor, as ranks must agree.
+        before = [(one, whole(one.grad)) for one in parameters if one.grad is not None]
+        result = original(**{**arguments, "parameters": parameters})
+        for parameter, gradient in before:
+            if not whole(parameter.grad).equal(gradient):
+                self.clipped[id(parameter)] = self.shelf.keep(gradient)
+        return result
 
     def gradients_are_there(self, optimizer: Any, is_again: bool) -> None:
         step = self.steps.step
@@ -136,7 +154,7 @@ class Gradients(Observer):
             self.note_own(one.name, one.parameter)
             if self.steps.source:
                 self.steps.source.set_gradient(one.name, self.steps.number, one.parameter)
-        for name, tensor in self.weights.trained():  # another rank's optimizer may have the others
+        for tensor, name in self.weights.trained().items():  # another rank's optimizer has them
             if name not in step.options:
                 self.note_own(name, tensor)
 
@@ -149,11 +167,12 @@ class Gradients(Observer):
         if parameter.grad is None:
             return
         step.got[name] = self.shelf.keep(parameter.grad)
-        self.clipping.note(step, name, parameter)
+        if id(parameter) in self.clipped:
+            step.unclipped[name] = self.clipped[id(parameter)]
 
     def notes(self, is_own_thread: bool) -> None:
-        parts = [name for name, tensor in self.weights.trained() if id(tensor) in self.parts]
-        self.steps.noted.parts = set(parts)
+        trained = self.weights.trained().items()
+        self.steps.noted.parts = {name for tensor, name in trained if id(tensor) in self.parts}
 
     def note_own(self, name: str, parameter: torch.Tensor) -> None:
         if id(parameter) in self.own.sums:

@@ -208,9 +208,6 @@ class Alone(NamedTuple):
     batches: dict  # what the program got, by key and number, and the random state after it
 
 
-# ------------------------------------------------------------------------------- large tensors
-
-
 class Kept(NamedTuple):
     """A tensor in a file.  A process to which it is sent receives the tensor itself."""
 

@@ -4,6 +4,7 @@ In a run in one process a source, if there is one, gives a step its batch, weigh
 """
 
 import contextlib
+import itertools
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -12,7 +13,6 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ddp_by_diff.equivalence.clipping import Clipping
 from ddp_by_diff.equivalence.formats import CoarseOptimizers
 from ddp_by_diff.equivalence.gradients import Gradients
 from ddp_by_diff.equivalence.inputs import Data
@@ -45,9 +45,7 @@ def observers(
     shelf = Shelf(folder)
     steps = Steps(place, length, source)
     weights = Weights(steps, shelf)
-    clipping = Clipping(steps, shelf)
-    parts = [Layers(steps.noted, left_out), weights, Data(steps), clipping]
-    parts.append(Gradients(steps, weights, clipping, shelf))
+    parts = [Layers(steps.noted, left_out), weights, Data(steps), Gradients(steps, weights, shelf)]
     parts += [source, CoarseOptimizers(steps.noted)] if source else []
     return [steps, *parts, Progress(steps, f"{log}{place.rank}", terminal)]
 
@@ -154,8 +152,10 @@ class Weights(Observer):
         self.begun.add(id(module))
         if isinstance(module, nn.parallel.DistributedDataParallel):
             self.steps.noted.has_buffers_of_first |= module.broadcast_buffers
-        for name, tensor in self.named_tensors(module):
-            self.note(name, tensor)
+        names = self.names()
+        for tensor in itertools.chain(module.parameters(), module.buffers()):
+            if tensor in names:
+                self.note(names[tensor], tensor)
 
     def gradients_are_there(self, optimizer: Any, is_again: bool) -> None:
         for owned in [] if is_again else self.owned_by(optimizer):
@@ -169,66 +169,53 @@ class Weights(Observer):
         if self.steps.source:
             self.steps.source.set_weight(name, self.steps.number, tensor)
 
-    def named_tensors(self, model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-        """Parameters and buffers, each once, with the name that the first model gives it.
+    def names(self) -> dict[torch.Tensor, str]:
+        """Names of all models' parameters and buffers; a second model's begin with its class."""
+        names: dict[torch.Tensor, str] = {}
+        for number, model in enumerate(self.hooks.models.values()):
+            prefix = f"{type(model).__name__} {number + 1}: " if number else ""
+            for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+                if not is_lazy(tensor):
+                    names.setdefault(tensor, prefix + plain_name(name))
+        return names
 
-        A second model's names begin with its class.
-        """
-        names: dict[int, str] = {}
-        own: list = []
-        for number, owner in enumerate(self.hooks.models.values()):
-            prefix = f"{type(owner).__name__} {number + 1}: " if number else ""
-            own = [*owner.named_parameters(), *owner.named_buffers()]
-            for name, tensor in own:
-                names.setdefault(id(tensor), prefix + plain_name(name))
-            if owner is model:
-                break
-        return [(names[id(tensor)], tensor) for _, tensor in own if not is_lazy(tensor)]
-
-    def trained(self) -> list[tuple[str, torch.Tensor]]:
-        """Names and parameters of all models that need a gradient."""
-        pairs: list[tuple[str, torch.Tensor]] = []
-        for model in self.hooks.models.values():
-            pairs += [pair for pair in self.named_tensors(model) if pair[1].requires_grad]
-        return pairs
+    def trained(self) -> dict[torch.Tensor, str]:
+        """Names of what needs a gradient."""
+        return {tensor: name for tensor, name in self.names().items() if tensor.requires_grad}
 
     def owned_by(self, optimizer: Any) -> list[Owned]:
         """An optimizer's parameters; or all models', if none of its parameters is a model's."""
-        models, names = self.trained(), {}
-        for name, tensor in models:
-            names.setdefault(id(tensor), name)
-        owned = []
+        names, owned = self.trained(), []
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if not is_lazy(parameter):
                     spare = f"{type(optimizer).__name__}'s parameter {len(owned)}"
-                    name = names.get(id(parameter), spare)
-                    owned.append(Owned(name, parameter, group, True))
-        if not models or any(id(one.parameter) in names for one in owned):
+                    owned.append(Owned(names.get(parameter, spare), parameter, group, True))
+        if not names or any(one.parameter in names for one in owned):
             return owned
         group = optimizer.param_groups[0]
-        return [Owned(name, parameter, group, False) for name, parameter in models]
+        return [Owned(name, parameter, group, False) for parameter, name in names.items()]
 
     def has_changed(self) -> bool:
         """Whether a weight has changed since the first forward pass."""
         first = self.steps.noted.steps[0].weights
-        pairs = [(first.get(name), tensor) for name, tensor in self.trained()]
+        pairs = [(first.get(name), tensor) for tensor, name in self.trained().items()]
         pairs = [(old, new) for old, new in pairs if isinstance(old, torch.Tensor)]
         return any(digest(old) != digest(new) for old, new in pairs if not hasattr(new, "to_local"))
 
     def notes(self, is_own_thread: bool) -> None:
-        self.steps.noted.has_changed = not self.steps.noted.counts and self.has_changed()
-        names: dict[str, None] = {}  # each once, in their order
+        noted, names = self.steps.noted, self.names()
+        noted.has_changed = not noted.counts and self.has_changed()
+        buffers = set()
         for model in self.hooks.models.values():
-            parameters = {id(parameter) for parameter in model.parameters()}
-            named = self.named_tensors(model)
-            names |= {name: None for name, t in named if id(t) in parameters}
-            norms = [layer for layer in model.modules() if isinstance(layer, BATCH_NORM)]
-            buffers = {id(buffer) for layer in norms for buffer in layer.buffers()}
-            self.steps.noted.norm_buffers |= {name for name, t in named if id(t) in buffers}
-        for step in self.steps.noted.steps:
-            names |= dict.fromkeys(step.options)
-        self.steps.noted.parameters = list(names)
+            buffers.update(model.buffers())
+            for layer in model.modules():
+                if isinstance(layer, BATCH_NORM):
+                    noted.norm_buffers |= {names[one] for one in names.keys() & layer.buffers()}
+        parameters = [name for tensor, name in names.items() if tensor not in buffers]
+        for step in noted.steps:
+            parameters += step.options
+        noted.parameters = list(dict.fromkeys(parameters))
 
 
 class Progress(Observer):

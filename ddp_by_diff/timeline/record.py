@@ -83,8 +83,6 @@ class Recorder(Observer):
         profiler = self.profiler.profile if is_own_thread else None  # another can't stop it
         return recording_of(noted, profiler)
 
-    # --------------------------------------------------------------------------------------- time
-
     def begin(self, what: str, when: int | None = None) -> None:
         self.note_core_wait()
         self.open.append((what, when or time.time_ns()))
@@ -149,8 +147,6 @@ class Recorder(Observer):
         self.backward_thread = self.backward_thread or threading.get_ident()  # the first GPU's
         return self.backward_thread == threading.get_ident()
 
-    # -------------------------------------------------------------------------------------- steps
-
     def step_begins(self, is_sure: bool) -> None:
         self.next_cut = time.time_ns()
         self.is_first_batch = is_sure
@@ -207,8 +203,6 @@ class Recorder(Observer):
         is_gpu = self.noted.device == "cuda"
         self.noted.device_name = torch.cuda.get_device_name() if is_gpu else self.noted.device
         self.profiler.start(self.noted.device)
-
-    # ------------------------------------------------------------------------------------- memory
 
     def note_memory(self, kind: str, values: Iterable) -> None:
         """Note where in memory the tensors are: {address: (kind, bytes)}.

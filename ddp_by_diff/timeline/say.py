@@ -51,9 +51,6 @@ def findings(
     return lines
 
 
-# -------------------------------------------------------------------------------- the step drawn
-
-
 def length_of_step(picture: Picture, table: Table, reasons: list[Reason]) -> str:
     """The median first; the mean, too, if it is far from that; then which step is drawn."""
     usual, mean = table.usual_length, statistics.mean(table.lengths)
@@ -122,9 +119,6 @@ def of_ranks(ranks: list[dict], text_of: Callable[[dict], str]) -> str:
     if len(set(texts.values())) == 1:
         return f"per rank: {text_of(ranks[0])}"
     return "; ".join(f"rank {number}: {text}" for number, text in texts.items())
-
-
-# ----------------------------------------------------------------------------- all recorded steps
 
 
 def who_came_last(table: Table) -> str:

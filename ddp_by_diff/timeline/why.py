@@ -76,9 +76,6 @@ def in_some_steps(
     return reasons
 
 
-# ------------------------------------------------------------------------------------ one slow rank
-
-
 def always_slow(table: Table) -> list[Reason]:
     """The rank for which the others wait longest in each step, if it spends so much more."""
     waits = {rank: statistics.median(table.waits_for(rank)) for rank in table.ranks}
@@ -143,9 +140,6 @@ def late_by_turns(table: Table) -> list[Reason]:
     )
     text += "batch differ, do the ranks take turns at a lock, or is the machine shared?"
     return [Reason(text)]
-
-
-# ----------------------------------------------------------------------------- what all ranks spend
 
 
 def what_all_spend_in_some(table: Table) -> list[Reason]:
