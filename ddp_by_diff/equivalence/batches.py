@@ -33,9 +33,7 @@ def parts_of(value: Any) -> dict | None:
         return None
     if dataclasses.is_dataclass(value):
         return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-    if any(True for _ in tensors_in(value)):
-        return dict(vars(value))
-    return None
+    return dict(vars(value)) if any(True for _ in tensors_in(value)) else None
 
 
 def with_parts(value: Any, parts: dict) -> Any:
@@ -95,9 +93,7 @@ def from_plain(plain: Any, own: Any) -> Any:
     parts = parts_of(own)
     if parts is None or not isinstance(plain, dict):
         return plain
-    made = {}
-    for name, part in plain.items():
-        made[name] = from_plain(part, parts.get(name))
+    made = {name: from_plain(part, parts.get(name)) for name, part in plain.items()}
     return with_parts(own, made)
 
 
@@ -167,29 +163,25 @@ def have_other_rows(batches: list) -> bool:
 def counts_up(batch: Any) -> bool:
     """Whether a tensor in the batch numbers groups of rows (such as the graph of each node)."""
     for tensor in tensors_in(batch):
-        is_number = tensor.dim() == 1 and not tensor.is_floating_point() and len(tensor) > GROUPS
-        if is_number and tensor[0] == 0 and tensor[-1] > 1:
-            steps = tensor.long().diff()
-            if bool(((steps == 0) | (steps == 1)).all()):
-                return True
+        if tensor.dim() != 1 or tensor.is_floating_point() or len(tensor) <= GROUPS:
+            continue
+        steps = set(tensor.long().diff().tolist())
+        if tensor[0] == 0 and tensor[-1] > 1 and steps <= {0, 1}:
+            return True
     return False
 
 
 def _padded(tensor: torch.Tensor, longest: list[int], value: int) -> torch.Tensor:
     """The tensor, padded at its ends to the sizes `longest` in all dimensions but the first."""
-    missing = [size - here for size, here in zip(longest, tensor.shape[1:], strict=True)]
-    pads = []
-    for count in reversed(missing):  # F.pad begins with the last dimension
-        pads += [0, count]
-    return F.pad(tensor, pads, value=value) if any(pads) else tensor
+    pads: list[int] = []
+    for size, here in zip(longest, tensor.shape[1:], strict=True):
+        pads = [0, size - here, *pads]  # F.pad begins with the last dimension
+    return F.pad(tensor, pads, value=value)
 
 
 def count_examples(batch: Any) -> int:
     """The number of rows of the first tensor that has rows; 1 if no tensor has."""
-    for tensor in tensors_in(batch):
-        if tensor.dim():
-            return len(tensor)
-    return 1
+    return next((len(tensor) for tensor in tensors_in(batch) if tensor.dim()), 1)
 
 
 def digests_of_examples(batch: Any, examples: list | None = None) -> list[str]:
@@ -209,10 +201,9 @@ def plain_copy(value: Any) -> Any:
         return value.detach().clone()
     if isinstance(value, numpy.ndarray | numpy.generic) and value.dtype.kind in "biufc":
         return value.copy()
-    if type(value) in (list, tuple):
-        parts = [plain_copy(part) for part in value]
-        return None if any(part is None for part in parts) else type(value)(parts)
-    if type(value) is dict:
-        parts = [plain_copy(part) for part in value.values()]
-        return None if any(part is None for part in parts) else dict(zip(value, parts, strict=True))
-    return None
+    if type(value) not in (list, tuple, dict):
+        return None
+    parts = [plain_copy(part) for part in (value.values() if type(value) is dict else value)]
+    if any(part is None for part in parts):
+        return None
+    return dict(zip(value, parts, strict=True)) if type(value) is dict else type(value)(parts)

@@ -176,18 +176,16 @@ class Facts:
 
     def is_forced(self, step: int) -> bool:
         """Whether one process's optimizer can be given the gradients that the ranks' got."""
-        is_repeated = any(step.is_repeated for step in self.ranks[0].steps)
-        if is_repeated or not any(rank.steps[step].got for rank in self.ranks):
-            return False
-        return step in self.steps_with_equal_got
+        return step in self.forced
 
     @cached_property
-    def steps_with_equal_got(self) -> set[int]:
-        """The steps in which all ranks' optimizers got the same gradients."""
-        steps = set()
-        for k in self.steps:
+    def forced(self) -> set[int]:
+        """The steps in which all ranks' optimizers got the same gradients, once."""
+        steps: set[int] = set()
+        for k in self.steps if not any(step.is_repeated for step in self.ranks[0].steps) else []:
             first, *others = [rank.steps[k].got for rank in self.ranks]
-            if not any(set(unequal_names(first, one)) - self.parts for one in others):
+            are_equal = not any(set(unequal_names(first, one)) - self.parts for one in others)
+            if are_equal and any((first, *others)):
                 steps.add(k)
         return steps
 

@@ -147,14 +147,8 @@ class Source(Observer):
             size, name = len(every) // max(1, takes), digest(to_plain(own))
             same = [event for event in every if digest(event.value) == name]  # in another place
             events = same[:1] or every[part * size : (part + 1) * size]
-        if not events:
-            return None
-        only = None
-        if self.kind == "one share":
-            only = self.rank
-            if only >= len(events):
-                return None
-        return self.union(events, only, number)
+        only = self.rank if self.kind == "one share" else None
+        return self.union(events, only, number) if len(events) > (only or 0) else None
 
     def union(self, events: list[Event], only: int | None, number: int) -> Batch:
         """One batch of the ranks' events, or of the examples of one: see batches.join."""
