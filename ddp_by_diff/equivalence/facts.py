@@ -35,9 +35,14 @@ class Facts:
     parts: frozenset[str] = frozenset()  # the parameters of which the ranks have parts
 
     @cached_property
-    def batches(self) -> list[tuple]:
-        """Digests of each rank's batches."""
-        return [batches_of(rank) for rank in self.ranks]
+    def batches(self) -> list[dict]:
+        """Digests of all events that each rank used, by key."""
+        batches: list[dict] = [{} for _ in self.ranks]
+        for rank, own in zip(self.ranks, batches, strict=True):
+            last = rank.counts[-1] if rank.counts else {}
+            for key, events in rank.events.items():
+                own[key] = [digest(event.value) for event in events[: last.get(key, 0)]]
+        return batches
 
     @cached_property
     def peers(self) -> list[Notes]:
@@ -152,9 +157,7 @@ class Facts:
 
         [] for a step in which not all were seen.
         """
-        if self.model == PARTS:
-            return [[] for _ in self.steps]
-        return [self.own_in(k) for k in self.steps]
+        return [[] if self.model == PARTS else self.own_in(k) for k in self.steps]
 
     def own_in(self, step: int) -> list[Vector]:
         ranks = self.distinct if self.is_same_work else self.ranks
@@ -221,12 +224,3 @@ def is_same(work: tuple, other: tuple) -> bool:
     if inputs != other_inputs or draws or not own or not other_own:
         return inputs == other_inputs
     return vectors.distance(own, other_own) < limits.EQUAL
-
-
-def batches_of(rank: Notes) -> tuple:
-    """Digests of all events that a rank used, by key."""
-    digests = []
-    for key, events in rank.events.items():
-        last = rank.counts[-1].get(key, 0) if rank.counts else 0
-        digests.append((key, *[digest(event.value) for event in events[:last]]))
-    return tuple(digests)

@@ -17,49 +17,13 @@ from ddp_by_diff.instruments.observer import Observer, parameters_of
 PLAIN = (int, float, bool, str, type(None), tuple)
 
 
-class OwnGradients:
-    """Gradients that backward computes on this rank, before any message; sums over all passes."""
-
-    def __init__(self) -> None:
-        self.parameters: dict[int, torch.Tensor] = {}  # by the id of the tensor that is watched
-        self.sums: dict[int, torch.Tensor] = {}  # by the id of the parameter
-
-    def watch(self, tensor: torch.Tensor, parameter: torch.Tensor | None = None) -> None:
-        """Add up a tensor's gradients.  parameter: the sharded one that FSDP2 made it of."""
-        parameter = tensor if parameter is None else parameter
-        if id(tensor) in self.parameters or not tensor.requires_grad or not tensor.is_leaf:
-            return
-        if hasattr(tensor, "to_local") or is_lazy(tensor):
-            return  # its gradient may be a sum that is not yet made
-        self.parameters[id(tensor)] = parameter
-        tensor.register_hook(lambda gradient: self.add(parameter, gradient))
-        hooks = tensor._backward_hooks  # the program's own may send messages: this one comes first
-        others = list(hooks.items())
-        hooks.clear()
-        hooks.update([others[-1], *others[:-1]])
-
-    def pass_begins(self) -> None:
-        """Forget the sums of gradients that the program has removed, or set to 0."""
-        for parameter in self.parameters.values():
-            gradient = parameter.grad
-            is_sharded = hasattr(gradient, "to_local")  # to look at its numbers is a collective
-            if gradient is None or not is_sharded and not bool(gradient.to_dense().any()):
-                self.sums.pop(id(parameter), None)
-
-    def add(self, parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
-        """Add a pass's gradient to the parameter's sum."""
-        if gradient is None:
-            return
-        key, value = id(parameter), whole(gradient)
-        self.sums[key] = self.sums[key] + value if key in self.sums else value
-
-
 class Gradients(Observer):
     """Notes gradients: own ones, before clipping, as optimizers got them; and the options."""
 
     def __init__(self, steps: Any, weights: Any, shelf: Shelf) -> None:
         self.steps, self.weights, self.shelf = steps, weights, shelf
-        self.own = OwnGradients()
+        self.watched: dict[int, torch.Tensor] = {}  # parameters, by the id of what is watched
+        self.own: dict[int, torch.Tensor] = {}  # sums of all passes, by the id of the parameter
         self.slots: dict[tuple[int, str], torch.Tensor] = {}  # parameters, by module and name
         self.parts: set[int] = set()  # the ids of parameters of which a layer has a part
         self.scale = 1.0  # a GradScaler's
@@ -88,14 +52,14 @@ class Gradients(Observer):
         result = original(optimizer, group)
         if not self.hooks.is_elsewhere():
             for parameter in parameters_of(optimizer):
-                self.own.watch(parameter)
+                self.watch(parameter)
         return result
 
     def forward_begins(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         if self.hooks.is_in("backward"):
             return
         for tensor in module.parameters():
-            self.own.watch(tensor)
+            self.watch(tensor)
         for layer in module.modules():
             for name, parameter in layer._parameters.items():
                 self.slots.setdefault((id(layer), name), parameter)
@@ -107,14 +71,39 @@ class Gradients(Observer):
         for name, tensor in module._parameters.items():
             sharded = self.slots.get((id(module), name))
             if tensor is not sharded and hasattr(sharded, "to_local"):
-                self.own.watch(tensor, sharded)
+                self.watch(tensor, sharded)
             if any(placement.is_shard() for placement in getattr(tensor, "placements", ())):
                 self.parts.add(id(sharded))  # tensor parallel: the layer computes with a part
 
     def backward(self, original: Callable) -> Any:
-        if sum(call.what == "backward" for call in self.hooks.inside) == 1:
-            self.own.pass_begins()
+        """Forget the sums of gradients that the program has removed, or set to 0."""
+        is_pass = sum(call.what == "backward" for call in self.hooks.inside) == 1
+        for parameter in self.watched.values() if is_pass else []:
+            gradient = parameter.grad
+            is_sharded = hasattr(gradient, "to_local")  # to look at its numbers is a collective
+            if gradient is None or not is_sharded and not bool(gradient.to_dense().any()):
+                self.own.pop(id(parameter), None)
         return original()
+
+    def watch(self, tensor: torch.Tensor, parameter: torch.Tensor | None = None) -> None:
+        """Add up a tensor's gradients.  parameter: the sharded one that FSDP2 made it of."""
+        parameter = tensor if parameter is None else parameter
+        if id(tensor) in self.watched or not tensor.requires_grad or not tensor.is_leaf:
+            return
+        if hasattr(tensor, "to_local") or is_lazy(tensor):
+            return  # its gradient may be a sum that is not yet made
+        self.watched[id(tensor)] = parameter
+        tensor.register_hook(lambda gradient: self.add(parameter, gradient))
+        hooks = tensor._backward_hooks  # the program's own may send messages: this one comes first
+        others = list(hooks.items())
+        hooks.clear()
+        hooks.update([others[-1], *others[:-1]])
+
+    def add(self, parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
+        """Add a pass's gradient, which this rank has computed, before any message."""
+        if gradient is not None:
+            key, value = id(parameter), whole(gradient)
+            self.own[key] = self.own[key] + value if key in self.own else value
 
     def scaled(self, original: Callable, scaler: Any, outputs: Any) -> Any:
         scaled = original(scaler, outputs)
@@ -175,8 +164,8 @@ class Gradients(Observer):
         self.steps.noted.parts = {name for tensor, name in trained if id(tensor) in self.parts}
 
     def note_own(self, name: str, parameter: torch.Tensor) -> None:
-        if id(parameter) in self.own.sums:
-            own = self.own.sums[id(parameter)] / self.scale
+        if id(parameter) in self.own:
+            own = self.own[id(parameter)] / self.scale
             self.steps.step.own[name] = self.shelf.keep(own)
 
 

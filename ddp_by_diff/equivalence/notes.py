@@ -208,7 +208,6 @@ class Kept(NamedTuple):
     file: str
     dtype: torch.dtype
     shape: torch.Size
-    nbytes: int
 
     def __reduce__(self) -> tuple:
         return read, tuple(self)
@@ -233,14 +232,13 @@ class Shelf:
             part = Path(f"{file}.{threading.get_native_id()}")  # several may write one file
             copy.contiguous().view(-1).view(torch.uint8).numpy().tofile(part)
             part.rename(file)  # a reader sees all of it, or nothing
-        return Kept(str(file), copy.dtype, copy.shape, copy.nbytes)
+        return Kept(str(file), copy.dtype, copy.shape)
 
 
 @functools.cache
-def read(file: str, dtype: torch.dtype, shape: torch.Size, nbytes: int) -> torch.Tensor:
+def read(file: str, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
     """The tensor in a file, read when its numbers are needed; changes stay in memory."""
-    content = torch.from_file(file, shared=False, size=nbytes, dtype=torch.uint8)
-    return content.view(dtype).view(shape)
+    return torch.from_file(file, shared=False, size=shape.numel(), dtype=dtype).view(shape)
 
 
 def plain_name(name: str) -> str:

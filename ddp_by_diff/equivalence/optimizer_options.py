@@ -33,10 +33,8 @@ def options(facts: Facts, alone: Notes | None, command: list[str], own_total: in
     text += f"{show(value)} with {len(facts.ranks)} processes, {show(one)} with one"
     text += f" ({value / one:.4g} times)" if key == "lr" and one else ""
     text += f", in step {k + 1}"
-    values = set()
-    for step in facts.steps:
-        ones = alone.steps[step].options
-        values.add((of_all(facts, step)[name][key], ones[name][key]))
+    tables = [(of_all(facts, step), alone.steps[step].options) for step in facts.steps]
+    values = {(table[name][key], ones[name][key]) for table, ones in tables}
     if len(values) == 1 or own_total in (0, facts.total):  # it does not change: no schedule
         return Link(label(key), False, text)
     text += f"; one process takes {own_total} examples per step, all ranks {facts.total}"
