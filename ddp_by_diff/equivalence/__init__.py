@@ -29,4 +29,4 @@ Exit code: 0 the same, up to rounding (or except for BatchNorm or dropout); 1 di
 #   runs.py            more runs; source.py: their data; formats.py: in float64
 #   judge.py           what is asked: examples.py, averaging.py (stage 1), one_batch.py (2),
 #                      optimizer_options.py, weights.py (3); verdict.py: the answer
-#   limits.py          all thresholds; vectors.py, batches.py, tensors.py: arithmetic
+#   limits.py          all thresholds; vectors.py, batches.py: arithmetic

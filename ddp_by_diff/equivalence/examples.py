@@ -3,11 +3,10 @@
 from collections import Counter
 from typing import NamedTuple
 
-from ddp_by_diff.equivalence.batches import digests_of_examples
+from ddp_by_diff.equivalence.batches import digests_of_examples, tensors_in
 from ddp_by_diff.equivalence.facts import PARTS, UNCLEAR, Facts
 from ddp_by_diff.equivalence.limits import ALIKE, OFTEN
 from ddp_by_diff.equivalence.notes import Event, Loader, Notes
-from ddp_by_diff.equivalence.tensors import tensors_in
 from ddp_by_diff.equivalence.verdict import Link, Reason, inconclusive, some_of, span
 
 LABEL = "examples"

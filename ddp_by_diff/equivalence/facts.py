@@ -7,9 +7,8 @@ from functools import cached_property
 import torch
 
 from ddp_by_diff.equivalence import limits, vectors
-from ddp_by_diff.equivalence.batches import count_examples
+from ddp_by_diff.equivalence.batches import count_examples, digest
 from ddp_by_diff.equivalence.notes import Event, Notes
-from ddp_by_diff.equivalence.tensors import digest
 from ddp_by_diff.equivalence.vectors import Vector, put_together, unequal_names
 
 # What the ranks have:

@@ -10,8 +10,8 @@ from torch.nn.modules import module as nn_module
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import clip_grad
 
+from ddp_by_diff.equivalence.batches import whole
 from ddp_by_diff.equivalence.notes import Shelf
-from ddp_by_diff.equivalence.tensors import whole
 from ddp_by_diff.instruments.observer import Observer, parameters_of
 
 PLAIN = (int, float, bool, str, type(None), tuple)

@@ -9,10 +9,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from ddp_by_diff.distributed import unwrap_model
-from ddp_by_diff.equivalence.batches import mapped, to_plain
+from ddp_by_diff.equivalence.batches import digest, mapped, tensors_in, to_plain
 from ddp_by_diff.equivalence.loaders import Loaders
 from ddp_by_diff.equivalence.notes import Event, RandomState, random_state, set_random_state
-from ddp_by_diff.equivalence.tensors import digest, tensors_in
 from ddp_by_diff.instruments.observer import Observer
 
 LOSSES = [name for name in dir(F) if name.endswith("_loss") or name in ("cross_entropy", "kl_div")]

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ddp_by_diff.equivalence.batches import tensors_in
 from ddp_by_diff.equivalence.limits import COARSE
 from ddp_by_diff.equivalence.notes import Notes
-from ddp_by_diff.equivalence.tensors import tensors_in
 from ddp_by_diff.instruments.observer import Observer
 
 BATCH_NORM = nn.modules.batchnorm._BatchNorm

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import numpy
 import torch
 
+from ddp_by_diff.equivalence.batches import bytes_of, digest, whole
 from ddp_by_diff.equivalence.limits import AHEAD
-from ddp_by_diff.equivalence.tensors import bytes_of, digest, whole
 from ddp_by_diff.equivalence.vectors import Vector
 
 LARGE = 1_000_000  # bytes: a smaller tensor stays in memory

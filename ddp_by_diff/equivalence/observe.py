@@ -13,12 +13,12 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from ddp_by_diff.equivalence.batches import digest
 from ddp_by_diff.equivalence.formats import CoarseOptimizers
 from ddp_by_diff.equivalence.gradients import Gradients
 from ddp_by_diff.equivalence.inputs import Data
 from ddp_by_diff.equivalence.layers import BATCH_NORM, Layers
 from ddp_by_diff.equivalence.notes import Alone, Notes, Shelf, Step, plain_name
-from ddp_by_diff.equivalence.tensors import digest
 from ddp_by_diff.instruments.command import show
 from ddp_by_diff.instruments.meeting import Place
 from ddp_by_diff.instruments.observer import Observer

@@ -10,10 +10,12 @@ from torch import nn
 
 from ddp_by_diff.equivalence.batches import (
     count_examples,
+    digest,
     digests_of_examples,
     from_plain,
     is_made_of,
     join,
+    local,
     mapped,
     plain_copy,
     to_plain,
@@ -21,7 +23,6 @@ from ddp_by_diff.equivalence.batches import (
 from ddp_by_diff.equivalence.facts import Facts
 from ddp_by_diff.equivalence.formats import InFloat64, in_float64
 from ddp_by_diff.equivalence.notes import Alone, Event, Notes, RandomState, random_state
-from ddp_by_diff.equivalence.tensors import digest, local
 from ddp_by_diff.equivalence.vectors import put_together
 from ddp_by_diff.instruments.observer import Observer
 from ddp_by_diff.instruments.program import Refused

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from ddp_by_diff.equivalence.tensors import digest
+from ddp_by_diff.equivalence.batches import digest
 
 Vector = dict[str, torch.Tensor]
 
