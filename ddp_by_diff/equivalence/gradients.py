@@ -27,13 +27,6 @@ class Gradients(Observer):
         self.slots: dict[tuple[int, str], torch.Tensor] = {}  # parameters, by module and name
         self.parts: set[int] = set()  # the ids of parameters of which a layer has a part
         self.scale = 1.0  # a GradScaler's
-        self.any_has_stepped = False  # any optimizer, since this step began
-        self.clipped: dict[int, Any] = {}  # gradients before that, by the id of the parameter
-        steps.at_new_step.append(self.new_step)
-
-    def new_step(self) -> None:
-        self.any_has_stepped = False
-        self.clipped.clear()
 
     def installed(self) -> None:
         handle = nn_module.register_module_forward_hook(self.watch_unsharded)
@@ -123,7 +116,7 @@ class Gradients(Observer):
         result = original(**{**arguments, "parameters": parameters})
         for parameter, gradient in before:
             if not whole(parameter.grad).equal(gradient):
-                self.clipped[id(parameter)] = self.shelf.keep(gradient)
+                self.steps.now.clipped[id(parameter)] = self.shelf.keep(gradient)
         return result
 
     def gradients_are_there(self, optimizer: Any, is_again: bool) -> None:
@@ -135,7 +128,7 @@ class Gradients(Observer):
             step.options[one.name] = plain_options(one.group)
         if self.steps.is_last:
             return
-        if self.any_has_stepped:
+        if self.steps.now.any_has_stepped:
             step.late |= {one.name for one in owned}
         for one in owned:
             if one.is_in_optimizer:
@@ -148,7 +141,7 @@ class Gradients(Observer):
                 self.note_own(name, tensor)
 
     def optimizer_ends(self, optimizer: Any) -> None:
-        self.any_has_stepped |= not self.hooks.is_in("optimizer")
+        self.steps.now.any_has_stepped |= not self.hooks.is_in("optimizer")
 
     def note_got(self, name: str, parameter: torch.Tensor) -> None:
         step = self.steps.step
@@ -156,8 +149,9 @@ class Gradients(Observer):
         if parameter.grad is None:
             return
         step.got[name] = self.shelf.keep(parameter.grad)
-        if id(parameter) in self.clipped:
-            step.unclipped[name] = self.clipped[id(parameter)]
+        clipped = self.steps.now.clipped
+        if id(parameter) in clipped:
+            step.unclipped[name] = clipped[id(parameter)]
 
     def notes(self, is_own_thread: bool) -> None:
         trained = self.weights.trained().items()

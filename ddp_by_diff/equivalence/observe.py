@@ -7,6 +7,7 @@ import contextlib
 import itertools
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from ddp_by_diff.equivalence.formats import CoarseOptimizers
 from ddp_by_diff.equivalence.gradients import Gradients
 from ddp_by_diff.equivalence.inputs import Data
 from ddp_by_diff.equivalence.layers import BATCH_NORM, Layers
-from ddp_by_diff.equivalence.notes import Alone, Notes, Shelf, Step, plain_name
+from ddp_by_diff.equivalence.notes import Alone, Notes, RandomState, Shelf, Step, plain_name
 from ddp_by_diff.instruments.command import show
 from ddp_by_diff.instruments.meeting import Place
 from ddp_by_diff.instruments.observer import Observer
@@ -58,6 +59,19 @@ def print_into(undo: contextlib.ExitStack, log: str) -> None:
     undo.enter_context(contextlib.redirect_stderr(file))
 
 
+@dataclass
+class Now:
+    """What is known of the current step only."""
+
+    has_stepped: bool = False  # the first optimizer has
+    any_has_stepped: bool = False  # any optimizer has
+    fetched: int = 0  # batches
+    begun: set[int] = field(default_factory=set)  # the models that were called
+    has_teacher: bool = False  # a model was called without gradients
+    known_state: RandomState | None = None  # at the last event
+    clipped: dict[int, Any] = field(default_factory=dict)  # gradients before that, by parameter
+
+
 class Steps(Observer):
     """Steps: where each begins, and the notes of all observers.
 
@@ -69,10 +83,8 @@ class Steps(Observer):
         self.length, self.source = length, source
         self.noted = Notes(place.rank, place.world_size, steps=[Step()])
         self.seen: Counter = Counter()  # events, by key
-        self.at_new_step: list[Callable[[], None]] = []  # called when a step begins
+        self.now = Now()
         self.has_loader = False
-        self.has_stepped = False  # the first optimizer has, since this step began
-        self.fetched = 0  # batches, since this step began
 
     @property
     def step(self) -> Step:
@@ -90,26 +102,24 @@ class Steps(Observer):
 
     def new_step(self) -> None:
         self.noted.steps.append(Step())
-        self.has_stepped, self.fetched = False, 0
-        for call in self.at_new_step:
-            call()
+        self.now = Now()
 
     def load(self, iterator: Any, original: Callable) -> Any:
         if torch.is_grad_enabled():
             self.has_loader = True
-            if self.has_stepped:
+            if self.now.has_stepped:
                 self.new_step()
-            self.fetched += 1
+            self.now.fetched += 1
         return original()
 
     def forward_begins(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         is_training = torch.is_grad_enabled() and not self.hooks.is_in("backward")
-        if is_training and self.has_stepped and self.fetched > 1:  # one is of the next step
+        if is_training and self.now.has_stepped and self.now.fetched > 1:  # one is the next step's
             self.new_step()
-            self.fetched = 1  # that one
+            self.now.fetched = 1  # that one
 
     def optimizer_begins(self, optimizer: Any) -> None:
-        if optimizer is self.hooks.optimizer and self.has_stepped:
+        if optimizer is self.hooks.optimizer and self.now.has_stepped:
             self.new_step()
 
     def gradients_are_there(self, optimizer: Any, is_again: bool) -> None:
@@ -120,7 +130,7 @@ class Steps(Observer):
 
     def optimizer_ends(self, optimizer: Any) -> None:
         if optimizer is self.hooks.optimizer and not self.hooks.is_in("optimizer"):
-            self.has_stepped = True
+            self.now.has_stepped = True
             if not self.has_loader:
                 self.new_step()
 
@@ -142,14 +152,12 @@ class Weights(Observer):
 
     def __init__(self, steps: Steps, shelf: Shelf) -> None:
         self.steps, self.shelf = steps, shelf
-        self.begun: set[int] = set()  # the models that were called in this step
-        steps.at_new_step.append(self.begun.clear)
 
     def forward_begins(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         """Note the weights of each model that is called, a teacher's, too."""
-        if id(module) in self.begun or self.hooks.is_in("backward"):
+        if id(module) in self.steps.now.begun or self.hooks.is_in("backward"):
             return
-        self.begun.add(id(module))
+        self.steps.now.begun.add(id(module))
         if isinstance(module, nn.parallel.DistributedDataParallel):
             self.steps.noted.has_buffers_of_first |= module.broadcast_buffers
         names = self.names()
