@@ -103,13 +103,16 @@ class Facts:
     @cached_property
     def is_same_work(self) -> bool:
         """Whether two ranks compute the same: equal inputs, and no parts of one batch."""
-        if self.model == PARTS:
+        pairs = itertools.combinations(self.peers, 2)
+        return self.model != PARTS and any(self.do_same_work(*pair) for pair in pairs)
+
+    def do_same_work(self, rank: Notes, other: Notes) -> bool:
+        """Whether two ranks do.  With equal inputs, other gradients mean other parts."""
+        if any(rank.steps[k].inputs != other.steps[k].inputs for k in self.steps):
             return False
-        works: list[tuple] = []  # the inputs of models, and the gradients of the first step
-        for rank in self.peers:
-            inputs = [step.inputs for step in rank.steps[: len(self.steps)]]
-            works.append((inputs, rank.steps[0].own, rank.steps[0].draws))
-        return any(is_same(one, other) for one, other in itertools.combinations(works, 2))
+        step, own, other_own = rank.steps[0], rank.steps[0].own, other.steps[0].own
+        is_unknown = step.draws or not own or not other_own
+        return bool(is_unknown) or vectors.distance(own, other_own) < limits.EQUAL
 
     @cached_property
     def trained(self) -> set[str]:
@@ -215,11 +218,3 @@ class Facts:
                 if (tensor := put_together(some, shape)) is not None:
                     return tensor
         return None
-
-
-def is_same(work: tuple, other: tuple) -> bool:
-    """Whether two ranks do the same work.  With equal inputs, other gradients mean other parts."""
-    (inputs, own, draws), (other_inputs, other_own, _) = work, other
-    if inputs != other_inputs or draws or not own or not other_own:
-        return inputs == other_inputs
-    return vectors.distance(own, other_own) < limits.EQUAL

@@ -38,7 +38,6 @@ class Batch(NamedTuple):
     value: Any
     examples: list | None  # in place of a value, for the program's own collate_fn
     state: RandomState
-    is_equal: bool  # on all ranks, such as numbers of rows: these are no examples
     parts: list  # the ranks' batches
 
     def is_in(self, value: Any, examples: list | None) -> bool:
@@ -156,16 +155,14 @@ class Source(Observer):
         order = torch.Generator().manual_seed(number) if self.kind == "other order" else None
         state = events[only or 0].state
         values = [event.value for event in events]
-        is_equal = len(values) > 1 and len({digest(value) for value in values}) == 1
         if not all(event.examples for event in events):
-            value = join(values, only, order)
-            return Batch(value, None, state, is_equal, values)
+            return Batch(join(values, only, order), None, state, values)
         examples = []
         for event in events if only is None else [events[only]]:
             examples += event.examples
         if order is not None:
             examples = [examples[row] for row in torch.randperm(len(examples), generator=order)]
-        return Batch(None, examples, state, is_equal, values)
+        return Batch(None, examples, state, values)
 
     def value(self, what: str, name: str, step: int, shape: torch.Size) -> torch.Tensor | None:
         """A tensor of the ranks' "weights" or "got"; of one rank, if its examples are computed."""
@@ -182,7 +179,8 @@ class Source(Observer):
         """Whether the program's own batch has the same examples: it is better than a joined one."""
         if self.kind == "one share":
             return False
-        if iterator is None and batch.is_equal and self.is_global:
+        is_equal = len(batch.parts) > 1 and len(set(map(digest, batch.parts))) == 1
+        if iterator is None and is_equal and self.is_global:  # such as numbers of rows: no examples
             return True
         if self.joined_in != step and batch.is_in(value, examples):
             self.own_in, self.is_global = step, True
@@ -218,9 +216,8 @@ class Source(Observer):
         """The run's notes, and what it was given."""
         noted.events = {}
         unmatched = sorted(name for name, is_matched in self.matched.items() if not is_matched)
-        is_joined = self.joined_in >= 0
         rows = {key: sum(counts.values()) for key, counts in self.rows.items()}
-        return Alone(noted, unmatched, is_joined, self.is_mixed, rows, self.noted)
+        return Alone(noted, unmatched, self.joined_in >= 0, self.is_mixed, rows, self.noted)
 
 
 def put_gradient(parameter: torch.Tensor, value: torch.Tensor) -> None:
