@@ -202,15 +202,11 @@ class Alone(NamedTuple):
     batches: dict  # what the program got, by key and number, and the random state after it
 
 
-class Kept(NamedTuple):
-    """A tensor in a file.  A process to which it is sent receives the tensor itself."""
-
-    file: str
-    dtype: torch.dtype
-    shape: torch.Size
+class Kept(str):
+    """The name of a tensor's file.  A process to which it is sent receives the tensor itself."""
 
     def __reduce__(self) -> tuple:
-        return read, tuple(self)
+        return read, (str(self),)
 
 
 class Shelf:
@@ -230,15 +226,15 @@ class Shelf:
         file = Path(self.path) / f"{digest(copy)}.tensor"
         if not file.exists():
             part = Path(f"{file}.{threading.get_native_id()}")  # several may write one file
-            copy.contiguous().view(-1).view(torch.uint8).numpy().tofile(part)
+            torch.save(copy, part)
             part.rename(file)  # a reader sees all of it, or nothing
-        return Kept(str(file), copy.dtype, copy.shape)
+        return Kept(file)
 
 
 @functools.cache
-def read(file: str, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
+def read(file: str) -> torch.Tensor:
     """The tensor in a file, read when its numbers are needed; changes stay in memory."""
-    return torch.from_file(file, shared=False, size=shape.numel(), dtype=dtype).view(shape)
+    return torch.load(file, mmap=True, weights_only=True)
 
 
 def plain_name(name: str) -> str:

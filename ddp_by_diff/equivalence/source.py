@@ -221,7 +221,7 @@ class Source(Observer):
 
 
 def put_gradient(parameter: torch.Tensor, value: torch.Tensor) -> None:
-    """Set a parameter's gradient in the form that it has: sparse, sharded, complex."""
+    """Set a parameter's gradient in the form that it has: sparse, sharded."""
     gradient = parameter.grad
     if gradient is not None and gradient.is_sparse:
         parameter.grad = value.to(gradient.dtype).to_sparse(gradient.sparse_dim())
@@ -229,6 +229,4 @@ def put_gradient(parameter: torch.Tensor, value: torch.Tensor) -> None:
         parameter.grad = None if hasattr(parameter, "to_local") else value.to(parameter, copy=True)
     else:
         with torch.no_grad():
-            if gradient.is_complex() and not value.is_complex():
-                value = torch.view_as_complex(value.contiguous())
             local(gradient).copy_(value)
