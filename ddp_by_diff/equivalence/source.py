@@ -59,7 +59,6 @@ class Source(Observer):
     one share     one rank's examples, padded to the longest of all
     """
 
-    left_out: tuple = ()  # kinds of layers
     rank = 0  # whose share: its place in Facts.distinct
     batches: Mapping = {}  # of the earlier run (Alone.batches)
     own_in = -1  # the last step in which a batch was left as it is
@@ -67,9 +66,11 @@ class Source(Observer):
     is_mixed = False
     is_global = False  # the program itself takes as many examples as all ranks together
 
-    def __init__(self, facts: Facts, kind: str, per_step: dict[str, int], **given: Any) -> None:
-        """per_step: of runs.py.  given: left_out, rank, batches."""
-        self.facts, self.kind, self.per_step = facts, kind, per_step
+    def __init__(
+        self, facts: Facts, kind: str, per_step: dict[str, int], left_out: tuple, **given: Any
+    ) -> None:
+        """per_step: of runs.py.  left_out: kinds of layers.  given: rank, batches."""
+        self.facts, self.kind, self.per_step, self.left_out = facts, kind, per_step, left_out
         vars(self).update(given)
         self.name = f"one process, {kind}"
         self.matched: dict[str, bool] = {}  # whether the ranks had such a weight, in some step
