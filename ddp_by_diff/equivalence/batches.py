@@ -184,10 +184,8 @@ def is_made_of(value: Any, parts: list) -> bool:
         whole, *some = [tensor.detach().cpu() for tensor in tensors]
         if all(tensor.equal(whole) for tensor in some):
             continue
-        numbers = torch.cat([tensor.flatten() for tensor in some])
-        if numbers.dtype != whole.dtype or len(numbers) != whole.numel():
-            return False
-        if not numbers.sort().values.equal(whole.flatten().sort().values):
+        numbers = torch.cat([tensor.flatten() for tensor in some]).sort().values
+        if numbers.dtype != whole.dtype or not numbers.equal(whole.flatten().sort().values):
             return False
         is_shared = True
     return is_shared
@@ -197,9 +195,8 @@ def have_other_rows(batches: list) -> bool:
     """Whether a tensor of a batch, other than on the other ranks, has not a row per example."""
     counts = [count_examples(batch) for batch in batches]
     for tensors in zip(*[tensors_in(batch) for batch in batches], strict=False):
-        if tensors[0].dim() == 0 or all(tensor.equal(tensors[0]) for tensor in tensors):
-            continue
-        if [len(tensor) for tensor in tensors] != counts:
+        is_same = tensors[0].dim() == 0 or all(tensor.equal(tensors[0]) for tensor in tensors)
+        if not is_same and [len(tensor) for tensor in tensors] != counts:
             return True
     return False
 

@@ -93,10 +93,7 @@ def draw_rank(drawing: Drawing, rank: dict) -> None:
 
 def draw_arrow(drawing: Drawing, arrow: dict, tops: dict[int, float]) -> None:
     begin, end = tops[arrow["from"]], tops[arrow["to"]]
-    if begin < end:
-        begin += LANE
-    else:
-        end += LANE
+    begin, end = (begin + LANE, end) if begin < end else (begin, end + LANE)
     x0, x1 = drawing.x(arrow["begin"]), drawing.x(arrow["end"])
     drawing.path("arrow", f"M{x0:.1f},{begin:.1f}L{x1:.1f},{end:.1f}")
 

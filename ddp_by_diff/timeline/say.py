@@ -59,9 +59,7 @@ def length_of_step(picture: Picture, table: Table, reasons: list[Reason]) -> str
         text += f", mean {ms(mean)} ms"
     bare = f"{ms(statistics.median(table.bare))} ms of {len(table.bare)} without profiling"
     number, shown = picture["steps"]
-    which = f"step {number + 1}"
-    if shown > 1:
-        which = f"steps {number + 1} to {number + shown}"
+    which = f"steps {number + 1} to {number + shown}" if shown > 1 else f"step {number + 1}"
     drawn = f"drawn: {which}, {ms(picture['length'])} ms"
     if steps_named(reasons):
         drawn += ", as it shows what `why` says"
