@@ -5,7 +5,7 @@ import dataclasses
 import hashlib
 import itertools
 import pickle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy
@@ -20,19 +20,17 @@ IGNORED = -100  # torch's losses leave these targets out; everything else is pad
 
 def tensors_in(value: Any, depth: int = 6) -> Iterator[torch.Tensor]:
     """The tensors in lists, tuples, mappings and objects, in order."""
+    parts: Iterable = ()
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):
         parts = value.values()
     elif isinstance(value, list | tuple):
         parts = value
-    elif isinstance(value, str | bytes | type | nn.Module):
-        parts = []
-    else:
+    elif not isinstance(value, str | bytes | type | nn.Module):
         parts = getattr(value, "__dict__", {}).values()  # such as torch_geometric's Data
-    if not isinstance(value, torch.Tensor) and depth:
-        for part in parts:
-            yield from tensors_in(part, depth - 1)
+    for part in parts if depth else ():
+        yield from tensors_in(part, depth - 1)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

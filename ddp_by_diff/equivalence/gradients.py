@@ -136,7 +136,7 @@ class Gradients(Observer):
             self.note_own(one.name, one.parameter)
             if self.steps.source:
                 self.steps.source.set_gradient(one.name, self.steps.number, one.parameter)
-        for tensor, name in self.weights.trained().items():  # another rank's optimizer has them
+        for tensor, name in self.weights.trained().items():  # another rank's optimizer may have it
             if name not in step.options:
                 self.note_own(name, tensor)
 

@@ -69,7 +69,8 @@ class Now:
     begun: set[int] = field(default_factory=set)  # the models that were called
     has_teacher: bool = False  # a model was called without gradients
     known_state: RandomState | None = None  # at the last event
-    clipped: dict[int, Any] = field(default_factory=dict)  # gradients before that, by parameter
+    # Gradients before clipping, by the id of the parameter.
+    clipped: dict[int, Any] = field(default_factory=dict)
 
 
 class Steps(Observer):
