@@ -64,13 +64,12 @@ def where(thread: int) -> str:
     Lines of torch, of Python, of installed packages and of this project's tools are left out.  If
     nothing remains, the innermost line counts.
     """
-    stack = []
-    for frame, line in traceback.walk_stack(sys._current_frames()[thread]):
-        stack.append((frame.f_code.co_filename, line, frame.f_code.co_name))
+    frames = traceback.walk_stack(sys._current_frames()[thread])
+    stack = traceback.StackSummary.extract(frames, lookup_lines=False)
     libraries = ("<", *library_paths())
-    own = [entry for entry in stack if not entry[0].startswith(libraries)]
-    path, line, function = (own or stack)[0]
-    return f"{path}:{line}, {function}"
+    own = [frame for frame in stack if not frame.filename.startswith(libraries)]
+    innermost = (own or stack)[0]
+    return f"{innermost.filename}:{innermost.lineno}, {innermost.name}"
 
 
 def library_paths() -> list[str]:
