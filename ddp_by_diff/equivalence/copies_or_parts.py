@@ -59,7 +59,7 @@ def complete(ranks: tuple[Step, ...]) -> list[Step]:
     """A step of all ranks; a gradient that only one rank's optimizer got (ZeRO) is on all ranks."""
     completed = []
     for rank in ranks:
-        others = {name for name in rank.weights if name not in rank.options}
+        others = rank.weights.keys() - rank.options.keys()
         received = {}
         for kind in "got", "unclipped":
             every = ChainMap(*(getattr(owner, kind) for owner in ranks))

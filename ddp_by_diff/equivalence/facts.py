@@ -119,8 +119,7 @@ class Facts:
         """Names of the parameters that an optimizer has."""
         names: set[str] = set()
         for rank in self.ranks:
-            for step in rank.steps[: len(self.steps)]:
-                names |= set(step.options)
+            names.update(*(step.options for step in rank.steps[: len(self.steps)]))
         return names
 
     def comparable_names(self, step: int) -> set[str]:

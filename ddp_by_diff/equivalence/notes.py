@@ -101,9 +101,8 @@ def labels_in(example: Any) -> list:
     if isinstance(example, int | numpy.integer):
         return [int(example)]
     parts = example.values() if isinstance(example, Mapping) else example
-    if not isinstance(parts, list | tuple | ValuesView):
-        return []
-    return [label for part in parts for label in labels_in(part)]
+    is_nested = isinstance(parts, list | tuple | ValuesView)
+    return [label for part in parts for label in labels_in(part)] if is_nested else []
 
 
 def pick_some(dataset: Any) -> tuple[list[Pick], bool]:
