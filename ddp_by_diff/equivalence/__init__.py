@@ -22,11 +22,11 @@ Exit code: 0 the same, up to rounding (or except for BatchNorm or dropout); 1 di
 # a *key* such as "loader 0".  A *look* is the ranks' notes beside a run alone.
 #
 #   __main__.py        the command line
-#   observe.py         observers of a program: inputs.py, gradients.py, layers.py, clipping.py
+#   observe.py         observers of a program: inputs.py, gradients.py, layers.py
 #   loaders.py         which DataLoader a batch comes from; epoch.py: --epoch
 #   notes.py           the notes of a process; facts.py: the ranks' notes side by side
 #   copies_or_parts.py what the ranks have of the model: decided before any question
 #   runs.py            more runs; source.py: their data; formats.py: in float64
 #   judge.py           what is asked: examples.py, averaging.py (stage 1), one_batch.py (2),
 #                      optimizer_options.py, weights.py (3); verdict.py: the answer
-#   limits.py          all thresholds; vectors.py, batches.py, tensors.py: arithmetic
+#   limits.py          all thresholds; vectors.py, batches.py: arithmetic

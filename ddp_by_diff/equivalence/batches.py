@@ -1,10 +1,11 @@
-"""Batches of any form (tensors in nested lists, dictionaries and objects): copied and joined."""
+"""Tensors, and batches of any form (in nested lists, dictionaries, objects): copied and joined."""
 
 import copy
 import dataclasses
+import hashlib
 import itertools
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy
@@ -13,9 +14,50 @@ import torch.nn.functional as F
 from torch import nn
 
 from ddp_by_diff.equivalence.limits import GROUPS
-from ddp_by_diff.equivalence.tensors import digest, tensors_in
 
 IGNORED = -100  # torch's losses leave these targets out; everything else is padded with 0
+
+
+def tensors_in(value: Any, depth: int = 6) -> Iterator[torch.Tensor]:
+    """The tensors in lists, tuples, mappings and objects, in order."""
+    parts: Iterable = ()
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        parts = value.values()
+    elif isinstance(value, list | tuple):
+        parts = value
+    elif not isinstance(value, str | bytes | type | nn.Module):
+        parts = getattr(value, "__dict__", {}).values()  # such as torch_geometric's Data
+    for part in parts if depth else ():
+        yield from tensors_in(part, depth - 1)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's share of a DTensor; another tensor as it is."""
+    with torch.no_grad():
+        return tensor.to_local() if hasattr(tensor, "to_local") else tensor.detach()
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy on the CPU.  All of a DTensor is copied, which is a collective."""
+    with torch.no_grad():
+        full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+        return full.detach().to_dense().cpu().clone()
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    data = local(tensor).to_dense().cpu().contiguous()
+    return data.reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def digest(batch: Any) -> str:
+    """Equal for equal batches, or tensors."""
+    hashed = hashlib.blake2b(digest_size=16)
+    for tensor in tensors_in(batch):
+        hashed.update(f"{tensor.dtype} {list(tensor.shape)}".encode())
+        hashed.update(bytes_of(tensor))
+    return hashed.hexdigest()
 
 
 def parts_of(value: Any) -> dict | None:
@@ -33,9 +75,7 @@ def parts_of(value: Any) -> dict | None:
         return None
     if dataclasses.is_dataclass(value):
         return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-    if any(True for _ in tensors_in(value)):
-        return dict(vars(value))
-    return None
+    return dict(vars(value)) if any(True for _ in tensors_in(value)) else None
 
 
 def with_parts(value: Any, parts: dict) -> Any:
@@ -95,9 +135,7 @@ def from_plain(plain: Any, own: Any) -> Any:
     parts = parts_of(own)
     if parts is None or not isinstance(plain, dict):
         return plain
-    made = {}
-    for name, part in plain.items():
-        made[name] = from_plain(part, parts.get(name))
+    made = {name: from_plain(part, parts.get(name)) for name, part in plain.items()}
     return with_parts(own, made)
 
 
@@ -144,10 +182,8 @@ def is_made_of(value: Any, parts: list) -> bool:
         whole, *some = [tensor.detach().cpu() for tensor in tensors]
         if all(tensor.equal(whole) for tensor in some):
             continue
-        numbers = torch.cat([tensor.flatten() for tensor in some])
-        if numbers.dtype != whole.dtype or len(numbers) != whole.numel():
-            return False
-        if not numbers.sort().values.equal(whole.flatten().sort().values):
+        numbers = torch.cat([tensor.flatten() for tensor in some]).sort().values
+        if numbers.dtype != whole.dtype or not numbers.equal(whole.flatten().sort().values):
             return False
         is_shared = True
     return is_shared
@@ -157,9 +193,8 @@ def have_other_rows(batches: list) -> bool:
     """Whether a tensor of a batch, other than on the other ranks, has not a row per example."""
     counts = [count_examples(batch) for batch in batches]
     for tensors in zip(*[tensors_in(batch) for batch in batches], strict=False):
-        if tensors[0].dim() == 0 or all(tensor.equal(tensors[0]) for tensor in tensors):
-            continue
-        if [len(tensor) for tensor in tensors] != counts:
+        is_same = tensors[0].dim() == 0 or all(tensor.equal(tensors[0]) for tensor in tensors)
+        if not is_same and [len(tensor) for tensor in tensors] != counts:
             return True
     return False
 
@@ -167,29 +202,25 @@ def have_other_rows(batches: list) -> bool:
 def counts_up(batch: Any) -> bool:
     """Whether a tensor in the batch numbers groups of rows (such as the graph of each node)."""
     for tensor in tensors_in(batch):
-        is_number = tensor.dim() == 1 and not tensor.is_floating_point() and len(tensor) > GROUPS
-        if is_number and tensor[0] == 0 and tensor[-1] > 1:
-            steps = tensor.long().diff()
-            if bool(((steps == 0) | (steps == 1)).all()):
-                return True
+        if tensor.dim() != 1 or tensor.is_floating_point() or len(tensor) <= GROUPS:
+            continue
+        steps = set(tensor.long().diff().tolist())
+        if tensor[0] == 0 and tensor[-1] > 1 and steps <= {0, 1}:
+            return True
     return False
 
 
 def _padded(tensor: torch.Tensor, longest: list[int], value: int) -> torch.Tensor:
     """The tensor, padded at its ends to the sizes `longest` in all dimensions but the first."""
-    missing = [size - here for size, here in zip(longest, tensor.shape[1:], strict=True)]
-    pads = []
-    for count in reversed(missing):  # F.pad begins with the last dimension
-        pads += [0, count]
-    return F.pad(tensor, pads, value=value) if any(pads) else tensor
+    pads: list[int] = []
+    for size, here in zip(longest, tensor.shape[1:], strict=True):
+        pads = [0, size - here, *pads]  # F.pad begins with the last dimension
+    return F.pad(tensor, pads, value=value)
 
 
 def count_examples(batch: Any) -> int:
     """The number of rows of the first tensor that has rows; 1 if no tensor has."""
-    for tensor in tensors_in(batch):
-        if tensor.dim():
-            return len(tensor)
-    return 1
+    return next((len(tensor) for tensor in tensors_in(batch) if tensor.dim()), 1)
 
 
 def digests_of_examples(batch: Any, examples: list | None = None) -> list[str]:
@@ -209,10 +240,9 @@ def plain_copy(value: Any) -> Any:
         return value.detach().clone()
     if isinstance(value, numpy.ndarray | numpy.generic) and value.dtype.kind in "biufc":
         return value.copy()
-    if type(value) in (list, tuple):
-        parts = [plain_copy(part) for part in value]
-        return None if any(part is None for part in parts) else type(value)(parts)
-    if type(value) is dict:
-        parts = [plain_copy(part) for part in value.values()]
-        return None if any(part is None for part in parts) else dict(zip(value, parts, strict=True))
-    return None
+    if type(value) not in (list, tuple, dict):
+        return None
+    parts = [plain_copy(part) for part in (value.values() if type(value) is dict else value)]
+    if any(part is None for part in parts):
+        return None
+    return dict(zip(value, parts, strict=True)) if type(value) is dict else type(value)(parts)

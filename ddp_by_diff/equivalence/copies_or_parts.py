@@ -1,9 +1,11 @@
 """Copies or parts: which of them the ranks have is decided before any question is asked."""
 
 import dataclasses
+from collections import ChainMap
 
 from ddp_by_diff.equivalence.facts import COPIES, PARTS, UNCLEAR, Facts
 from ddp_by_diff.equivalence.notes import Alone, Notes, Step
+from ddp_by_diff.equivalence.vectors import only
 from ddp_by_diff.equivalence.verdict import Reason
 
 INFINITE = "torch.autograd.set_detect_anomaly(True), in a copy, names the line of the program"
@@ -23,13 +25,10 @@ def facts_of(ranks: list[Notes], length: int, known: Facts | None = None) -> Fac
 
 def names_with_other_shapes(ranks: list[Notes]) -> set[str]:
     """Names of the parameters whose shapes differ, or that some ranks lack."""
-    names: set[str] = set()
-    first, *others = ranks
-    for rank in others:
-        theirs, own = first.steps[0].weights, rank.steps[0].weights
-        both = theirs.keys() & own.keys()
-        names |= {name for name in both if theirs[name].shape != own[name].shape}
-        names |= theirs.keys() ^ own.keys()
+    shapes = []
+    for rank in ranks:
+        shapes.append({(name, one.shape) for name, one in rank.steps[0].weights.items()})
+    names = {name for name, _ in set.union(*shapes) - set.intersection(*shapes)}
     return names & set().union(*(rank.parameters for rank in ranks))
 
 
@@ -60,14 +59,11 @@ def complete(ranks: tuple[Step, ...]) -> list[Step]:
     """A step of all ranks; a gradient that only one rank's optimizer got (ZeRO) is on all ranks."""
     completed = []
     for rank in ranks:
-        others = {name for name in rank.weights if name not in rank.options}
+        others = rank.weights.keys() - rank.options.keys()
         received = {}
         for kind in "got", "unclipped":
-            received[kind] = dict(getattr(rank, kind))
-            for owner in ranks:
-                for name, gradient in getattr(owner, kind).items():
-                    if name in others:
-                        received[kind].setdefault(name, gradient)
+            every = ChainMap(*(getattr(owner, kind) for owner in ranks))
+            received[kind] = only(every, others) | getattr(rank, kind)
         completed.append(dataclasses.replace(rank, **received))
     return completed
 

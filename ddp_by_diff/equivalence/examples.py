@@ -3,11 +3,10 @@
 from collections import Counter
 from typing import NamedTuple
 
-from ddp_by_diff.equivalence.batches import digests_of_examples
+from ddp_by_diff.equivalence.batches import digests_of_examples, tensors_in
 from ddp_by_diff.equivalence.facts import PARTS, UNCLEAR, Facts
 from ddp_by_diff.equivalence.limits import ALIKE, OFTEN
 from ddp_by_diff.equivalence.notes import Event, Loader, Notes
-from ddp_by_diff.equivalence.tensors import tensors_in
 from ddp_by_diff.equivalence.verdict import Link, Reason, inconclusive, some_of, span
 
 LABEL = "examples"
@@ -41,9 +40,6 @@ def copies(facts: Facts) -> Link:
     text = f"the ranks' weights differ {when}: {some_of(facts.unequal)}"
     text += ", which no optimizer trains" * facts.trained.isdisjoint(facts.unequal)
     return Link("copies", False, text)
-
-
-# ------------------------------------------------------------------------------------- counting
 
 
 class Counted(NamedTuple):
@@ -102,15 +98,14 @@ def other_number(loaders: list[Loader | None], is_shared_out: bool) -> Link | No
 
     is_shared_out: each rank takes other numbers, so they are meant to be those of one data set.
     """
-    known = [(rank, loader.picks) for rank, loader in enumerate(loaders) if loader and loader.picks]
-    if not is_shared_out or len(known) < len(loaders):
+    picks = [loader.picks for loader in loaders if loader and loader.picks]
+    if not is_shared_out or len(picks) < len(loaders):
         return None
     others = []
-    for rank, picks in known[1:]:
-        pairs = zip(known[0][1], picks, strict=False)
-        others += [
-            (one.label == other.label, one.number, rank) for one, other in pairs if one != other
-        ]
+    for rank, some in enumerate(picks):
+        for one, other in zip(picks[0], some, strict=False):
+            if one != other:
+                others.append((one.label == other.label, one.number, rank))
     if not others:
         return None
     is_label_equal, number, rank = min(others)
@@ -130,9 +125,7 @@ def have_one_dataset(loaders: list[Loader | None]) -> bool:
 def pool_of(loaders: list[Loader]) -> int:
     """The number of examples that the ranks' data sets have together."""
     pools = [loader.pool for loader in loaders]
-    if None in pools:
-        return max(loader.length for loader in loaders)
-    return len(set().union(*pools))
+    return max(loader.length for loader in loaders) if None in pools else len(set().union(*pools))
 
 
 def never_come(found: Counted, text: str, length: int, ranks: int, slack: float) -> Link | None:
@@ -144,9 +137,6 @@ def never_come(found: Counted, text: str, length: int, ranks: int, slack: float)
     if abs(found.different * ranks - length) > slack * ranks:
         return inconclusive(LABEL, NEVER, text)
     return Link(LABEL, False, f"{text}: as if each rank took its share of its share")
-
-
-# ------------------------------------------------------------------------------ in a few steps
 
 
 def examples(facts: Facts, total: int = 0) -> Link:
@@ -187,7 +177,7 @@ def of_parts(facts: Facts) -> Link:
 
 def of_shares(facts: Facts, text: str) -> Link:
     """Whether an example is on two ranks, in these steps or in an epoch: data parallelism."""
-    checked: dict[str, str] = {}
+    done = "; they may come again, so they were not counted"
     for key in facts.keys:
         begin = text if key == facts.keys[0] else key  # the text has the first one's counts
         loaders = [rank.loaders.get(key) for rank in facts.ranks]
@@ -202,14 +192,12 @@ def of_shares(facts: Facts, text: str) -> Link:
         is_proven = are_numbers and all(loader.is_known for loader in loaders)
         if link := link or why_not_shared_out(found, start, loaders, is_proven, slack):
             return link
-        who = "both ranks" if len(facts.ranks) == 2 else "two ranks"
-        where = ", and in an epoch" if is_listed else "; the length of an epoch is unknown"
-        checked[key] = f"{found.shared or 'none'} of them on {who} "
-        checked[key] += f"(checked for {len(facts.steps)} steps{where})"
-    done = checked.get(facts.keys[0])
-    if not done:
-        return Link(LABEL, True, f"{text}; they may come again, so they were not counted")
-    return Link(LABEL, True, f"{text}, {done}")
+        if key == facts.keys[0]:
+            who = "both ranks" if len(facts.ranks) == 2 else "two ranks"
+            where = ", and in an epoch" if is_listed else "; the length of an epoch is unknown"
+            done = f", {found.shared or 'none'} of them on {who} "
+            done += f"(checked for {len(facts.steps)} steps{where})"
+    return Link(LABEL, True, text + done)
 
 
 def in_an_epoch(

@@ -7,9 +7,8 @@ from functools import cached_property
 import torch
 
 from ddp_by_diff.equivalence import limits, vectors
-from ddp_by_diff.equivalence.batches import count_examples
+from ddp_by_diff.equivalence.batches import count_examples, digest
 from ddp_by_diff.equivalence.notes import Event, Notes
-from ddp_by_diff.equivalence.tensors import digest
 from ddp_by_diff.equivalence.vectors import Vector, put_together, unequal_names
 
 # What the ranks have:
@@ -34,12 +33,15 @@ class Facts:
     model: str
     parts: frozenset[str] = frozenset()  # the parameters of which the ranks have parts
 
-    # --------------------------------------------------------------------------------- examples
-
     @cached_property
-    def batches(self) -> list[tuple]:
-        """Digests of each rank's batches."""
-        return [batches_of(rank) for rank in self.ranks]
+    def batches(self) -> list[dict]:
+        """Digests of all events that each rank used, by key."""
+        batches: list[dict] = [{} for _ in self.ranks]
+        for rank, own in zip(self.ranks, batches, strict=True):
+            last = rank.counts[-1] if rank.counts else {}
+            for key, events in rank.events.items():
+                own[key] = [digest(event.value) for event in events[: last.get(key, 0)]]
+        return batches
 
     @cached_property
     def peers(self) -> list[Notes]:
@@ -101,23 +103,23 @@ class Facts:
     @cached_property
     def is_same_work(self) -> bool:
         """Whether two ranks compute the same: equal inputs, and no parts of one batch."""
-        if self.model == PARTS:
-            return False
-        works: list[tuple] = []  # the inputs of models, and the gradients of the first step
-        for rank in self.peers:
-            inputs = [step.inputs for step in rank.steps[: len(self.steps)]]
-            works.append((inputs, rank.steps[0].own, rank.steps[0].draws))
-        return any(is_same(one, other) for one, other in itertools.combinations(works, 2))
+        pairs = itertools.combinations(self.peers, 2)
+        return self.model != PARTS and any(self.do_same_work(*pair) for pair in pairs)
 
-    # ----------------------------------------------------------------------- weights, gradients
+    def do_same_work(self, rank: Notes, other: Notes) -> bool:
+        """Whether two ranks do.  With equal inputs, other gradients mean other parts."""
+        if any(rank.steps[k].inputs != other.steps[k].inputs for k in self.steps):
+            return False
+        step, own, other_own = rank.steps[0], rank.steps[0].own, other.steps[0].own
+        is_unknown = step.draws or not own or not other_own
+        return bool(is_unknown) or vectors.distance(own, other_own) < limits.EQUAL
 
     @cached_property
     def trained(self) -> set[str]:
         """Names of the parameters that an optimizer has."""
         names: set[str] = set()
         for rank in self.ranks:
-            for step in rank.steps[: len(self.steps)]:
-                names |= set(step.options)
+            names.update(*(step.options for step in rank.steps[: len(self.steps)]))
         return names
 
     def comparable_names(self, step: int) -> set[str]:
@@ -156,9 +158,7 @@ class Facts:
 
         [] for a step in which not all were seen.
         """
-        if self.model == PARTS:
-            return [[] for _ in self.steps]
-        return [self.own_in(k) for k in self.steps]
+        return [[] if self.model == PARTS else self.own_in(k) for k in self.steps]
 
     def own_in(self, step: int) -> list[Vector]:
         ranks = self.distinct if self.is_same_work else self.ranks
@@ -180,18 +180,16 @@ class Facts:
 
     def is_forced(self, step: int) -> bool:
         """Whether one process's optimizer can be given the gradients that the ranks' got."""
-        is_repeated = any(step.is_repeated for step in self.ranks[0].steps)
-        if is_repeated or not any(rank.steps[step].got for rank in self.ranks):
-            return False
-        return step in self.steps_with_equal_got
+        return step in self.forced
 
     @cached_property
-    def steps_with_equal_got(self) -> set[int]:
-        """The steps in which all ranks' optimizers got the same gradients."""
-        steps = set()
-        for k in self.steps:
+    def forced(self) -> set[int]:
+        """The steps in which all ranks' optimizers got the same gradients, once."""
+        steps: set[int] = set()
+        for k in self.steps if not any(step.is_repeated for step in self.ranks[0].steps) else []:
             first, *others = [rank.steps[k].got for rank in self.ranks]
-            if not any(set(unequal_names(first, one)) - self.parts for one in others):
+            are_equal = not any(set(unequal_names(first, one)) - self.parts for one in others)
+            if are_equal and any((first, *others)):
                 steps.add(k)
         return steps
 
@@ -219,20 +217,3 @@ class Facts:
                 if (tensor := put_together(some, shape)) is not None:
                     return tensor
         return None
-
-
-def is_same(work: tuple, other: tuple) -> bool:
-    """Whether two ranks do the same work.  With equal inputs, other gradients mean other parts."""
-    (inputs, own, draws), (other_inputs, other_own, _) = work, other
-    if inputs != other_inputs or draws or not own or not other_own:
-        return inputs == other_inputs
-    return vectors.distance(own, other_own) < limits.EQUAL
-
-
-def batches_of(rank: Notes) -> tuple:
-    """Digests of all events that a rank used, by key."""
-    digests = []
-    for key, events in rank.events.items():
-        last = rank.counts[-1].get(key, 0) if rank.counts else 0
-        digests.append((key, *[digest(event.value) for event in events[:last]]))
-    return tuple(digests)

@@ -1,5 +1,6 @@
 """Each rank's own gradients, what the optimizers got, and the optimizers' options."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -7,91 +8,51 @@ import torch
 from torch import nn
 from torch.nn.modules import module as nn_module
 from torch.nn.parameter import is_lazy
+from torch.nn.utils import clip_grad
 
-from ddp_by_diff.equivalence.clipping import Clipping
+from ddp_by_diff.equivalence.batches import whole
 from ddp_by_diff.equivalence.notes import Shelf
-from ddp_by_diff.equivalence.tensors import whole
 from ddp_by_diff.instruments.observer import Observer, parameters_of
 
 PLAIN = (int, float, bool, str, type(None), tuple)
 
 
-class OwnGradients:
-    """Gradients that backward computes on this rank, before any message; sums over all passes."""
-
-    def __init__(self) -> None:
-        self.parameters: dict[int, torch.Tensor] = {}  # by the id of the tensor that is watched
-        self.sums: dict[int, torch.Tensor] = {}  # by the id of the parameter
-
-    def watch(self, tensor: torch.Tensor, parameter: torch.Tensor | None = None) -> None:
-        """Add up a tensor's gradients.  parameter: the sharded one that FSDP2 made it of."""
-        parameter = tensor if parameter is None else parameter
-        if id(tensor) in self.parameters or not tensor.requires_grad or not tensor.is_leaf:
-            return
-        if hasattr(tensor, "to_local") or is_lazy(tensor):
-            return  # its gradient may be a sum that is not yet made
-        self.parameters[id(tensor)] = parameter
-        tensor.register_hook(lambda gradient: self.add(parameter, gradient))
-        hooks = tensor._backward_hooks  # the program's own may send messages: this one comes first
-        others = list(hooks.items())
-        hooks.clear()
-        hooks.update([others[-1], *others[:-1]])
-
-    def pass_begins(self) -> None:
-        """Forget the sums of gradients that the program has removed, or set to 0."""
-        for parameter in self.parameters.values():
-            gradient = parameter.grad
-            is_sharded = hasattr(gradient, "to_local")  # to look at its numbers is a collective
-            if gradient is None or not is_sharded and not bool(gradient.to_dense().any()):
-                self.sums.pop(id(parameter), None)
-
-    def add(self, parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
-        """Add a pass's gradient to the parameter's sum."""
-        if gradient is None:
-            return
-        key, value = id(parameter), whole(gradient)
-        self.sums[key] = self.sums[key] + value if key in self.sums else value
-
-
 class Gradients(Observer):
-    """Notes own gradients, the gradients that the optimizers got, and the optimizers' options."""
+    """Notes gradients: own ones, before clipping, as optimizers got them; and the options."""
 
-    def __init__(self, steps: Any, weights: Any, clipping: Clipping, shelf: Shelf) -> None:
-        self.steps, self.weights, self.clipping, self.shelf = steps, weights, clipping, shelf
-        self.own = OwnGradients()
+    def __init__(self, steps: Any, weights: Any, shelf: Shelf) -> None:
+        self.steps, self.weights, self.shelf = steps, weights, shelf
+        self.watched: dict[int, torch.Tensor] = {}  # parameters, by the id of what is watched
+        self.own: dict[int, torch.Tensor] = {}  # sums of all passes, by the id of the parameter
         self.slots: dict[tuple[int, str], torch.Tensor] = {}  # parameters, by module and name
         self.parts: set[int] = set()  # the ids of parameters of which a layer has a part
         self.scale = 1.0  # a GradScaler's
-        self.any_has_stepped = False  # any optimizer, since this step began
-        steps.at_new_step.append(self.new_step)
-
-    def new_step(self) -> None:
-        self.any_has_stepped = False
 
     def installed(self) -> None:
         handle = nn_module.register_module_forward_hook(self.watch_unsharded)
         self.hooks.undo.callback(handle.remove)
 
     def patches(self) -> list[tuple[Any, str, Callable]]:
-        return [
+        patches = [
             (torch.amp.GradScaler, "scale", self.scaled),
             (torch.optim.Optimizer, "add_param_group", self.parameters_are_known),
         ]
-
-    # ------------------------------------------------------------------------- own gradients
+        for place in nn.utils, clip_grad:
+            patches += [(place, f"clip_grad_{what}_", self.clip) for what in ("norm", "value")]
+        return patches
 
     def parameters_are_known(self, original: Callable, optimizer: Any, group: dict) -> Any:
         result = original(optimizer, group)
         if not self.hooks.is_elsewhere():
             for parameter in parameters_of(optimizer):
-                self.own.watch(parameter)
+                self.watch(parameter)
         return result
 
     def forward_begins(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         if self.hooks.is_in("backward"):
             return
-        for _, tensor in self.weights.named_tensors(module):
-            self.own.watch(tensor)
+        for tensor in module.parameters():
+            self.watch(tensor)
         for layer in module.modules():
             for name, parameter in layer._parameters.items():
                 self.slots.setdefault((id(layer), name), parameter)
@@ -103,21 +64,60 @@ class Gradients(Observer):
         for name, tensor in module._parameters.items():
             sharded = self.slots.get((id(module), name))
             if tensor is not sharded and hasattr(sharded, "to_local"):
-                self.own.watch(tensor, sharded)
+                self.watch(tensor, sharded)
             if any(placement.is_shard() for placement in getattr(tensor, "placements", ())):
                 self.parts.add(id(sharded))  # tensor parallel: the layer computes with a part
 
     def backward(self, original: Callable) -> Any:
-        if sum(call.what == "backward" for call in self.hooks.inside) == 1:
-            self.own.pass_begins()
+        """Forget the sums of gradients that the program has removed, or set to 0."""
+        is_pass = sum(call.what == "backward" for call in self.hooks.inside) == 1
+        for parameter in self.watched.values() if is_pass else []:
+            gradient = parameter.grad
+            is_sharded = hasattr(gradient, "to_local")  # to look at its numbers is a collective
+            if gradient is None or not is_sharded and not bool(gradient.to_dense().any()):
+                self.own.pop(id(parameter), None)
         return original()
+
+    def watch(self, tensor: torch.Tensor, parameter: torch.Tensor | None = None) -> None:
+        """Add up a tensor's gradients.  parameter: the sharded one that FSDP2 made it of."""
+        parameter = tensor if parameter is None else parameter
+        if id(tensor) in self.watched or not tensor.requires_grad or not tensor.is_leaf:
+            return
+        if hasattr(tensor, "to_local") or is_lazy(tensor):
+            return  # its gradient may be a sum that is not yet made
+        self.watched[id(tensor)] = parameter
+        tensor.register_hook(lambda gradient: self.add(parameter, gradient))
+        hooks = tensor._backward_hooks  # the program's own may send messages: this one comes first
+        others = list(hooks.items())
+        hooks.clear()
+        hooks.update([others[-1], *others[:-1]])
+
+    def add(self, parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
+        """Add a pass's gradient, which this rank has computed, before any message."""
+        if gradient is not None:
+            key, value = id(parameter), whole(gradient)
+            self.own[key] = self.own[key] + value if key in self.own else value
 
     def scaled(self, original: Callable, scaler: Any, outputs: Any) -> Any:
         scaled = original(scaler, outputs)
         self.scale = float(scaler.get_scale()) or 1.0
         return scaled
 
-    # ------------------------------------------------------------------- what the optimizers got
+    def clip(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
+        if self.hooks.is_elsewhere():
+            return original(*args, **kwargs)
+        arguments = inspect.signature(original).bind(*args, **kwargs).arguments
+        parameters = arguments["parameters"]
+        is_one = isinstance(parameters, torch.Tensor)
+        parameters = [parameters] if is_one else list(parameters)  # an iterator is read once
+        self.steps.noted.has_clipped = True
+        # Of all of a DTensor, as ranks must agree.
+        before = [(one, whole(one.grad)) for one in parameters if one.grad is not None]
+        result = original(**{**arguments, "parameters": parameters})
+        for parameter, gradient in before:
+            if not whole(parameter.grad).equal(gradient):
+                self.steps.now.clipped[id(parameter)] = self.shelf.keep(gradient)
+        return result
 
     def gradients_are_there(self, optimizer: Any, is_again: bool) -> None:
         step = self.steps.step
@@ -128,7 +128,7 @@ class Gradients(Observer):
             step.options[one.name] = plain_options(one.group)
         if self.steps.is_last:
             return
-        if self.any_has_stepped:
+        if self.steps.now.any_has_stepped:
             step.late |= {one.name for one in owned}
         for one in owned:
             if one.is_in_optimizer:
@@ -136,12 +136,12 @@ class Gradients(Observer):
             self.note_own(one.name, one.parameter)
             if self.steps.source:
                 self.steps.source.set_gradient(one.name, self.steps.number, one.parameter)
-        for name, tensor in self.weights.trained():  # another rank's optimizer may have the others
+        for tensor, name in self.weights.trained().items():  # another rank's optimizer may have it
             if name not in step.options:
                 self.note_own(name, tensor)
 
     def optimizer_ends(self, optimizer: Any) -> None:
-        self.any_has_stepped |= not self.hooks.is_in("optimizer")
+        self.steps.now.any_has_stepped |= not self.hooks.is_in("optimizer")
 
     def note_got(self, name: str, parameter: torch.Tensor) -> None:
         step = self.steps.step
@@ -149,15 +149,17 @@ class Gradients(Observer):
         if parameter.grad is None:
             return
         step.got[name] = self.shelf.keep(parameter.grad)
-        self.clipping.note(step, name, parameter)
+        clipped = self.steps.now.clipped
+        if id(parameter) in clipped:
+            step.unclipped[name] = clipped[id(parameter)]
 
     def notes(self, is_own_thread: bool) -> None:
-        parts = [name for name, tensor in self.weights.trained() if id(tensor) in self.parts]
-        self.steps.noted.parts = set(parts)
+        trained = self.weights.trained().items()
+        self.steps.noted.parts = {name for tensor, name in trained if id(tensor) in self.parts}
 
     def note_own(self, name: str, parameter: torch.Tensor) -> None:
-        if id(parameter) in self.own.sums:
-            own = self.own.sums[id(parameter)] / self.scale
+        if id(parameter) in self.own:
+            own = self.own[id(parameter)] / self.scale
             self.steps.step.own[name] = self.shelf.keep(own)
 
 

@@ -9,10 +9,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from ddp_by_diff.distributed import unwrap_model
-from ddp_by_diff.equivalence.batches import mapped, to_plain
+from ddp_by_diff.equivalence.batches import digest, mapped, tensors_in, to_plain
 from ddp_by_diff.equivalence.loaders import Loaders
-from ddp_by_diff.equivalence.notes import Event, RandomState, random_state, set_random_state
-from ddp_by_diff.equivalence.tensors import digest, tensors_in
+from ddp_by_diff.equivalence.notes import Event, random_state, set_random_state
 from ddp_by_diff.instruments.observer import Observer
 
 LOSSES = [name for name in dir(F) if name.endswith("_loss") or name in ("cross_entropy", "kl_div")]
@@ -25,13 +24,7 @@ class Data(Observer):
     def __init__(self, steps: Any) -> None:
         self.steps = steps
         self.loaders = Loaders(steps.noted.loaders)
-        self.has_teacher = False  # a model was called without gradients, since this step began
-        self.known_state: RandomState | None = None  # at the step's last event
         self.outputs: dict[int, list] = {}  # by model: the tensors that its last call has returned
-        steps.at_new_step.append(self.new_step)
-
-    def new_step(self) -> None:
-        self.has_teacher, self.known_state = False, None
 
     def patches(self) -> list[tuple[Any, str, Callable]]:
         losses = [(F, name, functools.partial(self.loss, name)) for name in LOSSES]
@@ -39,8 +32,8 @@ class Data(Observer):
 
     def note_draws(self) -> None:
         """Note which random generators were used since the last event of this step."""
-        if self.known_state is not None:
-            self.steps.step.draws |= random_state().other_than(self.known_state)
+        if known := self.steps.now.known_state:
+            self.steps.step.draws |= random_state().other_than(known)
 
     def note_event(self, key: str, value: Any, iterator: Any = None) -> Any:
         """Note an event; returns what the program gets.  iterator: of a DataLoader, or None."""
@@ -52,12 +45,11 @@ class Data(Observer):
             number, step = self.steps.seen[key] - 1, len(self.steps.noted.steps)
             given = self.steps.source.batch(key, number, step, value, iterator, examples)
         if given is not None:
-            value, self.known_state = given
-            set_random_state(self.known_state)
+            value, self.steps.now.known_state = given
+            set_random_state(self.steps.now.known_state)
             return value
-        self.known_state = random_state()
-        event = Event(to_plain(value), self.known_state, examples, indices=indices)
-        event = event._replace(round=self.loaders.rounds.get(key, 0))
+        state = self.steps.now.known_state = random_state()
+        event = Event(to_plain(value), state, examples, self.loaders.rounds.get(key, 0), indices)
         self.steps.noted.events.setdefault(key, []).append(event)
         return value
 
@@ -78,7 +70,7 @@ class Data(Observer):
             return original(*args, **kwargs)
         target = kwargs.get("target", args[1] if len(args) > 1 else None)
         is_computed = isinstance(target, torch.Tensor) and target.is_floating_point()
-        if target is None or (self.has_teacher and is_computed):  # by a teacher, perhaps
+        if target is None or (self.steps.now.has_teacher and is_computed):  # by a teacher, perhaps
             return original(*args, **kwargs)
         self.note_draws()
         target = self.note_event(f"target of {name}", target)
@@ -90,7 +82,7 @@ class Data(Observer):
         if self.hooks.is_in("backward"):
             return None
         if not torch.is_grad_enabled():
-            self.has_teacher = True
+            self.steps.now.has_teacher = True
             return None
         replaced = None
         tensors = list(tensors_in((args, kwargs)))

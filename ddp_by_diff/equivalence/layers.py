@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ddp_by_diff.equivalence.batches import tensors_in
 from ddp_by_diff.equivalence.limits import COARSE
 from ddp_by_diff.equivalence.notes import Notes
-from ddp_by_diff.equivalence.tensors import tensors_in
 from ddp_by_diff.instruments.observer import Observer
 
 BATCH_NORM = nn.modules.batchnorm._BatchNorm
@@ -52,10 +52,18 @@ class Layers(Observer):
 
     def dropout(self, name: str, original: Callable, *args: Any, **kwargs: Any) -> Any:
         """A call of a DROPOUT_FUNCTION, by nn.Dropout or the program: noted, or switched off."""
-        if not torch.compiler.is_compiling() and drops(name, args, kwargs):
-            self.noted.kinds.add("dropout")
-            if "dropout" in self.left_out:
-                args, kwargs = without_dropout(name, args, kwargs)
+        is_attention = name == ATTENTION
+        key, place, usual = ("dropout_p", 4, 0.0) if is_attention else ("p", 1, 0.5)
+        rate = kwargs.get(key, args[place] if len(args) > place else usual)
+        training = is_attention or kwargs.get("training", args[2] if len(args) > 2 else True)
+        if torch.compiler.is_compiling() or not rate or not training:
+            return original(*args, **kwargs)
+        self.noted.kinds.add("dropout")
+        if "dropout" in self.left_out:
+            if len(args) > place:
+                args = *args[:place], 0.0, *args[place + 1 :]
+            else:
+                kwargs[key] = 0.0
         return original(*args, **kwargs)
 
 
@@ -67,20 +75,3 @@ def kind_of(layer: nn.Module) -> str:
         return "BatchNorm"
     is_dropout = isinstance(layer, DROPOUT_LAYER) and layer.p or type(layer).__name__ in DROPS_PATHS
     return "dropout" if is_dropout or isinstance(layer, nn.RNNBase) and layer.dropout else ""
-
-
-def drops(name: str, args: tuple, kwargs: dict[str, Any]) -> bool:
-    """Whether a call of one of DROPOUT_FUNCTIONS drops anything."""
-    if name == ATTENTION:
-        return bool(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0))
-    rate = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
-    return bool(rate and kwargs.get("training", args[2] if len(args) > 2 else True))
-
-
-def without_dropout(name: str, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """The call's arguments, changed so that it drops nothing."""
-    if name == ATTENTION:
-        if len(args) > 4:
-            return (*args[:4], 0.0, *args[5:]), kwargs
-        return args, kwargs | {"dropout_p": 0.0}
-    return args[:2], kwargs | {"training": False}

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import numpy
 import torch
 
+from ddp_by_diff.equivalence.batches import bytes_of, digest, whole
 from ddp_by_diff.equivalence.limits import AHEAD
-from ddp_by_diff.equivalence.tensors import bytes_of, digest, whole
 from ddp_by_diff.equivalence.vectors import Vector
 
 LARGE = 1_000_000  # bytes: a smaller tensor stays in memory
@@ -26,36 +26,30 @@ LARGE = 1_000_000  # bytes: a smaller tensor stays in memory
 class RandomState(NamedTuple):
     """States of the generators of torch (the CPU's and this GPU's), Python and numpy."""
 
-    cpu: torch.Tensor
-    gpu: torch.Tensor | None
+    cpu: numpy.ndarray
+    gpu: numpy.ndarray | None
     python: tuple
     numpy: tuple
 
     def other_than(self, other: "RandomState") -> set[str]:
         """Names of the generators that are in another state."""
-        names = set()
-        if not self.cpu.equal(other.cpu):
-            names.add("cpu")
-        if self.gpu is not None and other.gpu is not None and not self.gpu.equal(other.gpu):
-            names.add("gpu")
-        if self.python != other.python:
-            names.add("python")
-        if self.numpy[2] != other.numpy[2] or (self.numpy[1] != other.numpy[1]).any():
-            names.add("numpy")
-        return names
+        states = zip(self._fields, self, other, strict=True)
+        known = [state for state in states if state[1] is not None and state[2] is not None]
+        return {name for name, own, theirs in known if pickle.dumps(own) != pickle.dumps(theirs)}
 
 
 def random_state() -> RandomState:
-    gpu = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-    return RandomState(torch.get_rng_state(), gpu, random.getstate(), numpy.random.get_state())
+    cpu = torch.get_rng_state().numpy()
+    gpu = torch.cuda.get_rng_state().numpy() if torch.cuda.is_initialized() else None
+    return RandomState(cpu, gpu, random.getstate(), numpy.random.get_state())
 
 
 def set_random_state(state: RandomState) -> None:
-    torch.set_rng_state(state.cpu)
+    torch.set_rng_state(torch.from_numpy(state.cpu))
     random.setstate(state.python)
     numpy.random.set_state(state.numpy)
     if state.gpu is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state.gpu)
+        torch.cuda.set_rng_state(torch.from_numpy(state.gpu))
 
 
 class Content(pickle.Pickler):
@@ -102,14 +96,13 @@ def pick(dataset: Any, number: int, seed: int = 0) -> Pick:
 
 def labels_in(example: Any) -> list:
     """The whole numbers in an example, which no augmentation changes."""
-    if isinstance(example, torch.Tensor) and not example.dim() and not example.is_floating_point():
-        return [int(example)]
+    if isinstance(example, torch.Tensor) and not example.dim():
+        example = example.item()
     if isinstance(example, int | numpy.integer):
         return [int(example)]
     parts = example.values() if isinstance(example, Mapping) else example
-    if not isinstance(parts, list | tuple | ValuesView):
-        return []
-    return [label for part in parts for label in labels_in(part)]
+    is_nested = isinstance(parts, list | tuple | ValuesView)
+    return [label for part in parts for label in labels_in(part)] if is_nested else []
 
 
 def pick_some(dataset: Any) -> tuple[list[Pick], bool]:
@@ -208,19 +201,11 @@ class Alone(NamedTuple):
     batches: dict  # what the program got, by key and number, and the random state after it
 
 
-# ------------------------------------------------------------------------------- large tensors
-
-
-class Kept(NamedTuple):
-    """A tensor in a file.  A process to which it is sent receives the tensor itself."""
-
-    file: str
-    dtype: torch.dtype
-    shape: torch.Size
-    nbytes: int
+class Kept(str):
+    """The name of a tensor's file.  A process to which it is sent receives the tensor itself."""
 
     def __reduce__(self) -> tuple:
-        return read, tuple(self)
+        return read, (str(self),)
 
 
 class Shelf:
@@ -240,16 +225,15 @@ class Shelf:
         file = Path(self.path) / f"{digest(copy)}.tensor"
         if not file.exists():
             part = Path(f"{file}.{threading.get_native_id()}")  # several may write one file
-            copy.contiguous().view(-1).view(torch.uint8).numpy().tofile(part)
+            torch.save(copy, part)
             part.rename(file)  # a reader sees all of it, or nothing
-        return Kept(str(file), copy.dtype, copy.shape, copy.nbytes)
+        return Kept(file)
 
 
 @functools.cache
-def read(file: str, dtype: torch.dtype, shape: torch.Size, nbytes: int) -> torch.Tensor:
+def read(file: str) -> torch.Tensor:
     """The tensor in a file, read when its numbers are needed; changes stay in memory."""
-    content = torch.from_file(file, shared=False, size=nbytes, dtype=torch.uint8)
-    return content.view(dtype).view(shape)
+    return torch.load(file, mmap=True, weights_only=True)
 
 
 def plain_name(name: str) -> str:

@@ -4,21 +4,22 @@ In a run in one process a source, if there is one, gives a step its batch, weigh
 """
 
 import contextlib
+import itertools
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ddp_by_diff.equivalence.clipping import Clipping
+from ddp_by_diff.equivalence.batches import digest
 from ddp_by_diff.equivalence.formats import CoarseOptimizers
 from ddp_by_diff.equivalence.gradients import Gradients
 from ddp_by_diff.equivalence.inputs import Data
 from ddp_by_diff.equivalence.layers import BATCH_NORM, Layers
-from ddp_by_diff.equivalence.notes import Alone, Notes, Shelf, Step, plain_name
-from ddp_by_diff.equivalence.tensors import digest
+from ddp_by_diff.equivalence.notes import Alone, Notes, RandomState, Shelf, Step, plain_name
 from ddp_by_diff.instruments.command import show
 from ddp_by_diff.instruments.meeting import Place
 from ddp_by_diff.instruments.observer import Observer
@@ -45,9 +46,7 @@ def observers(
     shelf = Shelf(folder)
     steps = Steps(place, length, source)
     weights = Weights(steps, shelf)
-    clipping = Clipping(steps, shelf)
-    parts = [Layers(steps.noted, left_out), weights, Data(steps), clipping]
-    parts.append(Gradients(steps, weights, clipping, shelf))
+    parts = [Layers(steps.noted, left_out), weights, Data(steps), Gradients(steps, weights, shelf)]
     parts += [source, CoarseOptimizers(steps.noted)] if source else []
     return [steps, *parts, Progress(steps, f"{log}{place.rank}", terminal)]
 
@@ -58,6 +57,20 @@ def print_into(undo: contextlib.ExitStack, log: str) -> None:
     undo.enter_context(file)
     undo.enter_context(contextlib.redirect_stdout(file))
     undo.enter_context(contextlib.redirect_stderr(file))
+
+
+@dataclass
+class Now:
+    """What is known of the current step only."""
+
+    has_stepped: bool = False  # the first optimizer has
+    any_has_stepped: bool = False  # any optimizer has
+    fetched: int = 0  # batches
+    begun: set[int] = field(default_factory=set)  # the models that were called
+    has_teacher: bool = False  # a model was called without gradients
+    known_state: RandomState | None = None  # at the last event
+    # Gradients before clipping, by the id of the parameter.
+    clipped: dict[int, Any] = field(default_factory=dict)
 
 
 class Steps(Observer):
@@ -71,10 +84,8 @@ class Steps(Observer):
         self.length, self.source = length, source
         self.noted = Notes(place.rank, place.world_size, steps=[Step()])
         self.seen: Counter = Counter()  # events, by key
-        self.at_new_step: list[Callable[[], None]] = []  # called when a step begins
+        self.now = Now()
         self.has_loader = False
-        self.has_stepped = False  # the first optimizer has, since this step began
-        self.fetched = 0  # batches, since this step began
 
     @property
     def step(self) -> Step:
@@ -92,26 +103,24 @@ class Steps(Observer):
 
     def new_step(self) -> None:
         self.noted.steps.append(Step())
-        self.has_stepped, self.fetched = False, 0
-        for call in self.at_new_step:
-            call()
+        self.now = Now()
 
     def load(self, iterator: Any, original: Callable) -> Any:
         if torch.is_grad_enabled():
             self.has_loader = True
-            if self.has_stepped:
+            if self.now.has_stepped:
                 self.new_step()
-            self.fetched += 1
+            self.now.fetched += 1
         return original()
 
     def forward_begins(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         is_training = torch.is_grad_enabled() and not self.hooks.is_in("backward")
-        if is_training and self.has_stepped and self.fetched > 1:  # one is of the next step
+        if is_training and self.now.has_stepped and self.now.fetched > 1:  # one is the next step's
             self.new_step()
-            self.fetched = 1  # that one
+            self.now.fetched = 1  # that one
 
     def optimizer_begins(self, optimizer: Any) -> None:
-        if optimizer is self.hooks.optimizer and self.has_stepped:
+        if optimizer is self.hooks.optimizer and self.now.has_stepped:
             self.new_step()
 
     def gradients_are_there(self, optimizer: Any, is_again: bool) -> None:
@@ -122,7 +131,7 @@ class Steps(Observer):
 
     def optimizer_ends(self, optimizer: Any) -> None:
         if optimizer is self.hooks.optimizer and not self.hooks.is_in("optimizer"):
-            self.has_stepped = True
+            self.now.has_stepped = True
             if not self.has_loader:
                 self.new_step()
 
@@ -144,18 +153,18 @@ class Weights(Observer):
 
     def __init__(self, steps: Steps, shelf: Shelf) -> None:
         self.steps, self.shelf = steps, shelf
-        self.begun: set[int] = set()  # the models that were called in this step
-        steps.at_new_step.append(self.begun.clear)
 
     def forward_begins(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         """Note the weights of each model that is called, a teacher's, too."""
-        if id(module) in self.begun or self.hooks.is_in("backward"):
+        if id(module) in self.steps.now.begun or self.hooks.is_in("backward"):
             return
-        self.begun.add(id(module))
+        self.steps.now.begun.add(id(module))
         if isinstance(module, nn.parallel.DistributedDataParallel):
             self.steps.noted.has_buffers_of_first |= module.broadcast_buffers
-        for name, tensor in self.named_tensors(module):
-            self.note(name, tensor)
+        names = self.names()
+        for tensor in itertools.chain(module.parameters(), module.buffers()):
+            if tensor in names:
+                self.note(names[tensor], tensor)
 
     def gradients_are_there(self, optimizer: Any, is_again: bool) -> None:
         for owned in [] if is_again else self.owned_by(optimizer):
@@ -169,66 +178,53 @@ class Weights(Observer):
         if self.steps.source:
             self.steps.source.set_weight(name, self.steps.number, tensor)
 
-    def named_tensors(self, model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-        """Parameters and buffers, each once, with the name that the first model gives it.
+    def names(self) -> dict[torch.Tensor, str]:
+        """Names of all models' parameters and buffers; a second model's begin with its class."""
+        names: dict[torch.Tensor, str] = {}
+        for number, model in enumerate(self.hooks.models.values()):
+            prefix = f"{type(model).__name__} {number + 1}: " if number else ""
+            for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+                if not is_lazy(tensor):
+                    names.setdefault(tensor, prefix + plain_name(name))
+        return names
 
-        A second model's names begin with its class.
-        """
-        names: dict[int, str] = {}
-        own: list = []
-        for number, owner in enumerate(self.hooks.models.values()):
-            prefix = f"{type(owner).__name__} {number + 1}: " if number else ""
-            own = [*owner.named_parameters(), *owner.named_buffers()]
-            for name, tensor in own:
-                names.setdefault(id(tensor), prefix + plain_name(name))
-            if owner is model:
-                break
-        return [(names[id(tensor)], tensor) for _, tensor in own if not is_lazy(tensor)]
-
-    def trained(self) -> list[tuple[str, torch.Tensor]]:
-        """Names and parameters of all models that need a gradient."""
-        pairs: list[tuple[str, torch.Tensor]] = []
-        for model in self.hooks.models.values():
-            pairs += [pair for pair in self.named_tensors(model) if pair[1].requires_grad]
-        return pairs
+    def trained(self) -> dict[torch.Tensor, str]:
+        """Names of what needs a gradient."""
+        return {tensor: name for tensor, name in self.names().items() if tensor.requires_grad}
 
     def owned_by(self, optimizer: Any) -> list[Owned]:
         """An optimizer's parameters; or all models', if none of its parameters is a model's."""
-        models, names = self.trained(), {}
-        for name, tensor in models:
-            names.setdefault(id(tensor), name)
-        owned = []
+        names, owned = self.trained(), []
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if not is_lazy(parameter):
                     spare = f"{type(optimizer).__name__}'s parameter {len(owned)}"
-                    name = names.get(id(parameter), spare)
-                    owned.append(Owned(name, parameter, group, True))
-        if not models or any(id(one.parameter) in names for one in owned):
+                    owned.append(Owned(names.get(parameter, spare), parameter, group, True))
+        if not names or any(one.parameter in names for one in owned):
             return owned
         group = optimizer.param_groups[0]
-        return [Owned(name, parameter, group, False) for name, parameter in models]
+        return [Owned(name, parameter, group, False) for parameter, name in names.items()]
 
     def has_changed(self) -> bool:
         """Whether a weight has changed since the first forward pass."""
         first = self.steps.noted.steps[0].weights
-        pairs = [(first.get(name), tensor) for name, tensor in self.trained()]
+        pairs = [(first.get(name), tensor) for tensor, name in self.trained().items()]
         pairs = [(old, new) for old, new in pairs if isinstance(old, torch.Tensor)]
         return any(digest(old) != digest(new) for old, new in pairs if not hasattr(new, "to_local"))
 
     def notes(self, is_own_thread: bool) -> None:
-        self.steps.noted.has_changed = not self.steps.noted.counts and self.has_changed()
-        names: dict[str, None] = {}  # each once, in their order
+        noted, names = self.steps.noted, self.names()
+        noted.has_changed = not noted.counts and self.has_changed()
+        buffers = set()
         for model in self.hooks.models.values():
-            parameters = {id(parameter) for parameter in model.parameters()}
-            named = self.named_tensors(model)
-            names |= {name: None for name, t in named if id(t) in parameters}
-            norms = [layer for layer in model.modules() if isinstance(layer, BATCH_NORM)]
-            buffers = {id(buffer) for layer in norms for buffer in layer.buffers()}
-            self.steps.noted.norm_buffers |= {name for name, t in named if id(t) in buffers}
-        for step in self.steps.noted.steps:
-            names |= dict.fromkeys(step.options)
-        self.steps.noted.parameters = list(names)
+            buffers.update(model.buffers())
+            for layer in model.modules():
+                if isinstance(layer, BATCH_NORM):
+                    noted.norm_buffers |= {names[one] for one in names.keys() & layer.buffers()}
+        parameters = [name for tensor, name in names.items() if tensor not in buffers]
+        for step in noted.steps:
+            parameters += step.options
+        noted.parameters = list(dict.fromkeys(parameters))
 
 
 class Progress(Observer):

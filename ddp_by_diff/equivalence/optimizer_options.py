@@ -2,7 +2,8 @@
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections import ChainMap
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ddp_by_diff.equivalence import limits
@@ -32,10 +33,8 @@ def options(facts: Facts, alone: Notes | None, command: list[str], own_total: in
     text += f"{show(value)} with {len(facts.ranks)} processes, {show(one)} with one"
     text += f" ({value / one:.4g} times)" if key == "lr" and one else ""
     text += f", in step {k + 1}"
-    values = set()
-    for step in facts.steps:
-        ones = alone.steps[step].options
-        values.add((of_all(facts, step)[name][key], ones[name][key]))
+    tables = [(of_all(facts, step), alone.steps[step].options) for step in facts.steps]
+    values = {(table[name][key], ones[name][key]) for table, ones in tables}
     if len(values) == 1 or own_total in (0, facts.total):  # it does not change: no schedule
         return Link(label(key), False, text)
     text += f"; one process takes {own_total} examples per step, all ranks {facts.total}"
@@ -62,19 +61,16 @@ def scheduled(
     return inconclusive(name, Reason("a schedule may count the steps of an epoch", way_on), text)
 
 
-def of_all(facts: Facts, step: int) -> dict[str, dict[str, Any]]:
+def of_all(facts: Facts, step: int) -> Mapping[str, dict[str, Any]]:
     """The options of all ranks' optimizers in a step, by parameter."""
-    table: dict[str, dict[str, Any]] = {}
-    for rank in facts.ranks:
-        table = rank.steps[step].options | table
-    return table
+    return ChainMap(*(rank.steps[step].options for rank in facts.ranks))
 
 
 def label(key: str) -> str:
     return "learning rate" if key == "lr" else "options"
 
 
-def unlike(table: dict, other_table: dict) -> Iterator[tuple[str, str, Any, Any]]:
+def unlike(table: Mapping, other_table: Mapping) -> Iterator[tuple[str, str, Any, Any]]:
     """Parameter, option and both values of each difference between two tables of options."""
     for name in table:
         for key, value in table[name].items():

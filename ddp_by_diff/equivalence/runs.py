@@ -40,20 +40,18 @@ class Runs:
         job = Job("equivalence", self.args.command, self.args.patience, observers, arguments)
         notes, _ = self.run(be_started_rank, job, self.processes)
         ranks = [note.value for note in sorted(notes)]
-        is_complete = len(ranks) == self.processes
-        is_complete = is_complete and all(len(rank.counts) > self.args.steps for rank in ranks)
-        return facts_of(ranks, self.args.steps, known) if is_complete else None
+        complete = [rank for rank in ranks if len(rank.counts) > self.args.steps]
+        return facts_of(ranks, self.args.steps, known) if len(complete) == self.processes else None
 
     def alone(self, facts: Facts, kind: str, left_out: tuple = (), **given: Any) -> Alone | None:
         """A run in one process; None if the program failed, or made too few steps."""
-        given |= {"left_out": left_out}
-        result = self.run_alone(Source(facts, kind, self.per_step, **given))
+        result = self.run_alone(Source(facts, kind, self.per_step, left_out, **given))
         if result is not None and not self.per_step:
             many, alone = facts.ranks[0], result.notes
             per_step = {key: alone.per_step(key) for key in many.events}
             if any(per_step[key] not in (0, many.per_step(key)) for key in per_step):
                 self.per_step = per_step
-                result = self.run_alone(Source(facts, kind, self.per_step, **given))
+                result = self.run_alone(Source(facts, kind, self.per_step, left_out, **given))
         if result is None or len(result.notes.counts) <= self.args.steps:
             return None
         return result

@@ -10,10 +10,12 @@ from torch import nn
 
 from ddp_by_diff.equivalence.batches import (
     count_examples,
+    digest,
     digests_of_examples,
     from_plain,
     is_made_of,
     join,
+    local,
     mapped,
     plain_copy,
     to_plain,
@@ -21,7 +23,6 @@ from ddp_by_diff.equivalence.batches import (
 from ddp_by_diff.equivalence.facts import Facts
 from ddp_by_diff.equivalence.formats import InFloat64, in_float64
 from ddp_by_diff.equivalence.notes import Alone, Event, Notes, RandomState, random_state
-from ddp_by_diff.equivalence.tensors import digest, local
 from ddp_by_diff.equivalence.vectors import put_together
 from ddp_by_diff.instruments.observer import Observer
 from ddp_by_diff.instruments.program import Refused
@@ -37,7 +38,6 @@ class Batch(NamedTuple):
     value: Any
     examples: list | None  # in place of a value, for the program's own collate_fn
     state: RandomState
-    is_equal: bool  # on all ranks, such as numbers of rows: these are no examples
     parts: list  # the ranks' batches
 
     def is_in(self, value: Any, examples: list | None) -> bool:
@@ -59,7 +59,6 @@ class Source(Observer):
     one share     one rank's examples, padded to the longest of all
     """
 
-    left_out: tuple = ()  # kinds of layers
     rank = 0  # whose share: its place in Facts.distinct
     batches: Mapping = {}  # of the earlier run (Alone.batches)
     own_in = -1  # the last step in which a batch was left as it is
@@ -67,9 +66,11 @@ class Source(Observer):
     is_mixed = False
     is_global = False  # the program itself takes as many examples as all ranks together
 
-    def __init__(self, facts: Facts, kind: str, per_step: dict[str, int], **given: Any) -> None:
-        """per_step: of runs.py.  given: left_out, rank, batches."""
-        self.facts, self.kind, self.per_step = facts, kind, per_step
+    def __init__(
+        self, facts: Facts, kind: str, per_step: dict[str, int], left_out: tuple, **given: Any
+    ) -> None:
+        """per_step: of runs.py.  left_out: kinds of layers.  given: rank, batches."""
+        self.facts, self.kind, self.per_step, self.left_out = facts, kind, per_step, left_out
         vars(self).update(given)
         self.name = f"one process, {kind}"
         self.matched: dict[str, bool] = {}  # whether the ranks had such a weight, in some step
@@ -147,30 +148,22 @@ class Source(Observer):
             size, name = len(every) // max(1, takes), digest(to_plain(own))
             same = [event for event in every if digest(event.value) == name]  # in another place
             events = same[:1] or every[part * size : (part + 1) * size]
-        if not events:
-            return None
-        only = None
-        if self.kind == "one share":
-            only = self.rank
-            if only >= len(events):
-                return None
-        return self.union(events, only, number)
+        only = self.rank if self.kind == "one share" else None
+        return self.union(events, only, number) if len(events) > (only or 0) else None
 
     def union(self, events: list[Event], only: int | None, number: int) -> Batch:
         """One batch of the ranks' events, or of the examples of one: see batches.join."""
         order = torch.Generator().manual_seed(number) if self.kind == "other order" else None
         state = events[only or 0].state
         values = [event.value for event in events]
-        is_equal = len(values) > 1 and len({digest(value) for value in values}) == 1
         if not all(event.examples for event in events):
-            value = join(values, only, order)
-            return Batch(value, None, state, is_equal, values)
+            return Batch(join(values, only, order), None, state, values)
         examples = []
         for event in events if only is None else [events[only]]:
             examples += event.examples
         if order is not None:
             examples = [examples[row] for row in torch.randperm(len(examples), generator=order)]
-        return Batch(None, examples, state, is_equal, values)
+        return Batch(None, examples, state, values)
 
     def value(self, what: str, name: str, step: int, shape: torch.Size) -> torch.Tensor | None:
         """A tensor of the ranks' "weights" or "got"; of one rank, if its examples are computed."""
@@ -187,7 +180,8 @@ class Source(Observer):
         """Whether the program's own batch has the same examples: it is better than a joined one."""
         if self.kind == "one share":
             return False
-        if iterator is None and batch.is_equal and self.is_global:
+        is_equal = len(batch.parts) > 1 and len(set(map(digest, batch.parts))) == 1
+        if iterator is None and is_equal and self.is_global:  # such as numbers of rows: no examples
             return True
         if self.joined_in != step and batch.is_in(value, examples):
             self.own_in, self.is_global = step, True
@@ -223,13 +217,12 @@ class Source(Observer):
         """The run's notes, and what it was given."""
         noted.events = {}
         unmatched = sorted(name for name, is_matched in self.matched.items() if not is_matched)
-        is_joined = self.joined_in >= 0
         rows = {key: sum(counts.values()) for key, counts in self.rows.items()}
-        return Alone(noted, unmatched, is_joined, self.is_mixed, rows, self.noted)
+        return Alone(noted, unmatched, self.joined_in >= 0, self.is_mixed, rows, self.noted)
 
 
 def put_gradient(parameter: torch.Tensor, value: torch.Tensor) -> None:
-    """Set a parameter's gradient in the form that it has: sparse, sharded, complex."""
+    """Set a parameter's gradient in the form that it has: sparse, sharded."""
     gradient = parameter.grad
     if gradient is not None and gradient.is_sparse:
         parameter.grad = value.to(gradient.dtype).to_sparse(gradient.sparse_dim())
@@ -237,6 +230,4 @@ def put_gradient(parameter: torch.Tensor, value: torch.Tensor) -> None:
         parameter.grad = None if hasattr(parameter, "to_local") else value.to(parameter, copy=True)
     else:
         with torch.no_grad():
-            if gradient.is_complex() and not value.is_complex():
-                value = torch.view_as_complex(value.contiguous())
             local(gradient).copy_(value)

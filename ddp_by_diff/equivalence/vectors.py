@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from ddp_by_diff.equivalence.tensors import digest
+from ddp_by_diff.equivalence.batches import digest
 
 Vector = dict[str, torch.Tensor]
 
@@ -19,29 +19,19 @@ def numbers(tensor: torch.Tensor) -> torch.Tensor:
 
 def dot(vector: Vector, other: Vector) -> float:
     """The inner product; a tensor that only one vector has counts as 0 in the other."""
-    total = 0.0
-    for name in vector:
-        if name in other:
-            total += (numbers(vector[name]) * numbers(other[name])).sum().item()
-    return total
+    names = [name for name in vector if name in other]
+    return sum((numbers(vector[name]) * numbers(other[name])).sum().item() for name in names)
 
 
 def length(vector: Vector) -> float:
     return math.sqrt(dot(vector, vector))
 
 
-def difference(vector: Vector, other: Vector) -> Vector:
-    """vector - other; a tensor that only one has counts as 0 in the other."""
-    rest = {name: numbers(tensor) for name, tensor in vector.items()}
-    for name, tensor in other.items():
-        rest[name] = rest[name] - numbers(tensor) if name in rest else -numbers(tensor)
-    return rest
-
-
 def distance(found: Vector, wanted: Vector, scale: float = 0.0) -> float:
     """The length of the difference, relative to that of `wanted`, or to `scale` if that is more."""
     size = max(length(wanted), scale)
-    return length(difference(found, wanted)) / size if size else float(length(found) > 0)
+    rest = combine([found, wanted], [1.0, -1.0])
+    return length(rest) / size if size else float(length(found) > 0)
 
 
 def are_near(parts: list[Vector], limit: float) -> bool:
@@ -92,12 +82,12 @@ class Fit(NamedTuple):
 def fit(target: Vector, parts: list[Vector]) -> Fit:
     """The factors of the parts, so that their sum is as near to the target as possible."""
     count = len(parts)
-    products = torch.zeros(count, count, dtype=torch.float64)
-    for row in range(count):
-        for column in range(count):
-            products[row, column] = dot(parts[row], parts[column])
-    right = torch.tensor([[dot(part, target)] for part in parts], dtype=torch.float64)
-    if not (products.isfinite().all() and right.isfinite().all()):  # lstsq would fail
+    rows = []
+    for part in parts:
+        rows.append([dot(part, other) for other in (*parts, target)])
+    equations = torch.tensor(rows, dtype=torch.float64)
+    products, right = equations[:, :-1], equations[:, -1:]
+    if not equations.isfinite().all():  # lstsq would fail
         return Fit([math.nan] * count, math.inf, is_clear=False)
     lengths = products.diagonal().sqrt()
     some = lengths > 0

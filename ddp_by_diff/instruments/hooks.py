@@ -45,7 +45,6 @@ class Hooks:
         self.steps = 0  # how many it has begun
         self.last_step = time.monotonic()
         self.undo = contextlib.ExitStack()  # what is done when the program has ended
-        self._waits_for_batch = False
         self._has_gradients = False  # those of the optimizer's step that has begun were told
 
     def notes(self, is_own_thread: bool) -> Any:
@@ -125,9 +124,6 @@ class Hooks:
         __tracebackhide__ = True
         if self.is_elsewhere():
             return original(iterator)
-        if self._waits_for_batch:
-            self._waits_for_batch = False
-            self._tell("step_begins", True)
         with self.doing("load", iterator):
             return self._around("load", iterator, functools.partial(original, iterator))
 
@@ -201,8 +197,6 @@ class Hooks:
             self.inside.pop()
         self._has_gradients &= self.is_in("optimizer")
         self._tell("optimizer_ends", optimizer)
-        self._tell("step_begins", False)
-        self._waits_for_batch = True
 
 
 def replacement(function: Callable, original: Callable) -> Callable:

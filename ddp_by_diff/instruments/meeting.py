@@ -72,11 +72,10 @@ class Store:
 
     def put(self, key: str, value: Any) -> None:
         packed = zlib.compress(pickle.dumps(value), 1)
-        count = -(-len(packed) // CHUNK)
-        for number in range(count):
-            chunk = packed[number * CHUNK : (number + 1) * CHUNK]
-            self.store.set(f"{key} {number}", chunk)
-        self.store.set(key, str(count))  # comes last: who sees this finds all of it
+        starts = range(0, len(packed), CHUNK)
+        for number, start in enumerate(starts):
+            self.store.set(f"{key} {number}", packed[start : start + CHUNK])
+        self.store.set(key, str(len(starts)))  # comes last: who sees this finds all of it
 
     def get(self, key: str) -> Any:
         count = int(self.store.get(key))

@@ -16,12 +16,7 @@ from torch import nn
 
 
 class Observer:
-    """What an instrument wants to know: the methods that it overrides.  Here they do nothing.
-
-    A step begins with the first batch after the optimizer's step; if the program has no
-    DataLoader, right after the optimizer's step.  `step_begins` is called at both places.  The
-    last call before the first optimizer steps again is the one that counts.
-    """
+    """What an instrument wants to know: the methods that it overrides.  Here they do nothing."""
 
     hooks: Any  # that call it: instruments.hooks.Hooks
 
@@ -35,9 +30,6 @@ class Observer:
     def is_ours(self) -> bool:
         """Whether a call in another thread than the program's first one is to be told."""
         return False
-
-    def step_begins(self, is_sure: bool) -> None:
-        """A step begins here.  Not sure: perhaps with a batch that comes later."""
 
     def load(self, iterator: Any, original: Callable) -> Any:
         """Return the next batch of a DataLoader: that of original(), or another one."""

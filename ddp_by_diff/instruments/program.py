@@ -7,7 +7,7 @@ import sysconfig
 import traceback
 from collections.abc import Callable
 
-import torch
+from ddp_by_diff import distributed_launcher as launcher
 
 PACKAGE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
 
@@ -64,24 +64,18 @@ def where(thread: int) -> str:
     Lines of torch, of Python, of installed packages and of this project's tools are left out.  If
     nothing remains, the innermost line counts.
     """
-    stack = []
-    for frame, line in traceback.walk_stack(sys._current_frames()[thread]):
-        stack.append((frame.f_code.co_filename, line, frame.f_code.co_name))
+    frames = traceback.walk_stack(sys._current_frames()[thread])
+    stack = traceback.StackSummary.extract(frames, lookup_lines=False)
     libraries = ("<", *library_paths())
-    own = [entry for entry in stack if not entry[0].startswith(libraries)]
-    path, line, function = (own or stack)[0]
-    return f"{path}:{line}, {function}"
+    own = [frame for frame in stack if not frame.filename.startswith(libraries)]
+    innermost = (own or stack)[0]
+    return f"{innermost.filename}:{innermost.lineno}, {innermost.name}"
 
 
 def library_paths() -> list[str]:
     """Where files lie that are not the program's own."""
-    paths = [os.path.dirname(torch.__file__)]
-    for name in ("stdlib", "platstdlib", "purelib", "platlib"):
-        paths.append(sysconfig.get_path(name))
-    paths.append(PACKAGE)
-    for package in "", "ddp_by_diff.":  # the program's own copies of the helpers, and ours
-        for name in "distributed", "distributed_launcher":
-            file = getattr(sys.modules.get(package + name), "__file__", None)
-            if file:
-                paths.append(file)
+    installed = map(sysconfig.get_path, ("platstdlib", "purelib", "platlib"))
+    paths = [PACKAGE, *launcher.NOT_THE_PROGRAM, *installed]
+    for name in "distributed", "distributed_launcher":  # the program's own copies of the helpers
+        paths.append(getattr(sys.modules.get(name), "__file__", None) or PACKAGE)
     return paths

@@ -22,12 +22,7 @@ from torch import distributed as torch_dist
 from ddp_by_diff.instruments.hooks import Hooks
 from ddp_by_diff.instruments.meeting import Meeting, Place, Store, wait_until
 from ddp_by_diff.instruments.observer import Observer
-from ddp_by_diff.instruments.program import (
-    Refused,
-    run_program,
-    where,
-    without_our_frames,
-)
+from ddp_by_diff.instruments.program import Refused, run_program, where, without_our_frames
 
 MOMENT = 5  # seconds that a rank which has failed waits for the others' notes
 DRAWING = 20  # seconds that it waits at most, under torchrun, until rank 0 has drawn

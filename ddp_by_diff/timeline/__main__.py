@@ -24,12 +24,7 @@ def parse_args() -> argparse.Namespace:
     add("--patience", type=float, default=300, help=f"seconds to wait for a step {default}")
     add("--json", metavar="FILE", help="also write the figures to FILE, as JSON")
     add("--against", metavar="FILE", help="compare with a FILE of --json: exit with 1 if slower")
-    add(
-        "--tolerance",
-        type=float,
-        default=5,
-        help=f"slowdown, in percent, that is accepted {default}",
-    )
+    add("--tolerance", type=float, default=5, help=f"accepted slowdown, in percent {default}")
     args = command.read(parser)
     args.out = command.output_path(parser, f"{args.out}.svg").removesuffix(".svg")
     args.json = args.json and command.output_path(parser, args.json)

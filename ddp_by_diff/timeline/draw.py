@@ -93,15 +93,9 @@ def draw_rank(drawing: Drawing, rank: dict) -> None:
 
 def draw_arrow(drawing: Drawing, arrow: dict, tops: dict[int, float]) -> None:
     begin, end = tops[arrow["from"]], tops[arrow["to"]]
-    if begin < end:
-        begin += LANE
-    else:
-        end += LANE
+    begin, end = (begin + LANE, end) if begin < end else (begin, end + LANE)
     x0, x1 = drawing.x(arrow["begin"]), drawing.x(arrow["end"])
     drawing.path("arrow", f"M{x0:.1f},{begin:.1f}L{x1:.1f},{end:.1f}")
-
-
-# ----------------------------------------------------------------------------------------- messages
 
 
 class Box(NamedTuple):
@@ -150,9 +144,6 @@ def draw_row(drawing: Drawing, row: list[Box]) -> None:
             drawing.text(box.end + 4, top + 9, box.text, "soft small over")
 
 
-# ------------------------------------------------------------------------------------------- memory
-
-
 def memory_lanes(ranks: list[dict]) -> list[tuple[str, dict]]:
     """(rank, memory): one for all ranks, without a number, if they hold the same."""
     memories = [rank["memory"] for rank in ranks]
@@ -185,9 +176,6 @@ def two_areas(memory: dict) -> tuple[Sequence[str], Sequence[str]]:
     if peak_of(memory, [buffers]) <= 2 * peak_of(memory, kept):
         return KEPT, BORN
     return kept, [buffers, *BORN]
-
-
-# --------------------------------------------------------------------------------------- the legend
 
 
 def draw_legend(drawing: Drawing, ranks: list[dict], has_arrows: bool) -> None:

@@ -75,9 +75,6 @@ def read_figures(file: str) -> dict[str, Any]:
     return found
 
 
-# ------------------------------------------------------------------------------------------ compare
-
-
 class Change(NamedTuple):
     """How much more something takes in a step, in milliseconds."""
 

@@ -28,7 +28,7 @@ class Profiler:
         """What each profiler of torch calls when it starts."""
         place = torch.autograd.profiler
         return [
-            (place, "_prepare_profiler", self.prepare),
+            (place, "_prepare_profiler", self.start_or_refuse),
             (place, "_enable_profiler", self.enable),
         ]
 
@@ -41,15 +41,12 @@ class Profiler:
         self.profile.start()
         self.has_started = True
 
-    def refuse_another(self) -> None:
+    def start_or_refuse(self, original: Callable, *args: Any, **kwargs: Any) -> None:
         if self.has_started or not self.profile:
             raise Refused(
                 "the program starts torch.profiler itself, and two can't run at once: "
                 "switch it off there"
             )
-
-    def prepare(self, original: Callable, *args: Any, **kwargs: Any) -> None:
-        self.refuse_another()
         original(*args, **kwargs)
 
     def enable(self, original: Callable, *args: Any) -> None:
@@ -58,7 +55,6 @@ class Profiler:
         To note operations, too, costs 10 % of a step.  Calls of NCCL are among these, and before
         torch 2.14 all calls.
         """
-        self.refuse_another()
-        if self.ops or self.device != "cpu" or not HAS_MESSAGE_HOOKS:
-            return original(*args)
-        return original(*args, {RecordScope.USER_SCOPE})
+        if not self.ops and self.device == "cpu" and HAS_MESSAGE_HOOKS:
+            args = *args, {RecordScope.USER_SCOPE}
+        self.start_or_refuse(original, *args)

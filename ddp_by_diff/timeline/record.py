@@ -48,7 +48,7 @@ class Recorder(Observer):
         self.open: list[tuple[str, int]] = []  # spans that have not ended, the innermost last
         self.next_cut = 0
         self.next_mark: Any = None  # an event of CUDA at the same place
-        self.is_first_batch = False  # the step's first
+        self.waits_for_batch = False  # the step's first
         self.backward_thread = 0  # autograd's own for a GPU
         self.profiler = Profiler(ops)
         self.calls = Calls(self.noted, self.note_memory, self.note_core_wait)
@@ -82,8 +82,6 @@ class Recorder(Observer):
             noted.marks.append(self.next_mark)
         profiler = self.profiler.profile if is_own_thread else None  # another can't stop it
         return recording_of(noted, profiler)
-
-    # --------------------------------------------------------------------------------------- time
 
     def begin(self, what: str, when: int | None = None) -> None:
         self.note_core_wait()
@@ -119,8 +117,10 @@ class Recorder(Observer):
         is_first = iterator._num_workers > 0 and iterator._num_yielded == 0
         if is_first and not (iterator._persistent_workers and self.noted.worker_starts):
             self.noted.worker_starts.append(len(self.noted.cuts))
-        when = self.next_cut if self.is_first_batch else None
-        self.is_first_batch = False
+        when = None
+        if self.waits_for_batch:
+            self.step_begins()
+            self.waits_for_batch, when = False, self.next_cut
         self.maybe_start_profiler()
         with self.spanning("loading", when):
             return original()
@@ -149,11 +149,9 @@ class Recorder(Observer):
         self.backward_thread = self.backward_thread or threading.get_ident()  # the first GPU's
         return self.backward_thread == threading.get_ident()
 
-    # -------------------------------------------------------------------------------------- steps
-
-    def step_begins(self, is_sure: bool) -> None:
+    def step_begins(self) -> None:
+        """Called after an optimizer's step, and again at the first batch after it, if one comes."""
         self.next_cut = time.time_ns()
-        self.is_first_batch = is_sure
         if self.noted.device == "cuda" and not self.profiler.has_started:
             self.next_mark = torch.cuda.Event(enable_timing=True)
             self.next_mark.record(
@@ -181,6 +179,8 @@ class Recorder(Observer):
             self.note_memory("weights", [*parameters, *buffers])
             states = [state.values() for state in optimizer.state.values()]
             self.note_memory("optimizer state", itertools.chain(*states))
+        self.step_begins()
+        self.waits_for_batch = True
 
     def tensors_of(self, optimizer: Any) -> tuple[set, set]:
         """The parameters that this optimizer or a model holds, and the buffers: found out once."""
@@ -207,8 +207,6 @@ class Recorder(Observer):
         is_gpu = self.noted.device == "cuda"
         self.noted.device_name = torch.cuda.get_device_name() if is_gpu else self.noted.device
         self.profiler.start(self.noted.device)
-
-    # ------------------------------------------------------------------------------------- memory
 
     def note_memory(self, kind: str, values: Iterable) -> None:
         """Note where in memory the tensors are: {address: (kind, bytes)}.

@@ -51,9 +51,6 @@ def findings(
     return lines
 
 
-# -------------------------------------------------------------------------------- the step drawn
-
-
 def length_of_step(picture: Picture, table: Table, reasons: list[Reason]) -> str:
     """The median first; the mean, too, if it is far from that; then which step is drawn."""
     usual, mean = table.usual_length, statistics.mean(table.lengths)
@@ -62,9 +59,7 @@ def length_of_step(picture: Picture, table: Table, reasons: list[Reason]) -> str
         text += f", mean {ms(mean)} ms"
     bare = f"{ms(statistics.median(table.bare))} ms of {len(table.bare)} without profiling"
     number, shown = picture["steps"]
-    which = f"step {number + 1}"
-    if shown > 1:
-        which = f"steps {number + 1} to {number + shown}"
+    which = f"steps {number + 1} to {number + shown}" if shown > 1 else f"step {number + 1}"
     drawn = f"drawn: {which}, {ms(picture['length'])} ms"
     if steps_named(reasons):
         drawn += ", as it shows what `why` says"
@@ -122,9 +117,6 @@ def of_ranks(ranks: list[dict], text_of: Callable[[dict], str]) -> str:
     if len(set(texts.values())) == 1:
         return f"per rank: {text_of(ranks[0])}"
     return "; ".join(f"rank {number}: {text}" for number, text in texts.items())
-
-
-# ----------------------------------------------------------------------------- all recorded steps
 
 
 def who_came_last(table: Table) -> str:

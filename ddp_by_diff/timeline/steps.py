@@ -101,17 +101,9 @@ def table_of(recordings: list[Recording]) -> Table:
     starts = [recording["worker_starts"] for recording in recordings]
     messages = list(itertools.chain(*(recording["messages"] for recording in recordings)))
     is_unseen = bool(messages) and not any(message.was_seen for message in messages)
+    in_steps = {*itertools.chain(*starts)}
     return Table(
-        recordings,
-        first,
-        ranks,
-        lengths,
-        bare,
-        all(starts),
-        {*itertools.chain(*starts)},
-        is_unseen,
-        arrows,
-        clocks,
+        recordings, first, ranks, lengths, bare, all(starts), in_steps, is_unseen, arrows, clocks
     )
 
 
@@ -127,16 +119,8 @@ def step_of(recording: Recording, number: int) -> Step:
     for part in parts:
         spent[part.what] += part.length
     messages = [message for message in recording["messages"] if message.step == number]
-    return Step(
-        begin,
-        end,
-        parts,
-        inside(recording["idle"], begin, end),
-        spent,
-        waits_for(parts, messages),
-        no_core(parts, recording["core_waits"]),
-        messages,
-    )
+    idle, lost = inside(recording["idle"], begin, end), no_core(parts, recording["core_waits"])
+    return Step(begin, end, parts, idle, spent, waits_for(parts, messages), lost, messages)
 
 
 def no_core(parts: list[Span], waits: list[CoreWait]) -> Counter:

@@ -113,11 +113,7 @@ class Drawing:
         self.y += 26
 
     def areas(
-        self,
-        times: Sequence[float],
-        layers: dict[str, Sequence[float]],
-        most: float,
-        height: float,
+        self, times: Sequence[float], layers: dict[str, Sequence[float]], most: float, height: float
     ) -> None:
         """Areas on top of each other, from y upwards; `most` is drawn so high.
 

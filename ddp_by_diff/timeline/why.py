@@ -76,9 +76,6 @@ def in_some_steps(
     return reasons
 
 
-# ------------------------------------------------------------------------------------ one slow rank
-
-
 def always_slow(table: Table) -> list[Reason]:
     """The rank for which the others wait longest in each step, if it spends so much more."""
     waits = {rank: statistics.median(table.waits_for(rank)) for rank in table.ranks}
@@ -138,14 +135,9 @@ def late_by_turns(table: Table) -> list[Reason]:
     if table.least(Step.without_core) > usual / 2:
         return []  # they take turns on the cores
     wait = f"{up_to(table)}{ms(usual)} of {ms(length)} ms"
-    text = (
-        f"in each step another rank is late, and the others wait {wait} for it. Does the work of a "
-    )
-    text += "batch differ, do the ranks take turns at a lock, or is the machine shared?"
-    return [Reason(text)]
-
-
-# ----------------------------------------------------------------------------- what all ranks spend
+    text = f"in each step another rank is late, and the others wait {wait} for it. "
+    text += "Does the work of a batch differ, do the ranks take turns at a lock, or is the machine "
+    return [Reason(f"{text}shared?")]
 
 
 def what_all_spend_in_some(table: Table) -> list[Reason]:
@@ -196,10 +188,8 @@ def what_all_spend(table: Table) -> list[Reason]:
         texts.append(f"{text}launched too slowly, or none")
     core = table.least(Step.without_core)
     if core > MUCH / 2 * length and not (messages > MUCH * length and count >= MANY):
-        text = (
-            f"{who(table)} is ready to run, but has no CPU core for {ms(core)} of {ms(length)} ms"
-        )
-        texts.append(text)
+        time = f"{ms(core)} of {ms(length)} ms"
+        texts.append(f"{who(table)} is ready to run, but has no CPU core for {time}")
     return [Reason(text) for text in texts]
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from world import ROOT, forker, free_port, wait_for
 
-from ddp_by_diff.equivalence.tensors import tensors_in
+from ddp_by_diff.equivalence.batches import tensors_in
 from ddp_by_diff.instruments.command import write_file
 from ddp_by_diff.instruments.meeting import CHUNK, Folder, Place, Store
 
