@@ -277,7 +277,7 @@ def test_what_comes_and_goes_as_others_take_cores_is_chance():
 def test_ranks_that_are_late_by_turns(ranks):
     found = made([0] * 20, ranks=ranks, also=lambda rank, step, part: 60 * (part == "other" and step % ranks == rank))
     text = (
-        f"in each step another rank is late, and the others wait {UP_TO[ranks]}60.0 of 95.0 ms for it. Does the work "
+        f"now one rank is late, now another, and the others wait {UP_TO[ranks]}60.0 of 95.0 ms for it. Does the work "
     )
     assert why_of(found) == f"{text}of a batch differ, do the ranks take turns at a lock, or is the machine shared?"
     for one in found:
