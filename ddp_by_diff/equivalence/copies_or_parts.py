@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from ddp_by_diff.equivalence import vectors
 from ddp_by_diff.equivalence.facts import COPIES, PARTS, UNCLEAR, Facts
 from ddp_by_diff.equivalence.notes import Alone, Notes, Step
 from ddp_by_diff.equivalence.verdict import Reason
@@ -57,11 +58,14 @@ def are_joined_rightly(facts: Facts, alone: Alone) -> bool:
 
 
 def complete(ranks: tuple[Step, ...]) -> list[Step]:
-    """A step of all ranks; a gradient that only one rank's optimizer got (ZeRO) is on all ranks."""
-    completed = []
+    """A step of all ranks; a gradient that only one rank's optimizer got (ZeRO) is on all ranks.
+
+    A gradient that no optimizer got (a GAN's generator waits) is thrown away, or belongs to later.
+    """
+    completed, stepped = [], set().union(*(rank.options for rank in ranks))
     for rank in ranks:
         others = {name for name in rank.weights if name not in rank.options}
-        received = {}
+        received = {"own": vectors.only(rank.own, stepped)}
         for kind in "got", "unclipped":
             received[kind] = dict(getattr(rank, kind))
             for owner in ranks:

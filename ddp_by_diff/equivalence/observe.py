@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from ddp_by_diff.distributed import unwrap_model
 from ddp_by_diff.equivalence.clipping import Clipping
 from ddp_by_diff.equivalence.formats import CoarseOptimizers
 from ddp_by_diff.equivalence.gradients import Gradients
@@ -177,7 +178,7 @@ class Weights(Observer):
         names: dict[int, str] = {}
         own: list = []
         for number, owner in enumerate(self.hooks.models.values()):
-            prefix = f"{type(owner).__name__} {number + 1}: " if number else ""
+            prefix = f"{type(unwrap_model(owner)).__name__} {number + 1}: " if number else ""
             own = [*owner.named_parameters(), *owner.named_buffers()]
             for name, tensor in own:
                 names.setdefault(id(tensor), prefix + plain_name(name))

@@ -197,7 +197,8 @@ def furthest_apart(
 
 
 def gradient(facts: Facts, notes: Notes, step: int, what: str) -> Vector:
-    return vectors.only(getattr(notes.steps[step], what), facts.trained)
+    noted = notes.steps[step]
+    return vectors.only(getattr(noted, what), facts.trained & noted.options.keys())
 
 
 # --------------------------------------------------------------------------------- the answer

@@ -278,6 +278,14 @@ class Centred(nn.Linear):
 net[0] = Centred(8, 32)
 net[0].{}"""
 BUFFER = "register_buffer('usual', torch.zeros(8))"
+CRITIC = {
+    "begin": "maker = nn.Linear(8, 8)",
+    "ready": "second = torch.optim.SGD(maker.parameters(), 0.1); maker = nn.parallel.DistributedDataParallel(maker)",
+    "loss": "F.cross_entropy(model(maker(x)), y)",
+    "stepped": """second.zero_grad()
+if step % 2 == 0:
+    model(maker(x)).square().mean().backward(); second.step()""",
+}
 MANY = {
     "begin": "data = TensorDataset(torch.rand(48, 4000, 8), torch.rand(48, 4000, 4))",
     "loss": "F.mse_loss(model(x), y)",
@@ -484,6 +492,19 @@ for p in net.parameters(): p.register_hook(total)""",
         {"averaging": "WRONG: " + NOT_AVERAGED.format(" of 2 of 6 tensors .*")},
         ready="other = nn.Linear(8, 4); second = torch.optim.Adam(other.parameters())",
         stepped="second.zero_grad(); F.cross_entropy(other(x), y).backward(); second.step()",
+    ),
+    "critic": case(  # it trains more often than what it judges, whose gradients are thrown away
+        SAME,
+        {"averaging": "ok: .*"},
+        nproc=(2, 3),
+        **CRITIC,
+        model="nn.parallel.DistributedDataParallel(net) if n > 1 else net",
+    ),
+    "critic_forgotten": case(
+        DIFFERENT + "copies, averaging",
+        {"averaging": "WRONG: " + NOT_AVERAGED.format(" of 4 of 6 tensors .Sequential 2: 0.weight, .*")},
+        **CRITIC,
+        model="net",
     ),
     "third_step": case(
         DIFFERENT + "copies, averaging",
@@ -1030,6 +1051,15 @@ class Share:
     def __len__(self): return 480 // n"""
 LISTED = "listed = torch.randperm(480, generator=torch.Generator().manual_seed(2)).tolist()"
 LISTS = "DataLoader(data, batch_sampler=[listed[k : k + 24][rank::n] for k in range(0, 480, 24)])"
+ONCE = "examples came, each once, on one rank"
+
+
+def dealt(every):
+    """A stream of which each rank takes one of so many examples."""
+    begin = STREAM.partition("(data")[0] + f"__import__('itertools').islice(data, rank, None, {every})"
+    return {"begin": begin, "loader": "DataLoader(Stream(), SIZE)", "before": ""}
+
+
 EPOCHS = {  # the exit code, and what is said by label; of programs with these parts
     "right": (0, {"examples": "480 of 480 examples came, each once, on one rank", "order": ".* has another order"}, {}),
     "padded": (0, {"examples": r"475 of 475 examples came, [12] of them again .padding."}, {"begin": SHORT}),
@@ -1078,18 +1108,10 @@ EPOCHS = {  # the exit code, and what is said by label; of programs with these p
         {"examples": "(960|1440) examples came; 480 of 480 are on more than one rank: .*"},
         {"begin": STREAM, "loader": "DataLoader(Stream(), SIZE)", "before": ""},
     ),
-    "stream_dealt_out": (
-        0,
-        {"examples": "480 examples came, each once, on one rank", "verdict": "RIGHT .* that came .* is not known."},
-        {
-            "begin": "import itertools"
-            + STREAM.replace("(data[", "itertools.islice((data[").replace(
-                "(k + 4 * rank) % 480] for k in range(480))", "k] for k in range(480)), rank, None, n)"
-            ),
-            "loader": "DataLoader(Stream(), SIZE)",
-            "before": "",
-        },
-    ),
+    "stream_dealt_out": (0, {"examples": f"480 {ONCE}; 480 in one process"}, dealt("n")),
+    "stream_with_gaps": (1, {"examples": rf".* {ONCE}; 480 in .*, so 1[26]0 never come"}, dealt("n + (n > 1)")),
+    "stream_with_gaps_alone": (2, {"verdict": "INCONCLUSIVE: examples: one process takes fewer, .*"}, dealt("n + 1")),
+    "stream_that_fails_alone": (2, {"verdict": ".* one process did not read all"}, dealt("n if n > 1 else 1 / 0")),
     "stream_twice": (
         2,
         {"verdict": "INCONCLUSIVE: examples: some came more than once on their rank"},
