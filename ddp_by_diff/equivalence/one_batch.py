@@ -1,18 +1,22 @@
 """Stage 2: is the mean of the ranks' own gradients the gradient of all examples in one batch?"""
 
+import dataclasses
+from collections import Counter
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from ddp_by_diff.equivalence import limits, vectors
-from ddp_by_diff.equivalence.batches import counts_up, have_other_rows
+from ddp_by_diff.equivalence.batches import counts_up, have_other_rows, mapped
 from ddp_by_diff.equivalence.copies_or_parts import are_joined_rightly
 from ddp_by_diff.equivalence.facts import GOT, Facts
-from ddp_by_diff.equivalence.notes import Alone, Notes
+from ddp_by_diff.equivalence.notes import Alone, Event, Notes
 from ddp_by_diff.equivalence.vectors import Vector
 from ddp_by_diff.equivalence.verdict import Figures, Link, Reason, inconclusive, some_of, span
 from ddp_by_diff.equivalence.weights import UNMEASURED, other_state
 
 TOGETHER = "the loss, a layer or the step depends on the composition or the size of the batch"
 OF_PARTS = "the ranks compute parts of one batch, and their gradients don't add up to the batch's"
+NUMBERS = "the model gets numbers that differ by rank, and are not the examples'"
 ALONE_RIGHT = "each rank's examples, computed alone, give that rank's gradient"
 OWN_DIFFERS = "a rank's examples, computed in one process, don't give that rank's gradient"
 STATE = "training reads what each process changes by its own examples"
@@ -287,14 +291,15 @@ def unexplained(runs: Any, look: Look, text: str) -> Link:
         return inconclusive(look.facts.stage_2, reason, text)
     if is_direct or len(look.facts.distinct) == 1 or look.total < look.facts.total:
         return wrong("" if is_direct else OF_PARTS)
-    if runs.per_step:
-        return wrong()
-    is_own = shares_give_their_own(runs, look)
+    is_own = None if runs.per_step else shares_give_their_own(runs, look)
     if is_own:
-        return wrong(f"{TOGETHER}; or {STATE}" if goes_on else TOGETHER, f"; {ALONE_RIGHT}")
-    if look.is_given:  # nothing was joined
+        why = f"{TOGETHER}; or {STATE}" if goes_on else TOGETHER
+        why = f"{NUMBERS}; or {why}" if have_other_numbers(look.facts) else why
+        return wrong(why, f"; {ALONE_RIGHT}")
+    if look.is_given and computes_the_same_again(runs, look):  # nothing was joined
         return wrong(OWN_DIFFERS if is_own is not None else "")
     reason = runs.failure if is_own is None else OTHERWISE
+    reason = GOES_ON if look.is_given else reason
     return inconclusive(look.facts.stage_2, reason, text + "; step 1 is ok" * goes_on)
 
 
@@ -343,6 +348,20 @@ def shares_give_their_own(runs: Any, look: Look) -> bool | None:
             if vectors.fit(own, [wanted]).left > limit:
                 return False
     return True
+
+
+def computes_the_same_again(runs: Any, look: Look) -> bool:
+    """Whether one process, with the first step's weights and batch in each step, repeats it."""
+    ranks = [dataclasses.replace(r, steps=r.steps[:1] * len(r.steps)) for r in look.facts.ranks]
+    facts = dataclasses.replace(look.facts, ranks=ranks)
+    counts = Counter(look.alone.notes.counts[0])
+    every = look.alone.batches
+    batches = {(key, k): every[key, k % counts[key]] for key, k in every if counts[key]}
+    again = runs.alone(facts, "given state", look.left_out, batches=batches)
+    if again is None:
+        return False
+    gradients = [gradient(facts, again.notes, k, "own") for k in facts.steps]
+    return vectors.are_near(gradients, limits.EQUAL)
 
 
 # ------------------------------------------------------- why a difference may prove nothing
@@ -448,13 +467,37 @@ OTHERWISE = Reason(
 )
 
 
+GOES_ON = Reason(
+    "a step uses more than weights, buffers and the batches seen (a generator, rows it picks)",
+    "in a copy, let a DataLoader give all that a step uses; replace its random draws by constants; "
+    "and keep what goes on in buffers (register_buffer)",
+)
+
+
 def why_not_joined(facts: Facts) -> Reason | None:
     """Why the ranks' batches can't be made one; None if they can."""
-    for key in facts.keys:
-        shares = [rank.events.get(key, []) for rank in facts.distinct]
-        for events in zip(*shares, strict=False):
-            # Else the program's own collate_fn makes it.
-            is_made = all(event.examples for event in events)
-            if not is_made and have_other_rows([event.value for event in events]):
-                return ROWS
+    for events in side_by_side(facts):
+        # Else the program's own collate_fn makes it.
+        is_made = all(event.examples for event in events)
+        if not is_made and have_other_rows([event.value for event in events]):
+            return ROWS
     return None
+
+
+def have_other_numbers(facts: Facts) -> bool:
+    """Whether the ranks' batches have numbers, not of examples, that differ by rank."""
+    are_other = []
+
+    def note(leaves: list, key: Any) -> None:
+        is_one = isinstance(leaves[0], (int, float, str)) or getattr(leaves[0], "shape", None) == ()
+        are_other.append(is_one and any(bool(leaf != leaves[0]) for leaf in leaves))
+
+    for events in side_by_side(facts):
+        mapped(note, [event.value for event in events])
+    return any(are_other)
+
+
+def side_by_side(facts: Facts) -> Iterator[tuple[Event, ...]]:
+    """The ranks' events of each key, in their order."""
+    for key in facts.keys:
+        yield from zip(*[rank.events.get(key, []) for rank in facts.distinct], strict=False)
