@@ -26,8 +26,8 @@ from ddp_by_diff.instruments.command import Line
 
 NO_STEP = Reason(
     "no step of an optimizer of torch.optim was seen",
-    "in a copy, let torch.optim.SGD update the model's own parameters, in the first thread of each "
-    "process, and not compiled",
+    "in a copy, let torch.optim.SGD update the model's own parameters; if it does so already, then "
+    "in the first thread of each process, and not compiled",
 )
 BY_HAND = NO_STEP._replace(sentence=f"the weights change, but {NO_STEP.sentence}")
 PARTS_UNCLEAR = Reason(

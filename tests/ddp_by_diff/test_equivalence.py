@@ -20,6 +20,7 @@ DIFFERENT = "DIFFERENT from one process in: "
 BATCH = "DIFFERENT from one process: "
 STATE = BATCH + "training reads what each process changes by its own examples: "
 TOGETHER = BATCH + "the loss, a layer or the step depends on the composition or the size of the batch"
+UNSEEN = r"INCONCLUSIVE: one batch: a step uses more than weights, buffers and the batches seen .*"
 EXCEPT = r"THE SAME as one process, except for {}, in the 3 steps compared .apart from that, differences below {} .*"
 NORM = EXCEPT.format("BatchNorm .each process normalizes its own share.", "1e-05")
 DROPOUT = EXCEPT.format("dropout .each process draws its own masks.", "1e-05")
@@ -447,6 +448,11 @@ CASES = {
         model="net",
         got="for p in net.parameters(): g = p.grad.bfloat16(); dist.all_reduce(g); p.grad = g.float() / n",
     ),
+    "bfloat16_of_each": case(  # the mean is in float32
+        "INCONCLUSIVE: averaging: the difference may be rounding of messages in 16 bits",
+        model="net",
+        got=f"for p in net.parameters(): p.grad = p.grad.bfloat16().float()\n{AVERAGE}",
+    ),
     "two_of_each": case(  # two optimizers, and two loaders: all ranks have the second one's examples
         DIFFERENT + "examples, copies, averaging",
         {
@@ -537,15 +543,22 @@ for p in net.parameters(): p.register_hook(total)""",
         begin=COARSE,
         optimizer="Coarse(net.parameters(), 0.1)",
     ),
-    "other_layers": case(  # in one process rank 0's examples go through its layers, and in step 2 rank 1's, too
-        BATCH + "a rank's examples, computed in one process, don't give that rank's gradient",
-        {
-            "averaging": "ok: .*",
-            "one batch": "WRONG: this mean differs from .* all 24 examples in one batch .*",
-        },
+    "other_layers": case(  # that a counter of its own sets: a generator may, too
+        UNSEEN,
         nproc=(2, 3),
         begin=EITHER,
         model="nn.parallel.DistributedDataParallel(net, find_unused_parameters=True)",
+    ),
+    "own_generator": case(
+        UNSEEN,
+        ready="g = torch.Generator().manual_seed(rank)",
+        loss="F.cross_entropy(model(x + torch.randn(x.shape, generator=g)), y)",
+    ),
+    "numbers": case(
+        BATCH + "the model gets numbers that differ by rank, and are not the examples'; or the loss, .*",
+        begin="class Times(nn.Sequential):\n    def forward(self, x, k): return super().forward(x) * k\nnet = Times(*net)",
+        loader="[(slice(rank + 24 * k, 24 * k + 24, n), 0) for k in range(20)]",
+        loss="F.cross_entropy(model(data[x][0], 1 + rank), data[x][1])",
     ),
     "contrastive_of_each": case(
         TOGETHER,
@@ -562,7 +575,7 @@ for p in net.parameters(): p.register_hook(total)""",
         loss="(F.cross_entropy(model(x), y, reduction='none') ** (1 + rank)).mean()",
     ),
     "drawn_by_hand": case(  # one process computes the same rows, and nothing can be given to it
-        DIFFERENT + "one batch",
+        UNSEEN,
         loader="[(slice(rank + 24 * k, 24 * k + 24, n), 0) for k in range(20)]",
         before="x, y = data[x]; u = x[:, 0] - x[:, 0].mean()",
         loss="(model(x).sum(1) * u).mean()",
