@@ -118,9 +118,8 @@ def look_without(runs: Any, facts: Facts, kinds: tuple) -> Look | None:
 
 def with_measurements(look: Look) -> Look:
     """The look, with a measurement of each step that all ranks begin with equal weights."""
-    rounding = roundings(look) if look.exact else {}
-    steps = [measure(look, k, rounding) for k in look.facts.comparable]
-    return look._replace(steps=tuple(steps))
+    rounding = roundings(look)
+    return look._replace(steps=tuple(measure(look, k, rounding) for k in look.facts.comparable))
 
 
 def roundings(look: Look) -> dict[str, float]:
@@ -130,7 +129,7 @@ def roundings(look: Look) -> dict[str, float]:
     """
     facts, most = look.facts, {}
     what = "got" if facts.gradients == GOT else "own"
-    for k in facts.comparable:
+    for k in facts.comparable if look.exact else []:
         _, wanted = sides(facts, look.alone.notes, k)
         exact = gradient(facts, look.exact.notes, k, what)
         size = scales(facts, wanted, facts.owns[k] if what == "own" else [])
@@ -298,8 +297,7 @@ def unexplained(runs: Any, look: Look, text: str) -> Link:
         return wrong(why, f"; {ALONE_RIGHT}")
     if look.is_given and computes_the_same_again(runs, look):  # nothing was joined
         return wrong(OWN_DIFFERS if is_own is not None else "")
-    reason = runs.failure if is_own is None else OTHERWISE
-    reason = GOES_ON if look.is_given else reason
+    reason = runs.failure if is_own is None and not look.is_given else OTHERWISE
     return inconclusive(look.facts.stage_2, reason, text + "; step 1 is ok" * goes_on)
 
 
@@ -368,7 +366,7 @@ def computes_the_same_again(runs: Any, look: Look) -> bool:
 
 
 def may_be_rounding(runs: Any, look: Look) -> bool:
-    is_measured = look.facts.is_coarse or look.exact and look.worst.name in roundings(look)
+    is_measured = look.facts.is_coarse or look.worst.name in roundings(look)
     return not is_measured and look.worst.far <= look.facts.rounding_limit
 
 
@@ -389,9 +387,8 @@ def depends_on_order(runs: Any, look: Look) -> bool:
         return False
     _, wanted = sides(look.facts, look.alone.notes, step.step)
     _, reordered = sides(look.facts, other.notes, step.step)
-    rounding = roundings(look) if look.exact else {}
     size = scales(look.facts, wanted, [])
-    apart = furthest_apart(look.facts, reordered, wanted, rounding, size)
+    apart = furthest_apart(look.facts, reordered, wanted, roundings(look), size)
     return not apart.is_right and step.far <= limits.YARDSTICKS * apart.far
 
 
@@ -461,16 +458,10 @@ ROWS = Reason(
     "make the batch of single examples",
 )
 OTHERWISE = Reason(
-    f"{OWN_DIFFERS}, so the batches may be joined wrongly, or other state may go on there",
+    "a step may use more than weights, buffers and the batches seen (a generator, rows it picks), "
+    "or these are joined wrongly",
     "in a copy, let a DataLoader give all that a step uses, in examples of one shape; let the loss "
-    "use this rank's outputs only; and keep what goes on in buffers (register_buffer)",
-)
-
-
-GOES_ON = Reason(
-    "a step uses more than weights, buffers and the batches seen (a generator, rows it picks)",
-    "in a copy, let a DataLoader give all that a step uses; replace its random draws by constants; "
-    "and keep what goes on in buffers (register_buffer)",
+    "use this rank's outputs only; draw no random numbers; keep what goes on in buffers",
 )
 
 
@@ -486,15 +477,13 @@ def why_not_joined(facts: Facts) -> Reason | None:
 
 def have_other_numbers(facts: Facts) -> bool:
     """Whether the ranks' batches have numbers, not of examples, that differ by rank."""
-    are_other = []
 
-    def note(leaves: list, key: Any) -> None:
-        is_one = isinstance(leaves[0], (int, float, str)) or getattr(leaves[0], "shape", None) == ()
-        are_other.append(is_one and any(bool(leaf != leaves[0]) for leaf in leaves))
+    def number(leaves: list, key: Any) -> Any:
+        is_one = isinstance(leaves[0], int | float | str) or getattr(leaves[0], "shape", 0) == ()
+        return leaves[0] if is_one else 0
 
-    for events in side_by_side(facts):
-        mapped(note, [event.value for event in events])
-    return any(are_other)
+    batches = ([mapped(number, [event.value]) for event in some] for some in side_by_side(facts))
+    return any(batch != some[0] for some in batches for batch in some)
 
 
 def side_by_side(facts: Facts) -> Iterator[tuple[Event, ...]]:
