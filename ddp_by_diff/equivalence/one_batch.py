@@ -232,8 +232,7 @@ def one_batch(runs: Any, look: Look) -> tuple[Link, Look | None]:
         without = without_kinds(runs, facts, kinds)
         if without is None:
             names = " and ".join(kinds)
-            sentence = f"the tool's own run without {names} was not completed"
-            reason = Reason(sentence, f"leave {names} out, in a copy")
+            reason = Reason(f"the tool's run without {names} failed", f"in a copy, omit {names}")
             return inconclusive(look.facts.stage_2, reason, text), None
         look, figures = without, without.figures
         if look.is_right:
@@ -264,11 +263,8 @@ def without_kinds(runs: Any, facts: Facts, kinds: list[str]) -> Look | None:
     without_all = look_without(runs, facts, tuple(kinds))
     if without_all is None or not without_all.is_right or len(kinds) == 1:
         return without_all
-    for kind in kinds:
-        look = look_without(runs, facts, (kind,))
-        if look is None or look.is_right:
-            return look
-    return without_all
+    looks = (look_without(runs, facts, (kind,)) for kind in kinds)
+    return next((look for look in looks if look is None or look.is_right), without_all)
 
 
 def unexplained(runs: Any, look: Look, text: str) -> Link:
@@ -356,10 +352,8 @@ def computes_the_same_again(runs: Any, look: Look) -> bool:
     every = look.alone.batches
     batches = {(key, k): every[key, k % counts[key]] for key, k in every if counts[key]}
     again = runs.alone(facts, "given state", look.left_out, batches=batches)
-    if again is None:
-        return False
-    gradients = [gradient(facts, again.notes, k, "own") for k in facts.steps]
-    return vectors.are_near(gradients, limits.EQUAL)
+    gradients = [gradient(facts, again.notes, k, "own") for k in facts.steps] if again else []
+    return bool(gradients) and vectors.are_near(gradients, limits.EQUAL)
 
 
 # ------------------------------------------------------- why a difference may prove nothing
@@ -395,10 +389,6 @@ def depends_on_order(runs: Any, look: Look) -> bool:
 def takes_other_batches(runs: Any, look: Look) -> bool:
     is_other = look.facts.gradients == GOT or runs.per_step or look.alone.is_mixed
     return bool(is_other) and not look.is_given
-
-
-def has_other_parts(runs: Any, look: Look) -> bool:
-    return look.facts.gradients == GOT and not are_joined_rightly(look.facts, look.alone)
 
 
 def numbers_groups(runs: Any, look: Look) -> bool:
@@ -439,7 +429,9 @@ NOT_JOINED_WELL = [
     Reason(
         "one process begins with other weights than the ranks' parts make",
         "in a copy, draw the whole model's weights on each rank, and let it keep its part",
-        has_other_parts,
+        lambda runs, look: (
+            look.facts.gradients == GOT and not are_joined_rightly(look.facts, look.alone)
+        ),
     ),
     Reason(
         "a tensor numbers groups of rows, and can't be joined with another rank's",
