@@ -104,9 +104,7 @@ def with_rounding(runs: Any, look: Look) -> Look:
     if look.exact or look.facts.is_coarse:
         return look
     exact = runs.alone(look.facts, "in float64", look.left_out, batches=look.alone.batches)
-    if exact is None:
-        return look
-    return with_measurements(look._replace(exact=exact))
+    return with_measurements(look._replace(exact=exact)) if exact else look
 
 
 def look_without(runs: Any, facts: Facts, kinds: tuple) -> Look | None:
@@ -373,10 +371,8 @@ def draws_others(look: Look, step: int) -> bool:
 
 def depends_on_order(runs: Any, look: Look) -> bool:
     """Whether the same examples have another gradient in another order, in a step that differs."""
-    if look.is_given:
-        return False
     step = next(step for step in look.steps if not step.is_right)
-    other = runs.alone(look.facts, "other order", look.left_out)
+    other = None if look.is_given else runs.alone(look.facts, "other order", look.left_out)
     if other is None:
         return False
     _, wanted = sides(look.facts, look.alone.notes, step.step)
@@ -387,15 +383,14 @@ def depends_on_order(runs: Any, look: Look) -> bool:
 
 
 def takes_other_batches(runs: Any, look: Look) -> bool:
-    is_other = look.facts.gradients == GOT or runs.per_step or look.alone.is_mixed
-    return bool(is_other) and not look.is_given
+    is_other = look.facts.gradients == GOT or bool(runs.per_step) or look.alone.is_mixed
+    return is_other and not look.is_given
 
 
 def numbers_groups(runs: Any, look: Look) -> bool:
-    if look.is_given:
-        return False
     events = [events[0] for rank in look.facts.ranks for events in rank.events.values() if events]
-    return any(counts_up(event.value) for event in events if not event.examples)
+    is_any = any(counts_up(event.value) for event in events if not event.examples)
+    return is_any and not look.is_given
 
 
 NOT_SEEN = Reason(
