@@ -119,8 +119,9 @@ def answer(args: argparse.Namespace, notes: list, folder: Path) -> "Answer":
 
     exit_at_sigterm()
     ranks = [note.value for note in notes]
+    runs = Runs(args, folder, len(ranks))
     if args.epoch:
-        return epoch.answer(ranks)
+        return epoch.answer(ranks, runs)
     is_stuck = any(note.ending == "stuck" for note in notes)
     is_short = min(len(rank.counts) for rank in ranks) <= args.steps
     if len(ranks) < ranks[0].world_size or is_stuck or is_short:
@@ -129,7 +130,6 @@ def answer(args: argparse.Namespace, notes: list, folder: Path) -> "Answer":
         return unknown(Reason(*ONE_PROCESS))
     if args.only:
         return only_averaging(ranks, args.steps)
-    runs = Runs(args, folder, len(ranks))
     found = judge(ranks, args.steps, runs, args.command)
     return found._replace(error=runs.problem)
 

@@ -28,6 +28,10 @@ OWN_PARAMETERS = Reason(
     "the optimizer has parameters of its own",
     "in a copy, give the optimizer the model's own parameters",
 )
+COARSE_MESSAGES = Reason(
+    "the difference may be rounding of messages in 16 bits",
+    "in a copy, send gradients in float32 (no hook that compresses; no reduce_dtype)",
+)
 DEPENDS = "whether that is right depends on the loss: stage 2, one batch, would tell"
 UNEVEN = (
     "Do the ranks have different numbers of examples, tokens or labels? Then the mean of their "
@@ -74,7 +78,7 @@ def of_the_mean(facts: Facts, right: Look | None, is_all: bool = False) -> Link:
     if not bad:
         return ok(in_words(factors) + clipped_in_words(facts.ranks), figures)
     differ = [[vectors.only(got, set(bad)) for got in in_step] for in_step in gots]
-    if link := sent_coarsely(differ, far):
+    if link := sent_coarsely(differ, far) or perhaps_coarsely(facts, differ, goals, figures):
         return link
     place, names = "", set().union(*goals)
     if len(bad) < len(names):
@@ -234,6 +238,24 @@ def sent_coarsely(gots: list[list[Vector]], far: float) -> Link | None:
             name, figures = str(dtype).removeprefix("torch."), Figures(far, most)
             return ok(f"{MEAN}, sent as {name}", figures)
     return None
+
+
+def perhaps_coarsely(
+    facts: Facts, gots: list[list[Vector]], goals: list[Vector], figures: Figures
+) -> Link | None:
+    """Stage 1, inconclusive, if numbers differ as 16 bits round, and no factors explain it."""
+    eps = torch.finfo(torch.bfloat16).eps  # twice what a message rounds: micro-batches may cancel
+    for k, goal in enumerate(goals):
+        for got in gots[k]:
+            own = [vectors.only(part, got.keys()) for part in facts.owns[k]]
+            rest = {}
+            for name, far in vectors.difference(got, vectors.only(goal, got.keys())).items():
+                sizes = [vectors.numbers(part[name]).abs() for part in own if name in part]
+                rest[name] = (far.abs() - eps * sum(sizes)).clamp(min=0)
+            is_explained = vectors.fit(got, own).left < limits.EQUAL
+            if is_explained or vectors.length(rest) > limits.UPDATED * vectors.length(goal):
+                return None
+    return inconclusive(LABEL, COARSE_MESSAGES, f"{MEAN}, as far as 16 bits tell", figures)
 
 
 def is_in(dtype: torch.dtype, got: Vector, count: int) -> bool:

@@ -56,11 +56,14 @@ def are_joined_rightly(facts: Facts, alone: Alone) -> bool:
 
 
 def complete(ranks: tuple[Step, ...]) -> list[Step]:
-    """A step of all ranks; a gradient that only one rank's optimizer got (ZeRO) is on all ranks."""
-    completed = []
+    """A step of all ranks; a gradient that only one rank's optimizer got (ZeRO) is on all ranks.
+
+    A gradient that no optimizer got (a GAN's generator waits) is thrown away, or belongs to later.
+    """
+    completed, stepped = [], set().union(*(rank.options for rank in ranks))
     for rank in ranks:
         others = rank.weights.keys() - rank.options.keys()
-        received = {}
+        received = {"own": only(rank.own, stepped)}
         for kind in "got", "unclipped":
             every = ChainMap(*(getattr(owner, kind) for owner in ranks))
             received[kind] = only(every, others) | getattr(rank, kind)

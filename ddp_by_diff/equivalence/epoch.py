@@ -14,6 +14,7 @@ from ddp_by_diff.equivalence.examples import LABEL, Counted
 from ddp_by_diff.equivalence.loaders import Loaders
 from ddp_by_diff.equivalence.notes import Loader
 from ddp_by_diff.equivalence.observe import print_into
+from ddp_by_diff.equivalence.runs import Runs, be_alone
 from ddp_by_diff.equivalence.verdict import (
     SAME,
     Answer,
@@ -28,6 +29,7 @@ from ddp_by_diff.instruments.command import Line, show
 from ddp_by_diff.instruments.meeting import Place
 from ddp_by_diff.instruments.observer import Observer
 from ddp_by_diff.instruments.program import Finished
+from ddp_by_diff.instruments.rank import Job
 
 FIRST = 64  # examples that tell whether the second epoch has another order
 NO_LOADER = Reason(
@@ -39,6 +41,10 @@ WHOLE = "let the program train for a whole epoch, and into the next one"
 OWN_DATA = Reason(
     "each rank has a data set of its own: whether these share examples was not compared",
     "in a copy, add its number in all data to each example, and let a stream give them",
+)
+UNREAD = Reason(
+    "others may never come, as one process reads fewer, or not to the end",
+    "count the examples of the data; if an epoch is a fixed number of steps, nothing is wrong",
 )
 
 
@@ -58,7 +64,7 @@ class Epoch:
     loaders: set[str] = field(default_factory=set)  # that gave batches to train with
 
 
-def observers(place: Place, log: str) -> list[Observer]:
+def observers(place: Place, log: str, *_: Any) -> list[Observer]:
     return [Follower(place, f"{log}{place.rank}")]
 
 
@@ -122,16 +128,14 @@ class Follower(Observer):
 # --------------------------------------------------------------------------------- the answer
 
 
-def answer(ranks: list[Epoch]) -> Answer:
+def answer(ranks: list[Epoch], runs: Runs) -> Answer:
     if not any(rank.loaders for rank in ranks):
         return unknown(NO_LOADER)
-    links = [batches(ranks), came(ranks), order(ranks)]
+    links = [batches(ranks), came(ranks, runs), order(ranks)]
     verdict = problem(links, "one process in an epoch")
     text = "the ranks share out the examples"
     if any(rank.loader.redraws for rank in ranks):
         text = "the ranks have equally many batches, and draw them with replacement"
-    elif not all(rank.are_numbers for rank in ranks):  # such as a stream's
-        text += " that came (whether others never come is not known)"
     more = any(len(rank.loaders) > 1 for rank in ranks)
     verdict = verdict or Verdict(SAME, f"RIGHT in one whole epoch: {text}")
     return Answer(verdict, links, [Line("note", OTHER_LOADERS)] * more)
@@ -156,7 +160,7 @@ def batches(ranks: list[Epoch]) -> Link:
     return Link("batches", True, text)
 
 
-def came(ranks: list[Epoch]) -> Link:
+def came(ranks: list[Epoch], runs: Runs) -> Link:
     """Whether each example of the data came once, on one rank."""
     loaders, are_numbers = [rank.loader for rank in ranks], all(rank.are_numbers for rank in ranks)
     found = examples.counted([rank.counts for rank in ranks])
@@ -168,7 +172,23 @@ def came(ranks: list[Epoch]) -> Link:
     if are_numbers:
         return of_numbers(ranks, loaders, found)
     link = examples.why_not_shared_out(found, f"{text}; ", loaders, False)
-    return link or Link(LABEL, True, f"{text}, each once, on one rank")
+    return link or of_stream(ranks, f"{text}, each once, on one rank", found.came, runs)
+
+
+def of_stream(ranks: list[Epoch], text: str, count: int, runs: Runs) -> Link:
+    """The same, if nobody knows how many there are: one process reads the stream, too."""
+    if not all(rank.is_whole for rank in ranks):
+        return Link(LABEL, True, text)
+    log, args = f"{runs.folder}/alone", runs.args
+    job = Job("equivalence", [*args.command, *args.alone], args.patience, observers, (log, log))
+    notes, _ = runs.run(be_alone, job, 1)
+    total = sum(note.value.counts.total() for note in notes if note.value.is_whole)
+    slack = sum(rank.largest for rank in ranks)
+    text += f"; {total} in one process" * bool(total)
+    if count - total > slack:
+        return inconclusive(LABEL, UNREAD, text)
+    text += f", so {total - count} never come" * (count < total)
+    return Link(LABEL, total - count <= slack, text)
 
 
 def of_numbers(ranks: list[Epoch], loaders: list[Loader], found: Counted) -> Link:

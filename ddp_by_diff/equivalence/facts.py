@@ -84,6 +84,8 @@ class Facts:
     def examples(self, rank: Notes, step: int) -> int:
         """The number of a rank's examples in a step, of the first key: rows, if that is all."""
         counts, events = {}, self.events(rank, self.keys[0], step)
+        if rank.steps[step].is_repeated:  # then some are of the step before
+            events = events[-rank.counts[0].get(self.keys[0], 0) :]
         for event in events:
             count = len(event.examples or event.indices) or count_examples(event.value)
             counts[digest(event.value) if len(events) > 1 else ""] = count  # once: LBFGS repeats it

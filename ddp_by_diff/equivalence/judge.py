@@ -26,8 +26,8 @@ from ddp_by_diff.instruments.command import Line
 
 NO_STEP = Reason(
     "no step of an optimizer of torch.optim was seen",
-    "in a copy, let torch.optim.SGD update the model's own parameters, in the first thread of each "
-    "process, and not compiled",
+    "in a copy, let torch.optim.SGD update the model's own parameters; if it does so already, then "
+    "in the first thread of each process, and not compiled",
 )
 BY_HAND = NO_STEP._replace(sentence=f"the weights change, but {NO_STEP.sentence}")
 PARTS_UNCLEAR = Reason(
@@ -197,12 +197,9 @@ def random_numbers(facts: Facts) -> list[Line]:
     """A note, if ranks with different examples draw the same random numbers (dropout)."""
     ranks = facts.distinct
     drawn = set().union(*(rank.steps[0].draws for rank in ranks))
-    firsts = [list(rank.events.values())[0][0] for rank in ranks if rank.events]
-    states = [event.state for event in firsts]
-    if len(states) < 2 or not drawn:
-        return []
+    states = [list(rank.events.values())[0][0].state for rank in ranks if rank.events]
     others = set().union(*(state.other_than(states[0]) for state in states[1:]))
-    if drawn & others:
+    if len(states) < 2 or not drawn or drawn & others:
         return []
     text = "all ranks draw the same random numbers, so they have the same dropout masks (or noise)"
     return [Line("note", f"{text}: seed them differently")]

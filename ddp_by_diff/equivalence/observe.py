@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from ddp_by_diff.distributed import unwrap_model
 from ddp_by_diff.equivalence.batches import digest
 from ddp_by_diff.equivalence.formats import CoarseOptimizers
 from ddp_by_diff.equivalence.gradients import Gradients
@@ -182,7 +183,7 @@ class Weights(Observer):
         """Names of all models' parameters and buffers; a second model's begin with its class."""
         names: dict[torch.Tensor, str] = {}
         for number, model in enumerate(self.hooks.models.values()):
-            prefix = f"{type(model).__name__} {number + 1}: " if number else ""
+            prefix = f"{type(unwrap_model(model)).__name__} {number + 1}: " if number else ""
             for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
                 if not is_lazy(tensor):
                     names.setdefault(tensor, prefix + plain_name(name))

@@ -1,18 +1,22 @@
 """Stage 2: is the mean of the ranks' own gradients the gradient of all examples in one batch?"""
 
+import dataclasses
+from collections import Counter
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from ddp_by_diff.equivalence import limits, vectors
-from ddp_by_diff.equivalence.batches import counts_up, have_other_rows
+from ddp_by_diff.equivalence.batches import counts_up, have_other_rows, mapped
 from ddp_by_diff.equivalence.copies_or_parts import are_joined_rightly
 from ddp_by_diff.equivalence.facts import GOT, Facts
-from ddp_by_diff.equivalence.notes import Alone, Notes
+from ddp_by_diff.equivalence.notes import Alone, Event, Notes
 from ddp_by_diff.equivalence.vectors import Vector
 from ddp_by_diff.equivalence.verdict import Figures, Link, Reason, inconclusive, some_of, span
 from ddp_by_diff.equivalence.weights import UNMEASURED, other_state
 
 TOGETHER = "the loss, a layer or the step depends on the composition or the size of the batch"
 OF_PARTS = "the ranks compute parts of one batch, and their gradients don't add up to the batch's"
+NUMBERS = "the model gets numbers that differ by rank, and are not the examples'"
 ALONE_RIGHT = "each rank's examples, computed alone, give that rank's gradient"
 OWN_DIFFERS = "a rank's examples, computed in one process, don't give that rank's gradient"
 STATE = "training reads what each process changes by its own examples"
@@ -100,9 +104,7 @@ def with_rounding(runs: Any, look: Look) -> Look:
     if look.exact or look.facts.is_coarse:
         return look
     exact = runs.alone(look.facts, "in float64", look.left_out, batches=look.alone.batches)
-    if exact is None:
-        return look
-    return with_measurements(look._replace(exact=exact))
+    return with_measurements(look._replace(exact=exact)) if exact else look
 
 
 def look_without(runs: Any, facts: Facts, kinds: tuple) -> Look | None:
@@ -114,9 +116,8 @@ def look_without(runs: Any, facts: Facts, kinds: tuple) -> Look | None:
 
 def with_measurements(look: Look) -> Look:
     """The look, with a measurement of each step that all ranks begin with equal weights."""
-    rounding = roundings(look) if look.exact else {}
-    steps = [measure(look, k, rounding) for k in look.facts.comparable]
-    return look._replace(steps=tuple(steps))
+    rounding = roundings(look)
+    return look._replace(steps=tuple(measure(look, k, rounding) for k in look.facts.comparable))
 
 
 def roundings(look: Look) -> dict[str, float]:
@@ -126,7 +127,7 @@ def roundings(look: Look) -> dict[str, float]:
     """
     facts, most = look.facts, {}
     what = "got" if facts.gradients == GOT else "own"
-    for k in facts.comparable:
+    for k in facts.comparable if look.exact else []:
         _, wanted = sides(facts, look.alone.notes, k)
         exact = gradient(facts, look.exact.notes, k, what)
         size = scales(facts, wanted, facts.owns[k] if what == "own" else [])
@@ -197,7 +198,8 @@ def furthest_apart(
 
 
 def gradient(facts: Facts, notes: Notes, step: int, what: str) -> Vector:
-    return vectors.only(getattr(notes.steps[step], what), facts.trained)
+    noted = notes.steps[step]
+    return vectors.only(getattr(noted, what), facts.trained & noted.options.keys())
 
 
 # --------------------------------------------------------------------------------- the answer
@@ -228,8 +230,7 @@ def one_batch(runs: Any, look: Look) -> tuple[Link, Look | None]:
         without = without_kinds(runs, facts, kinds)
         if without is None:
             names = " and ".join(kinds)
-            sentence = f"the tool's own run without {names} was not completed"
-            reason = Reason(sentence, f"leave {names} out, in a copy")
+            reason = Reason(f"the tool's run without {names} failed", f"in a copy, omit {names}")
             return inconclusive(look.facts.stage_2, reason, text), None
         look, figures = without, without.figures
         if look.is_right:
@@ -260,11 +261,8 @@ def without_kinds(runs: Any, facts: Facts, kinds: list[str]) -> Look | None:
     without_all = look_without(runs, facts, tuple(kinds))
     if without_all is None or not without_all.is_right or len(kinds) == 1:
         return without_all
-    for kind in kinds:
-        look = look_without(runs, facts, (kind,))
-        if look is None or look.is_right:
-            return look
-    return without_all
+    looks = (look_without(runs, facts, (kind,)) for kind in kinds)
+    return next((look for look in looks if look is None or look.is_right), without_all)
 
 
 def unexplained(runs: Any, look: Look, text: str) -> Link:
@@ -286,14 +284,14 @@ def unexplained(runs: Any, look: Look, text: str) -> Link:
         return inconclusive(look.facts.stage_2, reason, text)
     if is_direct or len(look.facts.distinct) == 1 or look.total < look.facts.total:
         return wrong("" if is_direct else OF_PARTS)
-    if runs.per_step:
-        return wrong()
-    is_own = shares_give_their_own(runs, look)
+    is_own = None if runs.per_step else shares_give_their_own(runs, look)
     if is_own:
-        return wrong(f"{TOGETHER}; or {STATE}" if goes_on else TOGETHER, f"; {ALONE_RIGHT}")
-    if look.is_given:  # nothing was joined
+        why = f"{TOGETHER}; or {STATE}" if goes_on else TOGETHER
+        why = f"{NUMBERS}; or {why}" if have_other_numbers(look.facts) else why
+        return wrong(why, f"; {ALONE_RIGHT}")
+    if look.is_given and computes_the_same_again(runs, look):  # nothing was joined
         return wrong(OWN_DIFFERS if is_own is not None else "")
-    reason = runs.failure if is_own is None else OTHERWISE
+    reason = runs.failure if is_own is None and not look.is_given else OTHERWISE
     return inconclusive(look.facts.stage_2, reason, text + "; step 1 is ok" * goes_on)
 
 
@@ -344,11 +342,23 @@ def shares_give_their_own(runs: Any, look: Look) -> bool | None:
     return True
 
 
+def computes_the_same_again(runs: Any, look: Look) -> bool:
+    """Whether one process, with the first step's weights and batch in each step, repeats it."""
+    ranks = [dataclasses.replace(r, steps=r.steps[:1] * len(r.steps)) for r in look.facts.ranks]
+    facts = dataclasses.replace(look.facts, ranks=ranks)
+    counts = Counter(look.alone.notes.counts[0])
+    every = look.alone.batches
+    batches = {(key, k): every[key, k % counts[key]] for key, k in every if counts[key]}
+    again = runs.alone(facts, "given state", look.left_out, batches=batches)
+    gradients = [gradient(facts, again.notes, k, "own") for k in facts.steps] if again else []
+    return bool(gradients) and vectors.are_near(gradients, limits.EQUAL)
+
+
 # ------------------------------------------------------- why a difference may prove nothing
 
 
 def may_be_rounding(runs: Any, look: Look) -> bool:
-    is_measured = look.facts.is_coarse or look.exact and look.worst.name in roundings(look)
+    is_measured = look.facts.is_coarse or look.worst.name in roundings(look)
     return not is_measured and look.worst.far <= look.facts.rounding_limit
 
 
@@ -361,34 +371,26 @@ def draws_others(look: Look, step: int) -> bool:
 
 def depends_on_order(runs: Any, look: Look) -> bool:
     """Whether the same examples have another gradient in another order, in a step that differs."""
-    if look.is_given:
-        return False
     step = next(step for step in look.steps if not step.is_right)
-    other = runs.alone(look.facts, "other order", look.left_out)
+    other = None if look.is_given else runs.alone(look.facts, "other order", look.left_out)
     if other is None:
         return False
     _, wanted = sides(look.facts, look.alone.notes, step.step)
     _, reordered = sides(look.facts, other.notes, step.step)
-    rounding = roundings(look) if look.exact else {}
     size = scales(look.facts, wanted, [])
-    apart = furthest_apart(look.facts, reordered, wanted, rounding, size)
+    apart = furthest_apart(look.facts, reordered, wanted, roundings(look), size)
     return not apart.is_right and step.far <= limits.YARDSTICKS * apart.far
 
 
 def takes_other_batches(runs: Any, look: Look) -> bool:
-    is_other = look.facts.gradients == GOT or runs.per_step or look.alone.is_mixed
-    return bool(is_other) and not look.is_given
-
-
-def has_other_parts(runs: Any, look: Look) -> bool:
-    return look.facts.gradients == GOT and not are_joined_rightly(look.facts, look.alone)
+    is_other = look.facts.gradients == GOT or bool(runs.per_step) or look.alone.is_mixed
+    return is_other and not look.is_given
 
 
 def numbers_groups(runs: Any, look: Look) -> bool:
-    if look.is_given:
-        return False
     events = [events[0] for rank in look.facts.ranks for events in rank.events.values() if events]
-    return any(counts_up(event.value) for event in events if not event.examples)
+    is_any = any(counts_up(event.value) for event in events if not event.examples)
+    return is_any and not look.is_given
 
 
 NOT_SEEN = Reason(
@@ -422,7 +424,9 @@ NOT_JOINED_WELL = [
     Reason(
         "one process begins with other weights than the ranks' parts make",
         "in a copy, draw the whole model's weights on each rank, and let it keep its part",
-        has_other_parts,
+        lambda runs, look: (
+            look.facts.gradients == GOT and not are_joined_rightly(look.facts, look.alone)
+        ),
     ),
     Reason(
         "a tensor numbers groups of rows, and can't be joined with another rank's",
@@ -441,19 +445,35 @@ ROWS = Reason(
     "make the batch of single examples",
 )
 OTHERWISE = Reason(
-    f"{OWN_DIFFERS}, so the batches may be joined wrongly, or other state may go on there",
+    "a step may use more than weights, buffers and the batches seen (a generator, rows it picks), "
+    "or these are joined wrongly",
     "in a copy, let a DataLoader give all that a step uses, in examples of one shape; let the loss "
-    "use this rank's outputs only; and keep what goes on in buffers (register_buffer)",
+    "use this rank's outputs only; draw no random numbers; keep what goes on in buffers",
 )
 
 
 def why_not_joined(facts: Facts) -> Reason | None:
     """Why the ranks' batches can't be made one; None if they can."""
-    for key in facts.keys:
-        shares = [rank.events.get(key, []) for rank in facts.distinct]
-        for events in zip(*shares, strict=False):
-            # Else the program's own collate_fn makes it.
-            is_made = all(event.examples for event in events)
-            if not is_made and have_other_rows([event.value for event in events]):
-                return ROWS
+    for events in side_by_side(facts):
+        # Else the program's own collate_fn makes it.
+        is_made = all(event.examples for event in events)
+        if not is_made and have_other_rows([event.value for event in events]):
+            return ROWS
     return None
+
+
+def have_other_numbers(facts: Facts) -> bool:
+    """Whether the ranks' batches have numbers, not of examples, that differ by rank."""
+
+    def number(leaves: list, key: Any) -> Any:
+        is_one = isinstance(leaves[0], int | float | str) or getattr(leaves[0], "shape", 0) == ()
+        return leaves[0] if is_one else 0
+
+    batches = ([mapped(number, [event.value]) for event in some] for some in side_by_side(facts))
+    return any(batch != some[0] for some in batches for batch in some)
+
+
+def side_by_side(facts: Facts) -> Iterator[tuple[Event, ...]]:
+    """The ranks' events of each key, in their order."""
+    for key in facts.keys:
+        yield from zip(*[rank.events.get(key, []) for rank in facts.distinct], strict=False)

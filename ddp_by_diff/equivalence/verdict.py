@@ -142,7 +142,7 @@ def refusal_in(error: str) -> str:
 
 
 def made_of(factors: list[float]) -> str:
-    rounded = [0 if abs(factor) < 1e-6 else factor for factor in factors]
+    rounded = [0 if abs(factor) < limits.EQUAL else factor for factor in factors]
     return " + ".join(f"{factor:.3g} x rank {rank}'s" for rank, factor in enumerate(rounded))
 
 

@@ -20,6 +20,7 @@ DIFFERENT = "DIFFERENT from one process in: "
 BATCH = "DIFFERENT from one process: "
 STATE = BATCH + "training reads what each process changes by its own examples: "
 TOGETHER = BATCH + "the loss, a layer or the step depends on the composition or the size of the batch"
+UNSEEN = r"INCONCLUSIVE: one batch: a step may use more than weights, buffers and the batches seen .*"
 EXCEPT = r"THE SAME as one process, except for {}, in the 3 steps compared .apart from that, differences below {} .*"
 NORM = EXCEPT.format("BatchNorm .each process normalizes its own share.", "1e-05")
 DROPOUT = EXCEPT.format("dropout .each process draws its own masks.", "1e-05")
@@ -278,6 +279,14 @@ class Centred(nn.Linear):
 net[0] = Centred(8, 32)
 net[0].{}"""
 BUFFER = "register_buffer('usual', torch.zeros(8))"
+CRITIC = {
+    "begin": "maker = nn.Linear(8, 8)",
+    "ready": "second = torch.optim.SGD(maker.parameters(), 0.1); maker = nn.parallel.DistributedDataParallel(maker)",
+    "loss": "F.cross_entropy(model(maker(x)), y)",
+    "stepped": """second.zero_grad()
+if step % 2 == 0:
+    model(maker(x)).square().mean().backward(); second.step()""",
+}
 MANY = {
     "begin": "data = TensorDataset(torch.rand(48, 4000, 8), torch.rand(48, 4000, 4))",
     "loss": "F.mse_loss(model(x), y)",
@@ -439,6 +448,11 @@ CASES = {
         model="net",
         got="for p in net.parameters(): g = p.grad.bfloat16(); dist.all_reduce(g); p.grad = g.float() / n",
     ),
+    "bfloat16_of_each": case(  # the mean is in float32
+        "INCONCLUSIVE: averaging: the difference may be rounding of messages in 16 bits",
+        model="net",
+        got=f"for p in net.parameters(): p.grad = p.grad.bfloat16().float()\n{AVERAGE}",
+    ),
     "two_of_each": case(  # two optimizers, and two loaders: all ranks have the second one's examples
         DIFFERENT + "examples, copies, averaging",
         {
@@ -485,6 +499,18 @@ for p in net.parameters(): p.register_hook(total)""",
         ready="other = nn.Linear(8, 4); second = torch.optim.Adam(other.parameters())",
         stepped="second.zero_grad(); F.cross_entropy(other(x), y).backward(); second.step()",
     ),
+    "critic": case(  # it trains more often than what it judges, whose gradients are thrown away
+        SAME,
+        nproc=(2, 3),
+        **CRITIC,
+        model="nn.parallel.DistributedDataParallel(net) if n > 1 else net",
+    ),
+    "critic_forgotten": case(
+        DIFFERENT + "copies, averaging",
+        {"averaging": "WRONG: " + NOT_AVERAGED.format(" of 4 of 6 tensors .Sequential 2: 0.weight, .*")},
+        **CRITIC,
+        model="net",
+    ),
     "third_step": case(
         DIFFERENT + "copies, averaging",
         {"averaging": f"WRONG in step 3: {OWN}", "copies": ".* differ after step 3: .*"},
@@ -516,15 +542,22 @@ for p in net.parameters(): p.register_hook(total)""",
         begin=COARSE,
         optimizer="Coarse(net.parameters(), 0.1)",
     ),
-    "other_layers": case(  # in one process rank 0's examples go through its layers, and in step 2 rank 1's, too
-        BATCH + "a rank's examples, computed in one process, don't give that rank's gradient",
-        {
-            "averaging": "ok: .*",
-            "one batch": "WRONG: this mean differs from .* all 24 examples in one batch .*",
-        },
+    "other_layers": case(  # that a counter of its own sets: a generator may, too
+        UNSEEN,
         nproc=(2, 3),
         begin=EITHER,
         model="nn.parallel.DistributedDataParallel(net, find_unused_parameters=True)",
+    ),
+    "own_generator": case(
+        UNSEEN,
+        ready="g = torch.Generator().manual_seed(rank)",
+        loss="F.cross_entropy(model(x + torch.randn(x.shape, generator=g)), y)",
+    ),
+    "numbers": case(
+        BATCH + "the model gets numbers that differ by rank, and are not the examples'; or the loss, .*",
+        begin="class Net(nn.Sequential):\n    def forward(self, x, k): return super().forward(x) * k\nnet = Net(*net)",
+        loader="[(slice(rank + 24 * k, 24 * k + 24, n), 0) for k in range(20)]",
+        loss="F.cross_entropy(model(data[x][0], 1 + rank), data[x][1])",
     ),
     "contrastive_of_each": case(
         TOGETHER,
@@ -541,7 +574,7 @@ for p in net.parameters(): p.register_hook(total)""",
         loss="(F.cross_entropy(model(x), y, reduction='none') ** (1 + rank)).mean()",
     ),
     "drawn_by_hand": case(  # one process computes the same rows, and nothing can be given to it
-        DIFFERENT + "one batch",
+        UNSEEN,
         loader="[(slice(rank + 24 * k, 24 * k + 24, n), 0) for k in range(20)]",
         before="x, y = data[x]; u = x[:, 0] - x[:, 0].mean()",
         loss="(model(x).sum(1) * u).mean()",
@@ -1030,6 +1063,15 @@ class Share:
     def __len__(self): return 480 // n"""
 LISTED = "listed = torch.randperm(480, generator=torch.Generator().manual_seed(2)).tolist()"
 LISTS = "DataLoader(data, batch_sampler=[listed[k : k + 24][rank::n] for k in range(0, 480, 24)])"
+ONCE = "examples came, each once, on one rank"
+
+
+def dealt(every):
+    """A stream of which each rank takes one of so many examples."""
+    begin = STREAM.partition("(data")[0] + f"__import__('itertools').islice(data, rank, None, {every})"
+    return {"begin": begin, "loader": "DataLoader(Stream(), SIZE)", "before": ""}
+
+
 EPOCHS = {  # the exit code, and what is said by label; of programs with these parts
     "right": (0, {"examples": "480 of 480 examples came, each once, on one rank", "order": ".* has another order"}, {}),
     "padded": (0, {"examples": r"475 of 475 examples came, [12] of them again .padding."}, {"begin": SHORT}),
@@ -1078,17 +1120,13 @@ EPOCHS = {  # the exit code, and what is said by label; of programs with these p
         {"examples": "(960|1440) examples came; 480 of 480 are on more than one rank: .*"},
         {"begin": STREAM, "loader": "DataLoader(Stream(), SIZE)", "before": ""},
     ),
-    "stream_dealt_out": (
-        0,
-        {"examples": "480 examples came, each once, on one rank", "verdict": "RIGHT .* that came .* is not known."},
-        {
-            "begin": "import itertools"
-            + STREAM.replace("(data[", "itertools.islice((data[").replace(
-                "(k + 4 * rank) % 480] for k in range(480))", "k] for k in range(480)), rank, None, n)"
-            ),
-            "loader": "DataLoader(Stream(), SIZE)",
-            "before": "",
-        },
+    "stream_dealt_out": (0, {"examples": f"480 {ONCE}; 480 in one process"}, dealt("n")),
+    "stream_with_gaps": (1, {"examples": rf".* {ONCE}; 480 in .*, so 1[26]0 never come"}, dealt("n + (n > 1)")),
+    "stream_with_gaps_alone": (2, {"verdict": "INCONCLUSIVE: examples: others may never come, as .*"}, dealt("n + 1")),
+    "stream_that_fails_alone": (
+        2,
+        {"verdict": ".* one process reads fewer, or not to the end"},
+        dealt("n if n > 1 else 1 / 0"),
     ),
     "stream_twice": (
         2,
