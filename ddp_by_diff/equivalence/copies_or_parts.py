@@ -58,14 +58,11 @@ def are_joined_rightly(facts: Facts, alone: Alone) -> bool:
 
 
 def complete(ranks: tuple[Step, ...]) -> list[Step]:
-    """A step of all ranks; a gradient that only one rank's optimizer got (ZeRO) is on all ranks.
-
-    A gradient that no optimizer got (a GAN's generator waits) is thrown away, or belongs to later.
-    """
+    """A step of all ranks; a gradient that only one rank's optimizer got (ZeRO) is on all ranks."""
     completed, stepped = [], set().union(*(rank.options for rank in ranks))
     for rank in ranks:
         others = {name for name in rank.weights if name not in rank.options}
-        received = {"own": vectors.only(rank.own, stepped)}
+        received = {"own": vectors.only(rank.own, stepped)}  # others are thrown away, or come later
         for kind in "got", "unclipped":
             received[kind] = dict(getattr(rank, kind))
             for owner in ranks:

@@ -283,9 +283,7 @@ CRITIC = {
     "begin": "maker = nn.Linear(8, 8)",
     "ready": "second = torch.optim.SGD(maker.parameters(), 0.1); maker = nn.parallel.DistributedDataParallel(maker)",
     "loss": "F.cross_entropy(model(maker(x)), y)",
-    "stepped": """second.zero_grad()
-if step % 2 == 0:
-    model(maker(x)).square().mean().backward(); second.step()""",
+    "stepped": "second.zero_grad()\nif step % 2: model(maker(x)).square().mean().backward(); second.step()",
 }
 MANY = {
     "begin": "data = TensorDataset(torch.rand(48, 4000, 8), torch.rand(48, 4000, 4))",
@@ -576,8 +574,8 @@ for p in net.parameters(): p.register_hook(total)""",
     "drawn_by_hand": case(  # one process computes the same rows, and nothing can be given to it
         UNSEEN,
         loader="[(slice(rank + 24 * k, 24 * k + 24, n), 0) for k in range(20)]",
-        before="x, y = data[x]; u = x[:, 0] - x[:, 0].mean()",
-        loss="(model(x).sum(1) * u).mean()",
+        before="x, y = data[x]",
+        loss="(model(x).sum(1) * (x[:, 0] - x[:, 0].mean())).mean()",
     ),
     "pairs_by_hand": case(  # of calls: one process makes all ranks' calls, in another order
         SAME,
@@ -1068,8 +1066,8 @@ ONCE = "examples came, each once, on one rank"
 
 def dealt(every):
     """A stream of which each rank takes one of so many examples."""
-    begin = STREAM.partition("(data")[0] + f"__import__('itertools').islice(data, rank, None, {every})"
-    return {"begin": begin, "loader": "DataLoader(Stream(), SIZE)", "before": ""}
+    rows = f"__import__('itertools').islice(data, rank, None, {every})"
+    return {"begin": STREAM.partition("(data")[0] + rows, "loader": "DataLoader(Stream(), SIZE)", "before": ""}
 
 
 EPOCHS = {  # the exit code, and what is said by label; of programs with these parts
