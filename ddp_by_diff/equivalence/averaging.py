@@ -249,7 +249,8 @@ def perhaps_coarsely(
         for got in gots[k]:
             own = [vectors.only(part, got.keys()) for part in facts.owns[k]]
             rest = {}
-            for name, far in vectors.difference(got, vectors.only(goal, got.keys())).items():
+            some = vectors.only(goal, got.keys())
+            for name, far in vectors.combine([got, some], [1, -1]).items():
                 sizes = [vectors.numbers(part[name]).abs() for part in own if name in part]
                 rest[name] = (far.abs() - eps * sum(sizes)).clamp(min=0)
             is_explained = vectors.fit(got, own).left < limits.EQUAL

@@ -56,14 +56,11 @@ def are_joined_rightly(facts: Facts, alone: Alone) -> bool:
 
 
 def complete(ranks: tuple[Step, ...]) -> list[Step]:
-    """A step of all ranks; a gradient that only one rank's optimizer got (ZeRO) is on all ranks.
-
-    A gradient that no optimizer got (a GAN's generator waits) is thrown away, or belongs to later.
-    """
+    """A step of all ranks; a gradient that only one rank's optimizer got (ZeRO) is on all ranks."""
     completed, stepped = [], set().union(*(rank.options for rank in ranks))
     for rank in ranks:
         others = rank.weights.keys() - rank.options.keys()
-        received = {"own": only(rank.own, stepped)}
+        received = {"own": only(rank.own, stepped)}  # others are thrown away, or come later
         for kind in "got", "unclipped":
             every = ChainMap(*(getattr(owner, kind) for owner in ranks))
             received[kind] = only(every, others) | getattr(rank, kind)

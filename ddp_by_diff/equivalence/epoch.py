@@ -183,12 +183,11 @@ def of_stream(ranks: list[Epoch], text: str, count: int, runs: Runs) -> Link:
     job = Job("equivalence", [*args.command, *args.alone], args.patience, observers, (log, log))
     notes, _ = runs.run(be_alone, job, 1)
     total = sum(note.value.counts.total() for note in notes if note.value.is_whole)
-    slack = sum(rank.largest for rank in ranks)
-    text += f"; {total} in one process" * bool(total)
-    if count - total > slack:
+    missing, slack = total - count, sum(rank.largest for rank in ranks)
+    text += f"; {total} in one process" * bool(total) + f", so {missing} never come" * (missing > 0)
+    if missing < -slack:
         return inconclusive(LABEL, UNREAD, text)
-    text += f", so {total - count} never come" * (count < total)
-    return Link(LABEL, total - count <= slack, text)
+    return Link(LABEL, missing <= slack, text)
 
 
 def of_numbers(ranks: list[Epoch], loaders: list[Loader], found: Counted) -> Link:

@@ -11,7 +11,7 @@ from ddp_by_diff.equivalence.verdict import Link, Reason, inconclusive, some_of,
 
 LABEL = "examples"
 NO_BATCHES = Reason(
-    "no batches were seen, or not in each step", "in a copy, let a DataLoader give each batch"
+    "no batches were seen, or not in each step", "let a DataLoader give a batch in each step"
 )
 AGAIN = Reason(
     "some came more than once on their rank",

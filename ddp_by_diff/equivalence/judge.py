@@ -148,9 +148,8 @@ def why_no_run(runs: Any, alone: Alone | None) -> Reason | None:
         return runs.failure
     if not alone.unmatched:
         return None
-    names = some_of(alone.unmatched)
-    sentence = f"the ranks have no weights with the names and shapes of one process's {names}"
-    return Reason(sentence, NO_COUNTERPART)
+    text = "the ranks have no weights with the names and shapes of one process's "
+    return Reason(text + some_of(alone.unmatched), NO_COUNTERPART)
 
 
 def batch_and_look(runs: Any, facts: Facts, look: Look | None) -> tuple[Link, Look | None]:
