@@ -60,7 +60,7 @@ def row(name: str) -> list[str]:
         text = links.get(label, {}).get("text", "")
         said = said if text.startswith("ok") else text or said
     said = re.match(r"(WRONG[^:]*: )?.*?(?=[:(]|[.] |$)", said)[0].strip()  # its first sentence, without figures
-    return [f"`{name}`", verdict, *[NONE if number is None else f"{number:.0e}" for number in figures], said]
+    return [f"`{name}`", verdict, *[NONE if number is None else f"{number:.0e}" for number in figures], said or NONE]
 
 
 def main() -> None:
