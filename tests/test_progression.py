@@ -35,14 +35,14 @@ GOALS = {  # lines added + removed, at most
 
 ROOMS = {  # lines of Python, at most.  Raise a number only in a commit that says what the reader gets for it.
     "distributed.py": 500,
-    "distributed_launcher.py": 900,
-    "*.py": 3600,
+    "distributed_launcher.py": 898,
+    "*.py": 3470,
     "variants/*.py": 2114,
     "exercises/**/*.py": 2007,
     "demos/*.py": 895,
-    "ddp_by_diff/**/*.py": 8200,
+    "ddp_by_diff/**/*.py": 7943,
     "dev/*.py": 1742,
-    "tests/**/*.py": 10844,
+    "tests/**/*.py": 10763,
 }
 CODE = {"distributed.py": 280}  # without comments, docstrings and blank lines
 
