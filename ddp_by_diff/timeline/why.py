@@ -135,9 +135,9 @@ def late_by_turns(table: Table) -> list[Reason]:
     if table.least(Step.without_core) > usual / 2:
         return []  # they take turns on the cores
     wait = f"{up_to(table)}{ms(usual)} of {ms(length)} ms"
-    text = f"now one rank is late, now another, and the others wait {wait} for it. "
-    text += "Does the work of a batch differ, do the ranks take turns at a lock, or is the machine "
-    return [Reason(f"{text}shared?")]
+    text = f"now one rank is late, now another, and the others wait {wait} for it. Does the work "
+    text += "of a batch differ, do the ranks take turns at a lock, or is the machine shared?"
+    return [Reason(text)]
 
 
 def what_all_spend_in_some(table: Table) -> list[Reason]:
