@@ -39,6 +39,12 @@ SQUARES = "centred.square().sum(0)"
 OWN_VARIANCE = "inputs.var(0, correction=0)"
 TOLD = 'dist.reduce(told, "max")'
 DIVIDED = "\n        output = output / denominator"
+AVERAGED = """made = []
+    for keys, values in parts:
+        scores = q @ keys.mT * q.shape[-1] ** -0.5
+        made.append((scores.softmax(1) @ values, scores.exp().sum(1, keepdim=True)))
+    return sum(output for output, _ in made) / len(made), sum(total for _, total in made).log()
+    maximum = q.new_full((len(q), 1), -torch.inf)"""
 LARGEST = "torch.maximum(maximum, scores.amax(1, keepdim=True))"
 UNDO = "result[chosen.argsort(stable=True)] = received"
 
@@ -155,6 +161,8 @@ WRONG = {
         ("replaces a larger one before", LARGEST, "scores.amax(1, keepdim=True)"),
         ("exp overflows", LARGEST, "0 * maximum.nan_to_num()"),
         ("starts at 0, not at -inf", "-torch.inf", "0.0"),
+        ("its own maximum", LARGEST, "scores.amax(1, keepdim=True)", "(previous - maximum)", "(maximum - maximum)"),
+        ("of each part alone, averaged", "maximum = q.new_full((len(q), 1), -torch.inf)", AVERAGED),
         ("one maximum for all queries", "scores.amax(1, keepdim=True)", "scores.max()"),
         ("divide once, after", "+ weights @ values", f"+ weights @ values{DIVIDED}", " / denominator,", ","),
         ("not divided by the sum", "output / denominator", "output"),
