@@ -88,8 +88,7 @@ def compare(args: argparse.Namespace) -> int:
     # On GPUs another batch size may select another kernel, with other rounding errors.
     os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    shelf = None if instrument.read_place() else str(folder)  # a launcher's ranks may be elsewhere
-    arguments = (args.steps, f"{folder}/log", shelf)
+    arguments = (args.steps, f"{folder}/log")
     job = Job("equivalence", args.command, args.patience, observers, arguments)
     if args.epoch:
         job = job._replace(make_observers=epoch.observers, arguments=(f"{folder}/log",))

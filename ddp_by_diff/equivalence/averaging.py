@@ -7,20 +7,12 @@ import re
 
 import torch
 
-from ddp_by_diff.equivalence import limits, vectors
+from ddp_by_diff.equivalence import limits, vectors, verdict
 from ddp_by_diff.equivalence.facts import Facts
 from ddp_by_diff.equivalence.notes import Notes, Step
 from ddp_by_diff.equivalence.one_batch import NOT_COMPARABLE, Look, are_added, draws_others, scales
 from ddp_by_diff.equivalence.vectors import Fit, Vector
-from ddp_by_diff.equivalence.verdict import (
-    Figures,
-    Link,
-    Reason,
-    inconclusive,
-    made_of,
-    percent,
-    some_of,
-)
+from ddp_by_diff.equivalence.verdict import Figures, Link, Reason, inconclusive
 
 LABEL = "averaging"
 MEAN = "the optimizers receive the mean of the ranks' gradients"
@@ -46,7 +38,7 @@ def averaging(facts: Facts, right: Look | None, weights: Link) -> Link:
     if right:
         link = of_the_whole_step(right, link)
     is_wrong = link.is_right is False and not facts.unequal
-    if is_wrong and weights.is_right and not any(facts.is_forced(k) for k in facts.steps):
+    if is_wrong and weights.is_right and not facts.forced:
         # With gradients of its own one process changes the weights so, too.
         text = "ok: the weights are averaged after the step, with the same result"
         return Link(LABEL, True, text, weights.limit)
@@ -69,9 +61,8 @@ def of_the_mean(facts: Facts, right: Look | None, is_all: bool = False) -> Link:
     count = len(facts.owns[0])
     factors = right.factors if right else [[1 / count] * count for _ in facts.steps]
     goals = [vectors.combine(facts.owns[k], factors[k]) for k in facts.steps]
-    gots = []
-    for k in facts.steps:
-        gots.append([vectors.only(before(rank.steps[k]), facts.trained) for rank in facts.ranks])
+    steps = [[rank.steps[k] for rank in facts.ranks] for k in facts.steps]
+    gots = [[vectors.only(before(one), facts.trained) for one in some] for some in steps]
     limit = limit_of(facts)
     bad, worst, far = furthest_from_goals(facts, gots, goals, limit)
     figures = Figures(far, limit)
@@ -80,9 +71,9 @@ def of_the_mean(facts: Facts, right: Look | None, is_all: bool = False) -> Link:
     differ = [[vectors.only(got, set(bad)) for got in in_step] for in_step in gots]
     if link := sent_coarsely(differ, far) or perhaps_coarsely(facts, differ, goals, figures):
         return link
-    place, names = "", set().union(*goals)
-    if len(bad) < len(names):
-        place = f" of {len(bad)} of {len(names)} tensors ({some_of(bad)})"
+    names = set().union(*goals)
+    place = f" of {len(bad)} of {len(names)} tensors ({verdict.some_of(bad)})"
+    place *= len(bad) < len(names)
 
     def explained(step: int) -> Link:
         own = [vectors.only(part, set(bad)) for part in facts.owns[step]]
@@ -92,8 +83,7 @@ def of_the_mean(facts: Facts, right: Look | None, is_all: bool = False) -> Link:
             return inconclusive(LABEL, Reason(f"{text}; {DEPENDS}", ""), text, figures)
         if not text and vectors.are_near(got, limits.UPDATED):
             text = equal_in_words(vectors.fit(got[0], own), factors[step], place)
-        clipped = [rank.steps[step] for rank in facts.ranks if rank.steps[step].unclipped]
-        clipped = [vectors.only(step.got, set(bad)) for step in clipped]
+        clipped = [vectors.only(one.got, set(bad)) for one in steps[step] if one.unclipped]
         return wrong(text or unequal_in_words(got, own, clipped, place), figures)
 
     links = {k: explained(k) for k in facts.steps if not goals[k].keys().isdisjoint(bad)}
@@ -126,9 +116,8 @@ def furthest_from_goals(
     worst, most = 0, 0.0
     for k, goal in enumerate(goals):
         sizes, in_step = vectors.mean_lengths(facts.owns[k]), 0.0
-        for name in goal:
-            for got in gots[k]:
-                far = vectors.distance_in(name, got, goal, sizes.get(name, 0.0))
+        for got in gots[k]:
+            for name, far in vectors.distances(got, goal, sizes).items():
                 furthest[name] = max(furthest.get(name, 0.0), far)
                 in_step = max(in_step, far)
         # After copies have become different, `factors` are not exact: an earlier step says more.
@@ -146,7 +135,7 @@ def in_words(factors: list[list[float]]) -> str:
     for number, in_step in enumerate(factors):
         if not vectors.numbers_are_near(in_step, even, limits.FACTOR):
             text = "the optimizers receive the ranks' gradients, weighted as in one process:"
-            return f"{text} {percent(in_step)} in step {number + 1}"
+            return f"{text} {verdict.percent(in_step)} in step {number + 1}"
     return MEAN
 
 
@@ -164,9 +153,6 @@ def clipped_in_words(ranks: list[Notes]) -> str:
     return ""
 
 
-# ------------------------------------------------------------------------------- the whole step
-
-
 def of_the_whole_step(right: Look, link: Link) -> Link:
     """Stage 1: do the optimizers receive what one process's optimizer would have received?
 
@@ -179,16 +165,14 @@ def of_the_whole_step(right: Look, link: Link) -> Link:
         if far > limit:
             alone, times = right.alone.notes.steps[k], vectors.fit(got, [wanted])
             is_changed = vectors.distance(wanted, vectors.only(alone.own, set(wanted))) > limit
-            if is_changed and times.left < limits.EQUAL:
-                text = f"{times.factors[0]:.7g} times what one process's optimizer receives"
-                return wrong(text, Figures(far, limit))
-            return link
+            text = f"{times.factors[0]:.7g} times what one process's optimizer receives"
+            is_multiple = is_changed and times.left < limits.EQUAL
+            return wrong(text, Figures(far, limit)) if is_multiple else link
     far, k, got, wanted = furthest_from_alone(right, is_before=False)
     figures, times = Figures(far, limit), vectors.fit(got, [wanted])
     if far <= limit:
-        if not link.is_right and any(
-            facts.comparable_names(k) < facts.trained for k in facts.comparable
-        ):
+        is_part = any(facts.comparable_names(k) < facts.trained for k in facts.comparable)
+        if not link.is_right and is_part:
             return link  # of the others, these gradients tell nothing
         if link.is_right and not is_clipped(facts.ranks):
             return link._replace(limit=max(link.limit, limit))
@@ -221,11 +205,10 @@ def furthest_from_alone(right: Look, is_before: bool) -> tuple[float, int, Vecto
         for rank in facts.ranks:
             step = rank.steps[k]
             got = vectors.only(before(step) if is_before else step.got, names)
-            sizes = scales(facts, wanted | got, own)
-            for name in sizes:
-                far = vectors.distance_in(name, got, wanted, sizes[name])
-                if far > 1.001 * worst[0]:  # of equal ones the first step
-                    worst = far, k, got, wanted
+            apart = vectors.distances(got, wanted, scales(facts, wanted | got, own))
+            far = max(apart.values(), default=0.0)
+            if far > 1.001 * worst[0]:  # of equal ones the first step
+                worst = far, k, got, wanted
     return worst
 
 
@@ -268,9 +251,6 @@ def is_in(dtype: torch.dtype, got: Vector, count: int) -> bool:
     return True
 
 
-# ------------------------------------------------------------------- what is not the mean, in words
-
-
 def ok(text: str, figures: Figures) -> Link:
     return Link(LABEL, True, f"ok: {text} {figures}", figures.threshold, figures=figures)
 
@@ -287,7 +267,7 @@ def perhaps_right(got: list[Vector], own: list[Vector], goal: Vector, place: str
     if times.left < limits.EQUAL and not place:
         return MEAN.replace("receive", f"receive {times.factors[0]:.4g} times")
     if fit.is_clear and fit.left < limits.EQUAL and min(fit.factors) > limits.FACTOR:
-        return f"the optimizers receive {made_of(fit.factors)}{place}"
+        return f"the optimizers receive {verdict.made_of(fit.factors)}{place}"
     if fit.left > limits.MOST_COARSE:
         return MEAN.replace("receive", "do not receive")
     return ""
@@ -312,32 +292,26 @@ def unequal_in_words(
     fits = [vectors.fit(part, own) for part in got]
     if any(fit.left > limits.MOST_COARSE or not fit.is_clear for fit in fits):
         return text
-    texts = [f"rank {rank} receives {made_of(fit.factors)}" for rank, fit in enumerate(fits)]
-    return f"{text}: {'; '.join(texts)}"
+    each = [f"rank {k} receives {verdict.made_of(fit.factors)}" for k, fit in enumerate(fits)]
+    return f"{text}: {'; '.join(each)}"
 
 
 def are_multiples(got: list[Vector], own: list[Vector]) -> bool:
-    """Whether each rank got a multiple of its own gradients (they may be clipped)."""
-    if len(got) != len(own):
-        return False
-    for part, own_part in zip(got, own, strict=True):
-        fit = vectors.fit(part, [own_part])
-        if fit.left > limits.UPDATED or abs(fit.factors[0]) < limits.FACTOR:
-            return False
-    return True
+    """Whether each rank got its own gradients, or times a positive number (they may be clipped)."""
+    fits = [vectors.fit(part, [own_part]) for part, own_part in zip(got, own, strict=False)]
+    are_fit = all(
+        fit.left <= limits.UPDATED and abs(fit.factors[0]) >= limits.FACTOR for fit in fits
+    )
+    return len(got) == len(own) and are_fit
 
 
 def groups_of(got: list[Vector]) -> list[str]:
     """The ranks that got equal gradients, in words: "0, 1"."""
-    groups: list[list[int]] = []
+    groups: dict[int, list[str]] = {}  # by their first rank
     for rank, part in enumerate(got):
-        for group in groups:
-            if vectors.are_near([got[group[0]], part], limits.UPDATED):
-                group.append(rank)
-                break
-        else:
-            groups.append([rank])
-    return [", ".join(map(str, group)) for group in groups]
+        equal = (first for first in groups if vectors.are_near([got[first], part], limits.UPDATED))
+        groups.setdefault(next(equal, rank), []).append(str(rank))
+    return [", ".join(group) for group in groups.values()]
 
 
 def equal_in_words(fit: Fit, proper: list[float], place: str) -> str:
@@ -349,7 +323,7 @@ def equal_in_words(fit: Fit, proper: list[float], place: str) -> str:
     if not fit.is_clear:
         return f"not the mean{place}; as the ranks' gradients are parallel, no more can be said"
     if fit.left > limits.MOST_COARSE:
-        nearest = f"(nearest: {made_of(factors)})"
+        nearest = f"(nearest: {verdict.made_of(factors)})"
         return f"the optimizers receive no combination of the ranks' gradients{place} {nearest}"
     ratios = [factor / (right or 1e-9) for factor, right in zip(factors, proper, strict=True)]
     times = sum(ratios) / count
@@ -360,8 +334,8 @@ def equal_in_words(fit: Fit, proper: list[float], place: str) -> str:
         return f"{' and '.join(lost)} examples don't count in the gradients{place}{rest}"
     if max(ratios) - min(ratios) > 2 * small:
         is_even = vectors.numbers_are_near(factors, [factors[0]] * count, limits.FACTOR)
-        text = f"the ranks are weighted {percent(factors)}{place}, but in one process"
-        return f"{text} {percent(proper)}{rest}" + f". {UNEVEN}" * is_even
+        text = f"the ranks are weighted {verdict.percent(factors)}{place}, but in one process"
+        return f"{text} {verdict.percent(proper)}{rest}" + f". {UNEVEN}" * is_even
     of_one = f"one process's gradients{place}"
     if abs(times - 1) < limits.FACTOR:
         return f"{of_one}, and something else ({fit.left:.0e})"

@@ -8,23 +8,14 @@ from typing import Any
 
 import torch
 
-from ddp_by_diff.equivalence import examples
+from ddp_by_diff.equivalence import examples, verdict
 from ddp_by_diff.equivalence.batches import digests_of_examples, to_plain
 from ddp_by_diff.equivalence.examples import LABEL, Counted
 from ddp_by_diff.equivalence.loaders import Loaders
 from ddp_by_diff.equivalence.notes import Loader
 from ddp_by_diff.equivalence.observe import print_into
 from ddp_by_diff.equivalence.runs import Runs, be_alone
-from ddp_by_diff.equivalence.verdict import (
-    SAME,
-    Answer,
-    Link,
-    Reason,
-    Verdict,
-    inconclusive,
-    problem,
-    unknown,
-)
+from ddp_by_diff.equivalence.verdict import Answer, Link, Reason, Verdict, inconclusive
 from ddp_by_diff.instruments.command import Line, show
 from ddp_by_diff.instruments.meeting import Place
 from ddp_by_diff.instruments.observer import Observer
@@ -125,20 +116,17 @@ class Follower(Observer):
         return self.noted
 
 
-# --------------------------------------------------------------------------------- the answer
-
-
 def answer(ranks: list[Epoch], runs: Runs) -> Answer:
     if not any(rank.loaders for rank in ranks):
-        return unknown(NO_LOADER)
+        return verdict.unknown(NO_LOADER)
     links = [batches(ranks), came(ranks, runs), order(ranks)]
-    verdict = problem(links, "one process in an epoch")
     text = "the ranks share out the examples"
     if any(rank.loader.redraws for rank in ranks):
         text = "the ranks have equally many batches, and draw them with replacement"
+    right = Verdict(verdict.SAME, f"RIGHT in one whole epoch: {text}")
+    found = verdict.problem(links, "one process in an epoch") or right
     more = any(len(rank.loaders) > 1 for rank in ranks)
-    verdict = verdict or Verdict(SAME, f"RIGHT in one whole epoch: {text}")
-    return Answer(verdict, links, [Line("note", OTHER_LOADERS)] * more)
+    return Answer(found, links, [Line("note", OTHER_LOADERS)] * more)
 
 
 def batches(ranks: list[Epoch]) -> Link:
@@ -211,8 +199,6 @@ def of_numbers(ranks: list[Epoch], loaders: list[Loader], found: Counted) -> Lin
         return link
     repeated = found.came - found.different
     text += f", {repeated} of them again (padding)" if repeated else ", each once, on one rank"
-    if any(loader.is_random for loader in loaders):
-        text += " (by number: what the data set gives for a number is random)"
     return Link(LABEL, True, text)
 
 

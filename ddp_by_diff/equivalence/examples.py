@@ -1,5 +1,6 @@
 """Examples: is each on one rank, and once?  One count of them, for a few steps and for an epoch."""
 
+import itertools
 from collections import Counter
 from typing import NamedTuple
 
@@ -53,11 +54,7 @@ class Counted(NamedTuple):
 
 def counted(shares: list[Counter]) -> Counted:
     """Count the ranks' examples.  shares: of each rank, how often each example came."""
-    owners: Counter = Counter()
-    times: Counter = Counter()
-    for share in shares:
-        owners.update(share.keys())
-        times.update(share)
+    owners, times = Counter(itertools.chain(*shares)), sum(shares, Counter())
     shared = sum(count > 1 for count in owners.values())
     again = sum(times[one] > owners[one] for one in times)
     return Counted(times.total(), len(owners), shared, again)

@@ -180,13 +180,12 @@ class Facts:
         """The name of stage 2; another one if the ranks' own gradients were not seen."""
         return "gradients" if self.gradients == GOT else "one batch"
 
-    def is_forced(self, step: int) -> bool:
-        """Whether one process's optimizer can be given the gradients that the ranks' got."""
-        return step in self.forced
-
     @cached_property
     def forced(self) -> set[int]:
-        """The steps in which all ranks' optimizers got the same gradients, once."""
+        """The steps in which all ranks' optimizers got the same gradients, once.
+
+        One process's optimizer is given these.
+        """
         steps: set[int] = set()
         for k in self.steps if not any(step.is_repeated for step in self.ranks[0].steps) else []:
             first, *others = [rank.steps[k].got for rank in self.ranks]
@@ -194,6 +193,11 @@ class Facts:
             if are_equal and any((first, *others)):
                 steps.add(k)
         return steps
+
+    @property
+    def are_forced(self) -> bool:
+        """Whether all steps are."""
+        return self.forced == set(self.steps)
 
     @property
     def kinds(self) -> set[str]:

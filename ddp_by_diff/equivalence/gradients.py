@@ -11,7 +11,6 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import clip_grad
 
 from ddp_by_diff.equivalence.batches import whole
-from ddp_by_diff.equivalence.notes import Shelf
 from ddp_by_diff.instruments.observer import Observer, parameters_of
 
 PLAIN = (int, float, bool, str, type(None), tuple)
@@ -20,8 +19,8 @@ PLAIN = (int, float, bool, str, type(None), tuple)
 class Gradients(Observer):
     """Notes gradients: own ones, before clipping, as optimizers got them; and the options."""
 
-    def __init__(self, steps: Any, weights: Any, shelf: Shelf) -> None:
-        self.steps, self.weights, self.shelf = steps, weights, shelf
+    def __init__(self, steps: Any, weights: Any) -> None:
+        self.steps, self.weights = steps, weights
         self.watched: dict[int, torch.Tensor] = {}  # parameters, by the id of what is watched
         self.own: dict[int, torch.Tensor] = {}  # sums of all passes, by the id of the parameter
         self.slots: dict[tuple[int, str], torch.Tensor] = {}  # parameters, by module and name
@@ -116,7 +115,7 @@ class Gradients(Observer):
         result = original(**{**arguments, "parameters": parameters})
         for parameter, gradient in before:
             if not whole(parameter.grad).equal(gradient):
-                self.steps.now.clipped[id(parameter)] = self.shelf.keep(gradient)
+                self.steps.now.clipped[id(parameter)] = gradient
         return result
 
     def gradients_are_there(self, optimizer: Any, is_again: bool) -> None:
@@ -148,7 +147,7 @@ class Gradients(Observer):
         step.is_repeated |= name in step.got  # another optimizer makes several steps in this one
         if parameter.grad is None:
             return
-        step.got[name] = self.shelf.keep(parameter.grad)
+        step.got[name] = whole(parameter.grad)
         clipped = self.steps.now.clipped
         if id(parameter) in clipped:
             step.unclipped[name] = clipped[id(parameter)]
@@ -159,8 +158,7 @@ class Gradients(Observer):
 
     def note_own(self, name: str, parameter: torch.Tensor) -> None:
         if id(parameter) in self.own:
-            own = self.own[id(parameter)] / self.scale
-            self.steps.step.own[name] = self.shelf.keep(own)
+            self.steps.step.own[name] = self.own[id(parameter)] / self.scale
 
 
 def plain_options(group: dict) -> dict[str, Any]:

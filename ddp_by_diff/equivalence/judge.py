@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ddp_by_diff.equivalence import limits, one_batch, weights
+from ddp_by_diff.equivalence import limits, one_batch, verdict, weights
 from ddp_by_diff.equivalence.averaging import OWN_PARAMETERS, averaging, in_weights, of_the_mean
 from ddp_by_diff.equivalence.copies_or_parts import copies_or_parts, facts_of, first_infinite
 from ddp_by_diff.equivalence.examples import NO_BATCHES, copies, examples
@@ -10,18 +10,7 @@ from ddp_by_diff.equivalence.facts import GOT, NONE_GOT, OWN, UNCLEAR, Facts
 from ddp_by_diff.equivalence.notes import Alone, Notes
 from ddp_by_diff.equivalence.one_batch import Look
 from ddp_by_diff.equivalence.optimizer_options import options
-from ddp_by_diff.equivalence.verdict import (
-    SAME,
-    Answer,
-    Link,
-    Reason,
-    Verdict,
-    conclude,
-    inconclusive,
-    problem,
-    some_of,
-    unknown,
-)
+from ddp_by_diff.equivalence.verdict import Answer, Link, Reason, Verdict, inconclusive
 from ddp_by_diff.instruments.command import Line
 
 NO_STEP = Reason(
@@ -47,19 +36,19 @@ def few_steps(ranks: list[Notes], length: int) -> Answer:
     """The answer if not all ranks made enough steps."""
     made = [len(rank.counts) for rank in ranks]
     if max(made) == 0:
-        return unknown(BY_HAND if any(rank.has_changed for rank in ranks) else NO_STEP)
+        return verdict.unknown(BY_HAND if any(rank.has_changed for rank in ranks) else NO_STEP)
     each = ", ".join(f"rank {rank.rank}: {len(rank.counts)}" for rank in ranks)
     few = f"not all ranks made {length + 1} steps of an optimizer ({each})"
     if bad := first_infinite(ranks, min(made)):
-        return unknown(Reason(f"gradients: {bad.sentence}; {few}", bad.way_on))
+        return verdict.unknown(Reason(f"gradients: {bad.sentence}; {few}", bad.way_on))
     if min(made) > 1 and len(ranks) > 1:
         link = copies(facts_of(ranks, min(made) - 1))
         if not link.is_right:
-            return Answer(problem([link], "one process"), [link], [Line("note", few)])
+            return Answer(verdict.problem([link], "one process"), [link], [Line("note", few)])
     way_on = "let the program train longer, or give fewer --steps"
     if len(set(made)) > 1:
         way_on = "let all ranks make a step, or none, so that each makes as many"
-    return unknown(Reason(few, way_on))
+    return verdict.unknown(Reason(few, way_on))
 
 
 def only_averaging(ranks: list[Notes], length: int) -> Answer:
@@ -74,8 +63,8 @@ def only_averaging(ranks: list[Notes], length: int) -> Answer:
     text = f"AVERAGING RIGHT in the {length} steps compared: the ranks have one model, and average"
     text += f" their gradients (differences below {first.limit:.0e} would not be detected)"
     other = "ranks that train one model with the mean of their gradients"
-    verdict = problem(links, other) or Verdict(SAME, text)
-    return Answer(verdict, links, [Line("not checked", NOT_ASKED)])
+    found = verdict.problem(links, other) or Verdict(verdict.SAME, text)
+    return Answer(found, links, [Line("not checked", NOT_ASKED)])
 
 
 def judge(ranks: list[Notes], length: int, runs: Any, command: list[str]) -> Answer:
@@ -83,7 +72,7 @@ def judge(ranks: list[Notes], length: int, runs: Any, command: list[str]) -> Ans
     facts, own_data = facts_of(ranks, length), None
     if bad := first_infinite(ranks, length):
         links = [examples(facts), copies(facts), inconclusive("gradients", bad)]
-        return Answer(conclude(links, length), links, [])
+        return Answer(verdict.conclude(links, length), links, [])
     if facts.model == UNCLEAR:
         own_data = runs.alone(facts, "own data")
         facts = copies_or_parts(facts, own_data)
@@ -94,16 +83,17 @@ def judge(ranks: list[Notes], length: int, runs: Any, command: list[str]) -> Ans
     settings = options(facts, alone.notes if alone else None, command, own_total)
     stages = stages_of(runs, facts, look, alone, settings)
     links = [examples(facts, total), copies(facts), *stages]
-    notes, others = worker_seeds(facts), []
-    if reason or one_batch.draws_others(look, 0):  # else one process has the same masks, too
-        notes = random_numbers(facts) + notes
+    notes, others = [], []
     if not reason:
-        notes = batch_sizes(look) + notes
+        notes += batch_sizes(look)
+    if reason or one_batch.draws_others(look, 0):  # else one process has the same masks, too
+        notes += random_numbers(facts)
+    if not reason:
         batch = next(link for link in stages if link.label == facts.stage_2)
         if stages[1] is batch or stages[1].is_right is not False:  # else averaging explains it
             others = weights.buffers(facts, alone, batch.limit, bool(batch.is_right))
-    verdict = conclude(links, length, " (and except for buffers)" * bool(others))
-    return Answer(verdict, links, others + notes)
+    found = verdict.conclude(links, length, " (and except for buffers)" * bool(others))
+    return Answer(found, links, others + notes)
 
 
 def stages_of(
@@ -117,7 +107,7 @@ def stages_of(
     batch, right = batch_and_look(runs, facts, look)
     if reason := why_no_run(runs, alone):
         last = inconclusive(weights.LABEL, reason)
-    elif all(facts.is_forced(k) for k in facts.steps):
+    elif facts.are_forced:
         last = weights.weights(facts, alone, None, settings)
     elif right is None:
         last = inconclusive(weights.LABEL, NO_GRADIENTS)
@@ -149,7 +139,7 @@ def why_no_run(runs: Any, alone: Alone | None) -> Reason | None:
     if not alone.unmatched:
         return None
     text = "the ranks have no weights with the names and shapes of one process's "
-    return Reason(text + some_of(alone.unmatched), NO_COUNTERPART)
+    return Reason(text + verdict.some_of(alone.unmatched), NO_COUNTERPART)
 
 
 def batch_and_look(runs: Any, facts: Facts, look: Look | None) -> tuple[Link, Look | None]:
@@ -202,12 +192,3 @@ def random_numbers(facts: Facts) -> list[Line]:
         return []
     text = "all ranks draw the same random numbers, so they have the same dropout masks (or noise)"
     return [Line("note", f"{text}: seed them differently")]
-
-
-def worker_seeds(facts: Facts) -> list[Line]:
-    """A note, if loader workers of ranks with different examples draw the same random numbers."""
-    seeds = [{loader.worker_seed for loader in rank.loaders.values()} for rank in facts.distinct]
-    if len(seeds) < 2 or seeds[0] <= {None} or any(some != seeds[0] for some in seeds):
-        return []
-    text = "the loader workers of all ranks draw the same random numbers (augmentation): give each"
-    return [Line("note", f"{text} rank's DataLoader a generator with a seed of its own")]

@@ -65,7 +65,7 @@ class Loaders:
         for name, dataset in self.datasets.items():
             loader, (whole, _) = self.loaders[name], without_subsets(dataset, [])
             if loader.length and type(whole) is not ConcatDataset:
-                loader.picks, loader.is_random = pick_some(whole)
+                loader.picks = pick_some(whole)
 
     def draw(self, original: Callable, iterator: Any) -> Any:
         """Note the indices of a batch, which may be loaded later."""
@@ -81,21 +81,13 @@ class Loaders:
         return tuple(waiting.pop(0)) if waiting else ()
 
     def fetch(self, original: Callable, fetcher: Any, index: Any) -> Any:
-        """Fetch a batch, with its examples, and whether random numbers were drawn for it.
+        """Fetch a batch, and copies of its examples, if the program's own collate_fn joins them.
 
         This may run in a worker process, which was forked from the one that notes.
         """
-        is_worker = torch_data.get_worker_info() is not None
-        state = random_state() if is_worker else None
-        batch, kept = self.fetch_examples(original, fetcher, index)
-        has_drawn = is_worker and bool(random_state().other_than(state))
-        return (KEPT, batch, kept, has_drawn) if kept is not None or has_drawn else batch
-
-    def fetch_examples(self, original: Callable, fetcher: Any, index: Any) -> tuple:
-        """A batch, and copies of its examples, if the program's own collate_fn joins them."""
         own = fetcher.collate_fn
         if own in TORCHS_COLLATE or not fetcher.auto_collation:
-            return original(fetcher, index), None
+            return original(fetcher, index)
         kept: list | None = None
 
         def keep(examples: list) -> Any:
@@ -110,18 +102,18 @@ class Loaders:
 
         fetcher.collate_fn = keep
         try:
-            return original(fetcher, index), kept
+            batch = original(fetcher, index)
         finally:
             fetcher.collate_fn = own
+        return batch if kept is None else (KEPT, batch, kept)
 
     def unpack(self, original: Callable, iterator: Any) -> Any:
-        """The batch as the program gets it; what `fetch` has sent with it is noted."""
-        batch = original(iterator)
-        self.examples = None
-        if type(batch) is tuple and batch and isinstance(batch[0], str) and batch[0] == KEPT:
-            _, batch, self.examples, has_drawn = batch
-            if has_drawn and iterator in self.names:
-                self.loaders[self.names[iterator]].worker_seed = iterator._base_seed
+        """The batch as the program gets it; its examples, if `fetch` has sent them, are noted."""
+        batch, self.examples = original(iterator), None
+        # Before torch 2.14 pin_memory makes a list of a tuple.
+        first = batch[0] if type(batch) in (tuple, list) and batch else None
+        if isinstance(first, str) and first == KEPT:
+            _, batch, self.examples = batch
         return batch
 
 

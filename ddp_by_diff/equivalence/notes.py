@@ -1,26 +1,21 @@
-"""Notes of one process on each step; states of its random generators; large tensors in files."""
+"""Notes of one process on each step; states of its random generators."""
 
-import functools
 import hashlib
 import io
 import itertools
 import pickle
 import random
 import re
-import threading
 from collections.abc import Mapping, ValuesView
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy
 import torch
 
-from ddp_by_diff.equivalence.batches import bytes_of, digest, whole
+from ddp_by_diff.equivalence.batches import bytes_of
 from ddp_by_diff.equivalence.limits import AHEAD
 from ddp_by_diff.equivalence.vectors import Vector
-
-LARGE = 1_000_000  # bytes: a smaller tensor stays in memory
 
 
 class RandomState(NamedTuple):
@@ -80,14 +75,12 @@ class Loader:
     length: int = 0  # of the data set, without its Subsets; 0: it has none
     pool: list[int] | None = None  # the numbers that a Subset has of it
     picks: list[Pick] = field(default_factory=list)  # a few examples; []: not known
-    is_random: bool = False  # with other random numbers an example is another one
-    worker_seed: int | None = None  # of workers that draw numbers
 
 
-def pick(dataset: Any, number: int, seed: int = 0) -> Pick:
-    random.seed(seed)
-    numpy.random.seed(seed)
-    torch.manual_seed(seed)
+def pick(dataset: Any, number: int) -> Pick:
+    random.seed(0)
+    numpy.random.seed(0)
+    torch.manual_seed(0)
     content, example = io.BytesIO(), dataset[number]
     Content(content).dump(example)
     whole = hashlib.blake2b(content.getvalue(), digest_size=16).hexdigest()
@@ -105,16 +98,15 @@ def labels_in(example: Any) -> list:
     return [label for part in parts for label in labels_in(part)] if is_nested else []
 
 
-def pick_some(dataset: Any) -> tuple[list[Pick], bool]:
-    """A few examples of a data set, [] if they are never the same; and whether they are random."""
+def pick_some(dataset: Any) -> list[Pick]:
+    """A few examples of a data set; [] if they are never the same."""
     state = random_state()
     try:
         last = len(dataset) - 1
         picks = [pick(dataset, number) for number in sorted({last * k // 8 for k in range(9)})]
-        is_random = pick(dataset, 0, seed=1) != picks[0]
-        return picks if pick(dataset, 0) == picks[0] else [], is_random
+        return picks if pick(dataset, 0) == picks[0] else []
     except Exception:  # the program's own code, or what can't be pickled
-        return [], False
+        return []
     finally:
         set_random_state(state)
 
@@ -199,41 +191,6 @@ class Alone(NamedTuple):
     is_mixed: bool  # both in one step
     rows: dict[str, int]  # examples that it would take itself in the first step, by key
     batches: dict  # what the program got, by key and number, and the random state after it
-
-
-class Kept(str):
-    """The name of a tensor's file.  A process to which it is sent receives the tensor itself."""
-
-    def __reduce__(self) -> tuple:
-        return read, (str(self),)
-
-
-class Shelf:
-    """A folder of files with large tensors; equal tensors of all ranks share a file.
-
-    path: a folder that all processes of the run see; None: all tensors stay in memory.
-    """
-
-    def __init__(self, path: str | None) -> None:
-        self.path = path
-
-    def keep(self, tensor: torch.Tensor) -> torch.Tensor | Kept:
-        """A copy of the tensor (of all of it, if it is sharded), or the file that holds it."""
-        copy = whole(tensor)
-        if self.path is None or copy.nbytes < LARGE:
-            return copy
-        file = Path(self.path) / f"{digest(copy)}.tensor"
-        if not file.exists():
-            part = Path(f"{file}.{threading.get_native_id()}")  # several may write one file
-            torch.save(copy, part)
-            part.rename(file)  # a reader sees all of it, or nothing
-        return Kept(file)
-
-
-@functools.cache
-def read(file: str) -> torch.Tensor:
-    """The tensor in a file, read when its numbers are needed; changes stay in memory."""
-    return torch.load(file, mmap=True, weights_only=True)
 
 
 def plain_name(name: str) -> str:

@@ -15,12 +15,12 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ddp_by_diff.distributed import unwrap_model
-from ddp_by_diff.equivalence.batches import digest
+from ddp_by_diff.equivalence.batches import digest, whole
 from ddp_by_diff.equivalence.formats import CoarseOptimizers
 from ddp_by_diff.equivalence.gradients import Gradients
 from ddp_by_diff.equivalence.inputs import Data
 from ddp_by_diff.equivalence.layers import BATCH_NORM, Layers
-from ddp_by_diff.equivalence.notes import Alone, Notes, RandomState, Shelf, Step, plain_name
+from ddp_by_diff.equivalence.notes import Alone, Notes, RandomState, Step, plain_name
 from ddp_by_diff.instruments.command import show
 from ddp_by_diff.instruments.meeting import Place
 from ddp_by_diff.instruments.observer import Observer
@@ -31,23 +31,21 @@ def observers(
     place: Place,
     length: int,
     log: str,
-    folder: str | None,
     left_out: tuple = (),
     source: Any = None,
     terminal: int = 2,
 ) -> list[Observer]:
     """All observers of `length` steps, and of the weights at the start of the next one.
 
-    log: a file for what the program prints.  folder: for large tensors.  left_out: kinds of layers
-    that are switched off.  terminal: the file descriptor that shows each step.
+    log: a file for what the program prints.  left_out: kinds of layers that are switched off.
+    terminal: the file descriptor that shows each step.
     """
     torch.set_num_threads(1)  # in both runs: sums have one order
     if torch.cuda.is_available():
         torch.use_deterministic_algorithms(True, warn_only=True)
-    shelf = Shelf(folder)
     steps = Steps(place, length, source)
-    weights = Weights(steps, shelf)
-    parts = [Layers(steps.noted, left_out), weights, Data(steps), Gradients(steps, weights, shelf)]
+    weights = Weights(steps)
+    parts = [Layers(steps.noted, left_out), weights, Data(steps), Gradients(steps, weights)]
     parts += [source, CoarseOptimizers(steps.noted)] if source else []
     return [steps, *parts, Progress(steps, f"{log}{place.rank}", terminal)]
 
@@ -152,8 +150,8 @@ class Owned(NamedTuple):
 class Weights(Observer):
     """Notes weights and buffers before a step; gives them their names."""
 
-    def __init__(self, steps: Steps, shelf: Shelf) -> None:
-        self.steps, self.shelf = steps, shelf
+    def __init__(self, steps: Steps) -> None:
+        self.steps = steps
 
     def forward_begins(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         """Note the weights of each model that is called, a teacher's, too."""
@@ -175,7 +173,7 @@ class Weights(Observer):
         """Note a tensor once in a step; in one process, set it to the ranks' value."""
         if name in self.steps.step.weights:
             return
-        self.steps.step.weights[name] = self.shelf.keep(tensor)
+        self.steps.step.weights[name] = whole(tensor)
         if self.steps.source:
             self.steps.source.set_weight(name, self.steps.number, tensor)
 

@@ -2,27 +2,22 @@
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from ddp_by_diff.equivalence import limits, vectors
-from ddp_by_diff.equivalence.batches import counts_up, have_other_rows, mapped
+from ddp_by_diff.equivalence.batches import counts_up, have_other_rows
 from ddp_by_diff.equivalence.copies_or_parts import are_joined_rightly
 from ddp_by_diff.equivalence.facts import GOT, Facts
-from ddp_by_diff.equivalence.notes import Alone, Event, Notes
+from ddp_by_diff.equivalence.notes import Alone, Notes
 from ddp_by_diff.equivalence.vectors import Vector
 from ddp_by_diff.equivalence.verdict import Figures, Link, Reason, inconclusive, some_of, span
 from ddp_by_diff.equivalence.weights import UNMEASURED, other_state
 
-TOGETHER = "the loss, a layer or the step depends on the composition or the size of the batch"
+TOGETHER = "the loss, a layer or the step depends on the batch's composition, its size or the rank"
 OF_PARTS = "the ranks compute parts of one batch, and their gradients don't add up to the batch's"
-NUMBERS = "the model gets numbers that differ by rank, and are not the examples'"
 ALONE_RIGHT = "each rank's examples, computed alone, give that rank's gradient"
 OWN_DIFFERS = "a rank's examples, computed in one process, don't give that rank's gradient"
 STATE = "training reads what each process changes by its own examples"
-
-
-# ------------------------------------------------------------------------------ what is measured
 
 
 class Apart(NamedTuple):
@@ -94,9 +89,8 @@ def look_at(runs: Any, facts: Facts, left_out: tuple = ()) -> Look:
     look = with_measurements(look)
     if not look.steps or look.is_right:
         return look
-    if look.worst.far > facts.rounding_limit and kinds_that_differ(look):
-        return look
-    return with_rounding(runs, look)
+    is_far = look.worst.far > facts.rounding_limit
+    return look if is_far and kinds_that_differ(look) else with_rounding(runs, look)
 
 
 def with_rounding(runs: Any, look: Look) -> Look:
@@ -105,13 +99,6 @@ def with_rounding(runs: Any, look: Look) -> Look:
         return look
     exact = runs.alone(look.facts, "in float64", look.left_out, batches=look.alone.batches)
     return with_measurements(look._replace(exact=exact)) if exact else look
-
-
-def look_without(runs: Any, facts: Facts, kinds: tuple) -> Look | None:
-    """The look at runs without these kinds of layers; run A, too, is made once more."""
-    other = runs.with_all_ranks(kinds, facts)
-    look = look_at(runs, other, kinds) if other else None
-    return look if look and look.steps else None
 
 
 def with_measurements(look: Look) -> Look:
@@ -131,8 +118,7 @@ def roundings(look: Look) -> dict[str, float]:
         _, wanted = sides(facts, look.alone.notes, k)
         exact = gradient(facts, look.exact.notes, k, what)
         size = scales(facts, wanted, facts.owns[k] if what == "own" else [])
-        for name in wanted:
-            far = vectors.distance_in(name, exact, wanted, size[name])
+        for name, far in vectors.distances(exact, wanted, size).items():
             most[name] = max(most.get(name, 0.0), far)
     return {name: far for name, far in most.items() if far <= facts.rounding_limit}
 
@@ -147,8 +133,8 @@ def scales(facts: Facts, wanted: Vector, parts: list[Vector]) -> dict[str, float
 def measure(look: Look, step: int, rounding: dict[str, float]) -> Apart:
     """The distance in a step: of the mean, or of a better combination if that is right."""
     facts, names = look.facts, look.facts.comparable_names(step)
-    parts = facts.owns[step] if facts.gradients != GOT else []
-    parts = [vectors.only(part, names) for part in parts]
+    owns = facts.owns[step] if facts.gradients != GOT else []
+    parts = [vectors.only(part, names) for part in owns]
     actual, wanted = (vectors.only(side, names) for side in sides(facts, look.alone.notes, step))
     size, count = scales(facts, wanted, parts), len(parts)
     apart = furthest_apart(facts, actual, wanted, rounding, size)
@@ -185,24 +171,16 @@ def furthest_apart(
     floor = limits.ROUNDING * max(4, facts.total) ** 0.5
     floor = limits.MOST_COARSE if facts.is_coarse else floor
     worst = Apart(0.0, floor)
-    for name in wanted:
-        far = vectors.distance_in(name, actual, wanted, size[name])
+    for name, far in vectors.distances(actual, wanted, size).items():
         most = min(facts.rounding_limit, limits.YARDSTICKS * rounding.get(name, 0.0))
-        limit = max(floor, most)
-        if far / limit > worst.far / worst.limit:
-            worst = Apart(far, limit, name)
-    for name in actual:
-        if name not in wanted and bool(actual[name].any()):
-            worst = Apart(1.0, floor, name)
+        if far / max(floor, most) > worst.far / worst.limit:
+            worst = Apart(far, max(floor, most), name)
     return worst
 
 
 def gradient(facts: Facts, notes: Notes, step: int, what: str) -> Vector:
     noted = notes.steps[step]
     return vectors.only(getattr(noted, what), facts.trained & noted.options.keys())
-
-
-# --------------------------------------------------------------------------------- the answer
 
 
 def one_batch(runs: Any, look: Look) -> tuple[Link, Look | None]:
@@ -220,24 +198,21 @@ def one_batch(runs: Any, look: Look) -> tuple[Link, Look | None]:
         text = f"this {'sum' if are_added(look.factors) else 'mean'} equals {whole}"
         if is_direct:
             text = "the optimizers receive one process's gradients"
-        text = f"ok: {text} {figures}"
-        return Link(facts.stage_2, True, text, look.limit, figures=figures), look
+        return Link(facts.stage_2, True, f"ok: {text} {figures}", look.limit, "", "", figures), look
     text = f"this mean differs from {whole}"
     if is_direct:
         text = "what the optimizers receive differs from one process's gradients"
     text += f" {figures}" + f", in {look.worst.name}" * bool(look.worst.name)
     if kinds := kinds_that_differ(look):
-        without = without_kinds(runs, facts, kinds)
-        if without is None:
-            names = " and ".join(kinds)
+        names, look = " and ".join(kinds), without_kinds(runs, facts, kinds)
+        if look is None:
             reason = Reason(f"the tool's run without {names} failed", f"in a copy, omit {names}")
-            return inconclusive(look.facts.stage_2, reason, text), None
-        look, figures = without, without.figures
+            return inconclusive(facts.stage_2, reason, text), None
+        figures, cause = look.figures, " and ".join(look.left_out)
         if look.is_right:
-            cause = " and ".join(look.left_out)
             text = f"ok without {cause} {figures}; with it, {text}"
-            return Link(look.facts.stage_2, True, text, look.limit, cause, figures=figures), look
-        text += f"; it differs without {' and '.join(kinds)}, too {figures}"
+            return Link(look.facts.stage_2, True, text, look.limit, cause, "", figures), look
+        text += f"; it differs without {names}, too {figures}"
     return unexplained(runs, look, text)._replace(figures=figures), None
 
 
@@ -250,49 +225,50 @@ def are_added(factors: list[list[float]]) -> bool:
 def kinds_that_differ(look: Look) -> list[str]:
     """Kinds of layers that may explain a difference: BatchNorm only if its averages differ."""
     kinds, averages = look.facts.kinds - set(look.left_out), look.facts.ranks[0].norm_buffers
-    others = other_state(look.facts, look.alone, limits.MOST)
-    if averages and averages.isdisjoint(others):
+    if averages and averages.isdisjoint(other_state(look.facts, look.alone, limits.MOST)):
         kinds.discard("BatchNorm")
     return sorted(kinds)
 
 
 def without_kinds(runs: Any, facts: Facts, kinds: list[str]) -> Look | None:
     """The look without all these layers; or without one kind, if that alone is the cause."""
-    without_all = look_without(runs, facts, tuple(kinds))
+
+    def without(*some: str) -> Look | None:
+        other = runs.with_all_ranks(some, facts)
+        look = look_at(runs, other, some) if other else None
+        return look if look and look.steps else None
+
+    without_all = without(*kinds)
     if without_all is None or not without_all.is_right or len(kinds) == 1:
         return without_all
-    looks = (look_without(runs, facts, (kind,)) for kind in kinds)
+    looks = map(without, kinds)
     return next((look for look in looks if look is None or look.is_right), without_all)
 
 
 def unexplained(runs: Any, look: Look, text: str) -> Link:
     """Stage 2 if layers don't explain the difference."""
-
-    def wrong(why: str = "", more: str = "") -> Link:
-        return Link(look.facts.stage_2, False, f"WRONG: {text}{more}", why=why)
-
+    label, is_direct = look.facts.stage_2, look.facts.gradients == GOT
+    wrong = Link(label, False, f"WRONG: {text}")
     if reason := first_of(NOT_COMPARABLE, runs, look):
-        return inconclusive(look.facts.stage_2, reason, text)
-    is_direct = look.facts.gradients == GOT
+        return inconclusive(label, reason, text)
     if multiple := multiples(look):  # no batch that was joined wrongly makes these
         what = "what the optimizers receive" if is_direct else "the mean of the ranks' gradients"
-        return Link(look.facts.stage_2, False, f"WRONG: {what} is {multiple}")
+        return wrong._replace(text=f"WRONG: {what} is {multiple}")
     goes_on = not look.steps[0].step and look.steps[0].is_right
     if goes_on and (names := buffers_that_differ(runs, look)):
-        return wrong(f"{STATE}: {some_of(names)}")
+        return wrong._replace(why=f"{STATE}: {some_of(names)}")
     if reason := first_of(NOT_JOINED_WELL, runs, look):
-        return inconclusive(look.facts.stage_2, reason, text)
+        return inconclusive(label, reason, text)
     if is_direct or len(look.facts.distinct) == 1 or look.total < look.facts.total:
-        return wrong("" if is_direct else OF_PARTS)
+        return wrong._replace(why="" if is_direct else OF_PARTS)
     is_own = None if runs.per_step else shares_give_their_own(runs, look)
     if is_own:
-        why = f"{TOGETHER}; or {STATE}" if goes_on else TOGETHER
-        why = f"{NUMBERS}; or {why}" if have_other_numbers(look.facts) else why
-        return wrong(why, f"; {ALONE_RIGHT}")
+        why = TOGETHER + f"; or {STATE}" * goes_on
+        return wrong._replace(text=f"{wrong.text}; {ALONE_RIGHT}", why=why)
     if look.is_given and computes_the_same_again(runs, look):  # nothing was joined
-        return wrong(OWN_DIFFERS if is_own is not None else "")
+        return wrong._replace(why="" if is_own is None else OWN_DIFFERS)
     reason = runs.failure if is_own is None and not look.is_given else OTHERWISE
-    return inconclusive(look.facts.stage_2, reason, text + "; step 1 is ok" * goes_on)
+    return inconclusive(label, reason, text + "; step 1 is ok" * goes_on)
 
 
 def multiples(look: Look) -> str:
@@ -315,12 +291,11 @@ def multiples(look: Look) -> str:
 
 def buffers_that_differ(runs: Any, look: Look) -> list[str]:
     """Buffers that are the cause: with those of the ranks, given in each step, all is right."""
-    batches = look.alone.batches
-    given = runs.alone(look.facts, "given state", look.left_out, batches=batches)
-    if given is None or not with_measurements(look._replace(alone=given)).is_right:
-        return []
-    others = other_state(look.facts, look.alone, limits.MOST)
-    return [name for name in others if name not in look.facts.ranks[0].norm_buffers]
+    facts, batches = look.facts, look.alone.batches
+    given = runs.alone(facts, "given state", look.left_out, batches=batches)
+    is_cause = given and with_measurements(look._replace(alone=given)).is_right
+    others = other_state(facts, look.alone, limits.MOST) if is_cause else {}
+    return [name for name in others if name not in facts.ranks[0].norm_buffers]
 
 
 def shares_give_their_own(runs: Any, look: Look) -> bool | None:
@@ -352,9 +327,6 @@ def computes_the_same_again(runs: Any, look: Look) -> bool:
     again = runs.alone(facts, "given state", look.left_out, batches=batches)
     gradients = [gradient(facts, again.notes, k, "own") for k in facts.steps] if again else []
     return bool(gradients) and vectors.are_near(gradients, limits.EQUAL)
-
-
-# ------------------------------------------------------- why a difference may prove nothing
 
 
 def may_be_rounding(runs: Any, look: Look) -> bool:
@@ -454,26 +426,10 @@ OTHERWISE = Reason(
 
 def why_not_joined(facts: Facts) -> Reason | None:
     """Why the ranks' batches can't be made one; None if they can."""
-    for events in side_by_side(facts):
-        # Else the program's own collate_fn makes it.
-        is_made = all(event.examples for event in events)
-        if not is_made and have_other_rows([event.value for event in events]):
-            return ROWS
-    return None
-
-
-def have_other_numbers(facts: Facts) -> bool:
-    """Whether the ranks' batches have numbers, not of examples, that differ by rank."""
-
-    def number(leaves: list, key: Any) -> Any:
-        is_one = isinstance(leaves[0], int | float | str) or getattr(leaves[0], "shape", 0) == ()
-        return leaves[0] if is_one else 0
-
-    batches = ([mapped(number, [event.value]) for event in some] for some in side_by_side(facts))
-    return any(batch != some[0] for some in batches for batch in some)
-
-
-def side_by_side(facts: Facts) -> Iterator[tuple[Event, ...]]:
-    """The ranks' events of each key, in their order."""
     for key in facts.keys:
-        yield from zip(*[rank.events.get(key, []) for rank in facts.distinct], strict=False)
+        for events in zip(*[rank.events.get(key, []) for rank in facts.distinct], strict=False):
+            # Else the program's own collate_fn makes it.
+            is_made = all(event.examples for event in events)
+            if not is_made and have_other_rows([event.value for event in events]):
+                return ROWS
+    return None

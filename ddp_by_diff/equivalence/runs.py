@@ -36,7 +36,7 @@ class Runs:
 
     def with_all_ranks(self, left_out: tuple, known: Facts) -> Facts | None:
         """Facts of run A, made once more without kinds of layers; None if it was not completed."""
-        arguments = (self.args.steps, f"{self.folder}/log", str(self.folder), left_out)
+        arguments = (self.args.steps, f"{self.folder}/log", left_out)
         job = Job("equivalence", self.args.command, self.args.patience, observers, arguments)
         notes, _ = self.run(be_started_rank, job, self.processes)
         ranks = [note.value for note in sorted(notes)]
@@ -61,7 +61,7 @@ class Runs:
             return None
         command = [*self.args.command, *self.args.alone]
         out = tempfile.mkdtemp(prefix="alone-", dir=self.folder)
-        arguments = (self.args.steps, f"{out}/out", str(self.folder), source.left_out, source)
+        arguments = (self.args.steps, f"{out}/out", source.left_out, source)
         job = Job("equivalence", command, self.args.patience, observers, arguments)
         notes, error = self.run(be_alone, job, 1)
         if source.kind != "in float64" and (error or not notes or notes[0].ending in FAILED):

@@ -8,18 +8,8 @@ import torch
 from torch import distributed as torch_dist
 from torch import nn
 
-from ddp_by_diff.equivalence.batches import (
-    count_examples,
-    digest,
-    digests_of_examples,
-    from_plain,
-    is_made_of,
-    join,
-    local,
-    mapped,
-    plain_copy,
-    to_plain,
-)
+from ddp_by_diff.equivalence import batches
+from ddp_by_diff.equivalence.batches import count_examples, digest, digests_of_examples, to_plain
 from ddp_by_diff.equivalence.facts import Facts
 from ddp_by_diff.equivalence.formats import InFloat64, in_float64
 from ddp_by_diff.equivalence.notes import Alone, Event, Notes, RandomState, random_state
@@ -42,7 +32,7 @@ class Batch(NamedTuple):
 
     def is_in(self, value: Any, examples: list | None) -> bool:
         """Whether the program's batch has the same examples: then it is as good."""
-        if not examples and len(self.parts) > 1 and is_made_of(value, self.parts):
+        if not examples and len(self.parts) > 1 and batches.is_made_of(value, self.parts):
             return True
         theirs = digests_of_examples(value, examples if self.examples else None)
         return sorted(digests_of_examples(self.value, self.examples)) == sorted(theirs)
@@ -102,7 +92,7 @@ class Source(Observer):
         """The batch in place of the run's own, and the random state after it; None: its own."""
         if (key, number) in self.batches:
             plain, state = self.batches[key, number]
-            return self.in_format(from_plain(plain, own=value)), state
+            return self.in_format(batches.from_plain(plain, own=value)), state
         if number < self.per_step.get(key, self.facts.per_step(key)):  # of the first step
             count = len(examples or []) or count_examples(value)
             self.rows.setdefault(key, {})[digest(value)] = count
@@ -114,9 +104,9 @@ class Source(Observer):
         if self.keeps_own(batch, step, value, iterator, examples):
             given = None
         elif batch.examples:
-            given = iterator._collate_fn(plain_copy(batch.examples)), batch.state
+            given = iterator._collate_fn(batches.plain_copy(batch.examples)), batch.state
         else:
-            given = from_plain(batch.value, own=value), batch.state
+            given = batches.from_plain(batch.value, own=value), batch.state
         if self.kind == "all examples":
             value, state = given or (value, random_state())
             self.noted[key, number] = to_plain(value), state
@@ -124,7 +114,7 @@ class Source(Observer):
 
     def in_format(self, value: Any) -> Any:
         """The value, in float64 if this run is."""
-        return mapped(in_float64, [value]) if self.kind == "in float64" else value
+        return batches.mapped(in_float64, [value]) if self.kind == "in float64" else value
 
     def forward_begins(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple:
         kwargs.update(self.in_format(kwargs))
@@ -157,7 +147,7 @@ class Source(Observer):
         state = events[only or 0].state
         values = [event.value for event in events]
         if not all(event.examples for event in events):
-            return Batch(join(values, only, order), None, state, values)
+            return Batch(batches.join(values, only, order), None, state, values)
         examples = []
         for event in events if only is None else [events[only]]:
             examples += event.examples
@@ -204,11 +194,11 @@ class Source(Observer):
         if value is None or goes_on and is_set:
             return
         with torch.no_grad():  # .data: the program may have used the weight in a graph (a penalty)
-            local(tensor).data.copy_(value)
+            batches.local(tensor).data.copy_(value)
 
     def set_gradient(self, name: str, step: int, parameter: torch.Tensor) -> None:
         """Set a parameter's gradient to the one that the ranks' optimizers got."""
-        if self.kind in FORCED and self.facts.is_forced(step):
+        if self.kind in FORCED and step in self.facts.forced:
             value = self.value("got", name, step, parameter.shape)
             if value is not None:
                 put_gradient(parameter, value)
@@ -230,4 +220,4 @@ def put_gradient(parameter: torch.Tensor, value: torch.Tensor) -> None:
         parameter.grad = None if hasattr(parameter, "to_local") else value.to(parameter, copy=True)
     else:
         with torch.no_grad():
-            local(gradient).copy_(value)
+            batches.local(gradient).copy_(value)

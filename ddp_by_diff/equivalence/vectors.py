@@ -39,9 +39,12 @@ def are_near(parts: list[Vector], limit: float) -> bool:
     return all(distance(part, parts[0]) < limit for part in parts)
 
 
-def distance_in(name: str, found: Vector, wanted: Vector, scale: float = 0.0) -> float:
-    """The distance of one tensor."""
-    return distance(only(found, {name}), only(wanted, {name}), scale)
+def distances(found: Vector, wanted: Vector, scales: dict[str, float]) -> dict[str, float]:
+    """The distance of each tensor."""
+    apart = {}
+    for name in wanted | found:
+        apart[name] = distance(only(found, {name}), only(wanted, {name}), scales.get(name, 0.0))
+    return apart
 
 
 def mean_lengths(parts: list[Vector]) -> dict[str, float]:

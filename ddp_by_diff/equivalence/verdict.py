@@ -95,12 +95,10 @@ class Answer(NamedTuple):
 
 def problem(links: list[Link], other: str) -> Verdict | None:
     """The verdict if a link is wrong, or else if one is not known; None if all are right."""
-    wrong = list(dict.fromkeys(link.label for link in links if link.is_right is False))
-    if wrong:
-        causes = [link.why for link in links if link.is_right is False and link.why]
-        if causes and len(wrong) == 1:
-            return Verdict(DIFFERENT, f"DIFFERENT from {other}: {causes[0]}")
-        return Verdict(DIFFERENT, f"DIFFERENT from {other} in: {', '.join(wrong)}")
+    if wrong := [link for link in links if link.is_right is False]:
+        names = " in: " + ", ".join(link.label for link in wrong)
+        what = f": {wrong[0].why}" if len(wrong) == 1 and wrong[0].why else names
+        return Verdict(DIFFERENT, f"DIFFERENT from {other}{what}")
     labels: dict[str, list[str]] = {}  # by what is not known
     open_links = [link for link in links if link.is_right is None]
     for link in open_links:
@@ -130,9 +128,6 @@ def conclude(links: list[Link], steps: int, but: str = "") -> Verdict:
         unseen = f"apart from that, {unseen}"
     text = f"THE SAME as one process, {what}{but}, in the {steps} steps compared ({unseen})"
     return Verdict(SAME, text)
-
-
-# ----------------------------------------------------------------------------------------- words
 
 
 def refusal_in(error: str) -> str:

@@ -37,9 +37,8 @@ class Change(NamedTuple):
 
 def weights(facts: Facts, alone: Alone, exact: Alone | None, settings: Link) -> Link:
     """Stage 3.  exact: the same run in float64.  settings: equal learning rates?"""
-    is_forced = all(facts.is_forced(k) for k in facts.steps)
     limit = limits.UPDATED
-    if not is_forced:  # one process had gradients of its own, with other rounding errors
+    if not facts.are_forced:  # one process had gradients of its own, with other rounding errors
         rounding = between(facts, exact, alone) if exact else facts.rounding_limit
         if rounding > facts.rounding_limit or exact is None and not facts.is_coarse:
             return inconclusive(LABEL, UNMEASURED)
@@ -52,7 +51,7 @@ def weights(facts: Facts, alone: Alone, exact: Alone | None, settings: Link) -> 
     figures = Figures(worst.far, limit)
     skipped = ", ".join(str(k + 1) for k in facts.steps if k not in changed)
     where = f" {figures}" + f"; not in step {skipped}, where nothing changes" * bool(skipped)
-    start = "with the same gradients, " * is_forced + "the weights"
+    start = "with the same gradients, " * facts.are_forced + "the weights"
     if worst.far <= limit:
         text = f"ok: {start} change as in one process{where}"
         limit = max(limit, *(change.hidden for change in changes))

@@ -43,7 +43,8 @@ class Folder:
         part.rename(self.path / key)  # a reader sees all of it, or nothing
 
     def get(self, key: str) -> Any:
-        return torch.load(self.path / key, weights_only=False)
+        # mmap: numbers are read when they are needed.
+        return torch.load(self.path / key, weights_only=False, mmap=True)
 
     def has(self, key: str) -> bool:
         return (self.path / key).exists()

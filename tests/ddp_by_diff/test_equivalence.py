@@ -9,7 +9,6 @@ import pytest
 from world import ROOT, forker, processes_in, wait_for
 
 from ddp_by_diff.equivalence import limits
-from ddp_by_diff.equivalence.notes import LARGE
 from demos.ways import WAYS
 
 pytestmark = pytest.mark.timeout(240)
@@ -19,7 +18,7 @@ SAME = SAME_UP_TO.format("1e-05")
 DIFFERENT = "DIFFERENT from one process in: "
 BATCH = "DIFFERENT from one process: "
 STATE = BATCH + "training reads what each process changes by its own examples: "
-TOGETHER = BATCH + "the loss, a layer or the step depends on the composition or the size of the batch"
+TOGETHER = BATCH + "the loss, a layer or the step depends on the batch's composition, its size or the rank"
 UNSEEN = r"INCONCLUSIVE: one batch: a step may use more than weights, buffers and the batches seen .*"
 EXCEPT = r"THE SAME as one process, except for {}, in the 3 steps compared .apart from that, differences below {} .*"
 NORM = EXCEPT.format("BatchNorm .each process normalizes its own share.", "1e-05")
@@ -547,7 +546,7 @@ for p in net.parameters(): p.register_hook(total)""",
         loss="F.cross_entropy(model(x + torch.randn(x.shape, generator=g)), y)",
     ),
     "numbers": case(
-        BATCH + "the model gets numbers that differ by rank, and are not the examples'; or the loss, .*",
+        TOGETHER,
         begin="class Net(nn.Sequential):\n    def forward(self, x, k): return super().forward(x) * k\nnet = Net(*net)",
         loader="[(slice(rank + 24 * k, 24 * k + 24, n), 0) for k in range(20)]",
         loss="F.cross_entropy(model(data[x][0], 1 + rank), data[x][1])",
@@ -983,23 +982,6 @@ def test_a_loader_that_reads_ahead(depth, epoch_steps, tmp_path):
         ), lines
 
 
-NOISY = """
-class Noisy(TensorDataset):
-    def __getitem__(self, row):
-        x, y = super().__getitem__(row)
-        return x + torch.randn(8), y
-data = Noisy(*data.tensors)"""
-SEEDED = ", generator=torch.Generator().manual_seed(5 + rank)"
-
-
-@pytest.mark.parametrize(("begin", "remedy", "has_note"), [(NOISY, "", True), (NOISY, SEEDED, False), ("", "", False)])
-def test_equal_seeds_of_loader_workers_are_a_note(begin, remedy, has_note, tmp_path):
-    loader = f"DataLoader(data, SIZE, sampler=DistributedSampler(data), num_workers=1{remedy})"
-    for nproc in 2, 3:
-        _, lines, _ = answer(text=program(begin=begin, loader=loader), nproc=nproc, cwd=tmp_path, code=0)
-        assert ("the loader workers of all ranks draw the same" in lines.get("note", "")) == has_note, lines
-
-
 SAYS = {  # of the wrong ways: the verdict, and a line that names the cause
     "sum": ("averaging", "averaging", "WRONG: 3 times one process's gradients: the ranks' sum, not their mean"),
     "divided_twice": ("averaging", "averaging", "WRONG: 1/3 of one process's .* and the mean divides it by 3"),
@@ -1345,25 +1327,6 @@ def test_a_mistake_of_its_own_is_not_different(tmp_path):
     before = f"import tempfile; tempfile.tempdir = {str(tmp_path / 'nothing')!r}"
     _, _, err = answer(text=program(), cwd=tmp_path, before=before, code=2)
     assert err.endswith("equivalence: this is a bug in equivalence itself: please report it\n"), err
-
-
-WIDE = """
-import glob
-WIDTH = {} // 32  # a float32 has 4 bytes, and the layer 8 inputs
-net = nn.Sequential(nn.Linear(8, WIDTH, bias=False), nn.Tanh(), nn.Linear(WIDTH, 4))"""
-FILES = "open(f'files of {rank}', 'w').write(' '.join(glob.glob(os.environ['TMPDIR'] + '/equivalence-*/*.tensor')))"
-
-
-@pytest.mark.parametrize("size", [LARGE - 32, LARGE])
-@pytest.mark.parametrize("times", [1, 2])
-def test_a_large_tensor_is_kept_in_a_file_and_read(size, times, tmp_path):
-    """On each side of the size; a wrong one is found in it, too."""
-    parts = {"begin": WIDE.format(size), "backward": f"(loss * ({times} if n > 1 else 1)).backward()"}
-    text = program(**parts, stepped=f"if n > 1: {FILES}")
-    (tmp_path / "tmp").mkdir()
-    _, lines, _ = answer(text=text, nproc=3, cwd=tmp_path, code=times - 1, TMPDIR=tmp_path / "tmp")
-    assert re.fullmatch(SAME if times == 1 else DIFFERENT + "averaging", lines["verdict"]), lines
-    assert bool((tmp_path / "files of 0").read_text()) == (size == LARGE)
 
 
 @pytest.mark.parametrize("largest", [159, 160])
