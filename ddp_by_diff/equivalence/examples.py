@@ -26,10 +26,7 @@ NEVER = Reason(
     "some examples never come",
     "if the sampler leaves them out on purpose (for validation), nothing is wrong",
 )
-OTHER_NUMBERS = Reason(
-    "the ranks' data sets differ, and a sampler shares out their numbers",
-    "print this example on both ranks: if only its augmentation differs, nothing is wrong",
-)
+ONE_ORDER = "make data, order and the labels' numbers equal on all ranks (sorted(), or a seed)"
 SHARE = "give each rank its own share"
 
 
@@ -98,24 +95,17 @@ def other_number(loaders: list[Loader | None], is_shared_out: bool) -> Link | No
     picks = [loader.picks for loader in loaders if loader and loader.picks]
     if not is_shared_out or len(picks) < len(loaders):
         return None
-    others = []
     for rank, some in enumerate(picks):
-        for one, other in zip(picks[0], some, strict=False):
-            if one != other:
-                others.append((one.label == other.label, one.number, rank))
-    if not others:
-        return None
-    is_label_equal, number, rank = min(others)
-    text = f"example {number} of the data is not the same on rank {rank} as on rank 0"
-    if is_label_equal:
-        return inconclusive(LABEL, OTHER_NUMBERS, text)
-    text += ": make the order, and the labels' numbers, equal on all ranks (sorted())"
-    return Link(LABEL, False, text)
+        for number in some.keys() & picks[0].keys():
+            if some[number] != picks[0][number]:
+                text = f"example {number} of the data is not the same on rank {rank} as on rank 0: "
+                return Link(LABEL, False, f"{text}{ONE_ORDER}")
+    return None
 
 
 def have_one_dataset(loaders: list[Loader | None]) -> bool:
     """Whether an example's number means the same on all ranks."""
-    picks = [loader.picks if loader else [] for loader in loaders]
+    picks = [loader.picks if loader else {} for loader in loaders]
     return bool(picks[0]) and all(some == picks[0] for some in picks)
 
 

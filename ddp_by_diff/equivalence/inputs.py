@@ -66,11 +66,10 @@ class Data(Observer):
         hooks = self.hooks
         is_inside = hooks.inside and hooks.inside[-1].what != "optimizer"
         is_other = is_inside or hooks.is_elsewhere() or not torch.is_grad_enabled()
-        if self.steps.has_loader or is_other:
-            return original(*args, **kwargs)
         target = kwargs.get("target", args[1] if len(args) > 1 else None)
         is_computed = isinstance(target, torch.Tensor) and target.is_floating_point()
-        if target is None or (self.steps.now.has_teacher and is_computed):  # by a teacher, perhaps
+        is_computed &= self.steps.now.has_teacher  # by that, perhaps
+        if self.steps.has_loader or is_other or target is None or is_computed:
             return original(*args, **kwargs)
         self.note_draws()
         target = self.note_event(f"target of {name}", target)

@@ -83,12 +83,10 @@ def judge(ranks: list[Notes], length: int, runs: Any, command: list[str]) -> Ans
     settings = options(facts, alone.notes if alone else None, command, own_total)
     stages = stages_of(runs, facts, look, alone, settings)
     links = [examples(facts, total), copies(facts), *stages]
-    notes, others = [], []
+    draws_others = reason or one_batch.draws_others(look, 0)  # else it has the same masks, too
+    notes, others = random_numbers(facts) if draws_others else [], []
     if not reason:
-        notes += batch_sizes(look)
-    if reason or one_batch.draws_others(look, 0):  # else one process has the same masks, too
-        notes += random_numbers(facts)
-    if not reason:
+        notes = batch_sizes(look) + notes
         batch = next(link for link in stages if link.label == facts.stage_2)
         if stages[1] is batch or stages[1].is_right is not False:  # else averaging explains it
             others = weights.buffers(facts, alone, batch.limit, bool(batch.is_right))

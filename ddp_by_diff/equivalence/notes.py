@@ -6,7 +6,6 @@ import itertools
 import pickle
 import random
 import re
-from collections.abc import Mapping, ValuesView
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -56,14 +55,6 @@ class Content(pickle.Pickler):
         return None
 
 
-class Pick(NamedTuple):
-    """An example of a data set: equal on ranks that have the same data."""
-
-    number: int
-    whole: str  # a digest
-    label: str  # its whole numbers, such as its class
-
-
 @dataclass
 class Loader:
     """A DataLoader, and what it reads, on one rank."""
@@ -74,39 +65,27 @@ class Loader:
     epoch: list[int] = field(default_factory=list)  # all numbers of one, if they can be listed
     length: int = 0  # of the data set, without its Subsets; 0: it has none
     pool: list[int] | None = None  # the numbers that a Subset has of it
-    picks: list[Pick] = field(default_factory=list)  # a few examples; []: not known
+    picks: dict[int, str] = field(default_factory=dict)  # a few examples; {}: not known
 
 
-def pick(dataset: Any, number: int) -> Pick:
+def pick(dataset: Any, number: int) -> str:
+    """The digest of an example: equal on ranks that have the same data."""
     random.seed(0)
     numpy.random.seed(0)
     torch.manual_seed(0)
-    content, example = io.BytesIO(), dataset[number]
-    Content(content).dump(example)
-    whole = hashlib.blake2b(content.getvalue(), digest_size=16).hexdigest()
-    return Pick(number, whole, str(labels_in(example)))
+    content = io.BytesIO()
+    Content(content).dump(dataset[number])
+    return hashlib.blake2b(content.getvalue(), digest_size=16).hexdigest()
 
 
-def labels_in(example: Any) -> list:
-    """The whole numbers in an example, which no augmentation changes."""
-    if isinstance(example, torch.Tensor) and not example.dim():
-        example = example.item()
-    if isinstance(example, int | numpy.integer):
-        return [int(example)]
-    parts = example.values() if isinstance(example, Mapping) else example
-    is_nested = isinstance(parts, list | tuple | ValuesView)
-    return [label for part in parts for label in labels_in(part)] if is_nested else []
-
-
-def pick_some(dataset: Any) -> list[Pick]:
-    """A few examples of a data set; [] if they are never the same."""
-    state = random_state()
+def pick_some(dataset: Any) -> dict[int, str]:
+    """A few examples of a data set by their numbers; {} if they are never the same."""
+    state, last = random_state(), len(dataset) - 1
     try:
-        last = len(dataset) - 1
-        picks = [pick(dataset, number) for number in sorted({last * k // 8 for k in range(9)})]
-        return picks if pick(dataset, 0) == picks[0] else []
+        picks = {last * k // 8: pick(dataset, last * k // 8) for k in range(9)}
+        return picks if pick(dataset, 0) == picks[0] else {}
     except Exception:  # the program's own code, or what can't be pickled
-        return []
+        return {}
     finally:
         set_random_state(state)
 

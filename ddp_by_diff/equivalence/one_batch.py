@@ -384,6 +384,11 @@ NOT_COMPARABLE = [
     ),
     UNMEASURED._replace(test=may_be_rounding),
 ]
+ROWS = Reason(
+    "the tensors of a batch have not one row for each example",
+    "in a copy, make each row of each tensor one example (batch_first=True), or let a collate_fn "
+    "make the batch of single examples",
+)
 # Then the one batch that was made of the ranks' batches, or the one model of their parts, may be
 # wrong.
 NOT_JOINED_WELL = [
@@ -400,22 +405,13 @@ NOT_JOINED_WELL = [
             look.facts.gradients == GOT and not are_joined_rightly(look.facts, look.alone)
         ),
     ),
-    Reason(
-        "a tensor numbers groups of rows, and can't be joined with another rank's",
-        "in a copy, let a collate_fn make the batch of single examples",
-        numbers_groups,
-    ),
+    ROWS._replace(test=numbers_groups),
     Reason(
         "the same examples have another gradient in another order",
         "in a copy, make each row of each tensor one example (batch_first=True)",
         depends_on_order,
     ),
 ]
-ROWS = Reason(
-    "the tensors of a batch have not one row for each example",
-    "in a copy, make each row of each tensor one example (batch_first=True), or let a collate_fn "
-    "make the batch of single examples",
-)
 OTHERWISE = Reason(
     "a step may use more than weights, buffers and the batches seen (a generator, rows it picks), "
     "or these are joined wrongly",
