@@ -69,7 +69,7 @@ def of_the_mean(facts: Facts, right: Look | None, is_all: bool = False) -> Link:
     if not bad:
         return ok(in_words(factors) + clipped_in_words(facts.ranks), figures)
     differ = [[vectors.only(got, set(bad)) for got in in_step] for in_step in gots]
-    if link := sent_coarsely(differ, far) or perhaps_coarsely(facts, differ, goals, figures):
+    if link := sent_coarsely(facts, differ, goals, figures):
         return link
     names = set().union(*goals)
     place = f" of {len(bad)} of {len(names)} tensors ({verdict.some_of(bad)})"
@@ -212,21 +212,17 @@ def furthest_from_alone(right: Look, is_before: bool) -> tuple[float, int, Vecto
     return worst
 
 
-def sent_coarsely(gots: list[list[Vector]], far: float) -> Link | None:
-    """Stage 1, right, if all that came is in 16 bits, and no further away than these round."""
+def sent_coarsely(
+    facts: Facts, gots: list[list[Vector]], goals: list[Vector], figures: Figures
+) -> Link | None:
+    """Stage 1, if numbers differ as 16 bits round: right, if all that came is in 16 bits."""
     count = len(gots[0])
     for dtype in torch.float16, torch.bfloat16:
         most = torch.finfo(dtype).eps * max(1.0, count**0.5 / 2)  # each addition rounds
-        if far <= most and all(is_in(dtype, got, count) for in_step in gots for got in in_step):
-            name, figures = str(dtype).removeprefix("torch."), Figures(far, most)
-            return ok(f"{MEAN}, sent as {name}", figures)
-    return None
-
-
-def perhaps_coarsely(
-    facts: Facts, gots: list[list[Vector]], goals: list[Vector], figures: Figures
-) -> Link | None:
-    """Stage 1, inconclusive, if numbers differ as 16 bits round, and no factors explain it."""
+        are_in = all(is_in(dtype, got, count) for in_step in gots for got in in_step)
+        if figures.difference <= most and are_in:
+            text = f"{MEAN}, sent as {str(dtype).removeprefix('torch.')}"
+            return ok(text, Figures(figures.difference, most))
     eps = torch.finfo(torch.bfloat16).eps  # twice what a message rounds: micro-batches may cancel
     for k, goal in enumerate(goals):
         for got in gots[k]:

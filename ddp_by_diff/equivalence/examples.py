@@ -130,9 +130,11 @@ def examples(facts: Facts, total: int = 0) -> Link:
     """Whether each example is on one rank.  total: examples of one process in a step, or 0."""
     if not facts.keys:
         return Link(LABEL, True, NO_BATCHES.sentence)
-    if facts.model == PARTS:
-        return of_parts(facts)
-    text = in_words(facts, facts.ranks)
+    text = in_words(facts, facts.distinct if facts.model == PARTS else facts.ranks)
+    if facts.model == PARTS:  # stage 2 tells whether they are right
+        shared = f"all {len(facts.ranks)}" if len(facts.distinct) == 1 else "some"
+        same = f", the same on {shared} ranks, which share one model"
+        return Link(LABEL, True, text + same * (len(facts.distinct) < len(facts.ranks)))
     if facts.is_same_work:
         who = "both ranks" if len(facts.ranks) == 2 else f"all {len(facts.ranks)} ranks"
         who = "some ranks" if len(facts.distinct) > 1 else who
@@ -151,15 +153,6 @@ def in_words(facts: Facts, ranks: list[Notes]) -> str:
     """The ranks' examples in a step, such as "8 + 7-8 per step"."""
     counts = [span([facts.examples(rank, k) for k in facts.steps]) for rank in ranks]
     return " + ".join(counts) + " rows" * (facts.unit == "rows") + " per step"
-
-
-def of_parts(facts: Facts) -> Link:
-    """Examples of ranks that have parts of one model: stage 2 tells whether they are right."""
-    text = in_words(facts, facts.distinct)
-    shared = f"all {len(facts.ranks)}" if len(facts.distinct) == 1 else "some"
-    if len(facts.distinct) < len(facts.ranks):
-        text += f", the same on {shared} ranks, which share one model"
-    return Link(LABEL, True, text)
 
 
 def of_shares(facts: Facts, text: str) -> Link:

@@ -2,18 +2,20 @@
 
 import dataclasses
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from ddp_by_diff.equivalence import limits, vectors
-from ddp_by_diff.equivalence.batches import counts_up, have_other_rows
+from ddp_by_diff.equivalence.batches import counts_up, have_other_rows, mapped
 from ddp_by_diff.equivalence.copies_or_parts import are_joined_rightly
 from ddp_by_diff.equivalence.facts import GOT, Facts
-from ddp_by_diff.equivalence.notes import Alone, Notes
+from ddp_by_diff.equivalence.notes import Alone, Event, Notes
 from ddp_by_diff.equivalence.vectors import Vector
 from ddp_by_diff.equivalence.verdict import Figures, Link, Reason, inconclusive, some_of, span
 from ddp_by_diff.equivalence.weights import UNMEASURED, other_state
 
-TOGETHER = "the loss, a layer or the step depends on the batch's composition, its size or the rank"
+TOGETHER = "the loss, a layer or the step depends on the composition or the size of the batch"
+NUMBERS = "; or on numbers that differ by rank"
 OF_PARTS = "the ranks compute parts of one batch, and their gradients don't add up to the batch's"
 ALONE_RIGHT = "each rank's examples, computed alone, give that rank's gradient"
 OWN_DIFFERS = "a rank's examples, computed in one process, don't give that rank's gradient"
@@ -263,7 +265,7 @@ def unexplained(runs: Any, look: Look, text: str) -> Link:
         return wrong._replace(why="" if is_direct else OF_PARTS)
     is_own = None if runs.per_step else shares_give_their_own(runs, look)
     if is_own:
-        why = TOGETHER + f"; or {STATE}" * goes_on
+        why = TOGETHER + f"; or {STATE}" * goes_on + NUMBERS * has_other_parts(look.facts)
         return wrong._replace(text=f"{wrong.text}; {ALONE_RIGHT}", why=why)
     if look.is_given and computes_the_same_again(runs, look):  # nothing was joined
         return wrong._replace(why="" if is_own is None else OWN_DIFFERS)
@@ -359,10 +361,20 @@ def takes_other_batches(runs: Any, look: Look) -> bool:
     return is_other and not look.is_given
 
 
-def numbers_groups(runs: Any, look: Look) -> bool:
-    events = [events[0] for rank in look.facts.ranks for events in rank.events.values() if events]
-    is_any = any(counts_up(event.value) for event in events if not event.examples)
-    return is_any and not look.is_given
+def has_other_parts(facts: Facts) -> bool:
+    """Whether a batch numbers groups of its rows, or has a number that differs by rank."""
+    for events in side_by_side(facts):
+        numbers = [mapped(number_in, [event.value]) for event in events]
+        is_any = any(counts_up(event.value) for event in events) or numbers[1:] != numbers[:-1]
+        if is_any and not all(event.examples for event in events):
+            return True
+    return False
+
+
+def number_in(leaves: list, key: Any) -> Any:
+    """A leaf of a batch, if it is one number; else 0."""
+    is_one = isinstance(leaves[0], int | float) or getattr(leaves[0], "shape", None) == ()
+    return leaves[0] if is_one else 0
 
 
 NOT_SEEN = Reason(
@@ -385,7 +397,7 @@ NOT_COMPARABLE = [
     UNMEASURED._replace(test=may_be_rounding),
 ]
 ROWS = Reason(
-    "the tensors of a batch have not one row for each example",
+    "a batch has parts that have not one row for each example",
     "in a copy, make each row of each tensor one example (batch_first=True), or let a collate_fn "
     "make the batch of single examples",
 )
@@ -405,7 +417,7 @@ NOT_JOINED_WELL = [
             look.facts.gradients == GOT and not are_joined_rightly(look.facts, look.alone)
         ),
     ),
-    ROWS._replace(test=numbers_groups),
+    ROWS._replace(test=lambda runs, look: not look.is_given and has_other_parts(look.facts)),
     Reason(
         "the same examples have another gradient in another order",
         "in a copy, make each row of each tensor one example (batch_first=True)",
@@ -422,10 +434,14 @@ OTHERWISE = Reason(
 
 def why_not_joined(facts: Facts) -> Reason | None:
     """Why the ranks' batches can't be made one; None if they can."""
-    for key in facts.keys:
-        for events in zip(*[rank.events.get(key, []) for rank in facts.distinct], strict=False):
-            # Else the program's own collate_fn makes it.
-            is_made = all(event.examples for event in events)
-            if not is_made and have_other_rows([event.value for event in events]):
-                return ROWS
+    for events in side_by_side(facts):
+        is_made = all(event.examples for event in events)  # by the program's own collate_fn
+        if not is_made and have_other_rows([event.value for event in events]):
+            return ROWS
     return None
+
+
+def side_by_side(facts: Facts) -> Iterator[tuple[Event, ...]]:
+    """The ranks' events of each key, in their order."""
+    for key in facts.keys:
+        yield from zip(*[rank.events.get(key, []) for rank in facts.distinct], strict=False)

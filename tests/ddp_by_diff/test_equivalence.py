@@ -18,7 +18,7 @@ SAME = SAME_UP_TO.format("1e-05")
 DIFFERENT = "DIFFERENT from one process in: "
 BATCH = "DIFFERENT from one process: "
 STATE = BATCH + "training reads what each process changes by its own examples: "
-TOGETHER = BATCH + "the loss, a layer or the step depends on the batch's composition, its size or the rank"
+TOGETHER = BATCH + "the loss, a layer or the step depends on the composition or the size of the batch"
 UNSEEN = r"INCONCLUSIVE: one batch: a step may use more than weights, buffers and the batches seen .*"
 EXCEPT = r"THE SAME as one process, except for {}, in the 3 steps compared .apart from that, differences below {} .*"
 NORM = EXCEPT.format("BatchNorm .each process normalizes its own share.", "1e-05")
@@ -546,8 +546,20 @@ for p in net.parameters(): p.register_hook(total)""",
         loss="F.cross_entropy(model(x + torch.randn(x.shape, generator=g)), y)",
     ),
     "numbers": case(
-        TOGETHER,
+        TOGETHER + "; or on numbers that differ by rank",
         begin="class Net(nn.Sequential):\n    def forward(self, x, k): return super().forward(x) * k\nnet = Net(*net)",
+        loader="[(slice(rank + 24 * k, 24 * k + 24, n), 0) for k in range(20)]",
+        loss="F.cross_entropy(model(data[x][0], 1 + rank), data[x][1])",
+    ),
+    "numbers_and_other_batches": case(  # in one process, so that its batch is joined of the ranks'
+        "INCONCLUSIVE: one batch: a batch has parts that have not one row for each example",
+        begin="class Net(nn.Sequential):\n    def forward(self, x, k): return super().forward(x) * k\nnet = Net(*net)",
+        loader="[(slice(rank + 8 * n * k, 8 * n * (k + 1), n), 0) for k in range(20)]",
+        loss="F.cross_entropy(model(data[x][0], 1 + rank), data[x][1])",
+    ),
+    "numbers_that_do_nothing": case(
+        SAME,
+        begin="class Net(nn.Sequential):\n    def forward(self, x, k): return super().forward(x)\nnet = Net(*net)",
         loader="[(slice(rank + 24 * k, 24 * k + 24, n), 0) for k in range(20)]",
         loss="F.cross_entropy(model(data[x][0], 1 + rank), data[x][1])",
     ),
@@ -599,7 +611,7 @@ for p in net.parameters(): p.register_hook(total)""",
         loss="model(x)[0][-1].square().mean()",
     ),
     "graphs": case(
-        "INCONCLUSIVE: one batch: the tensors of a batch have not one row for each example",
+        "INCONCLUSIVE: one batch: a batch has parts that have not one row for each example",
         {"averaging": "ok: .*", "weights": "ok: .*"},
         begin=GRAPHS,
         loader="batches",
