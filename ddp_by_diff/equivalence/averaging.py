@@ -10,7 +10,13 @@ import torch
 from ddp_by_diff.equivalence import limits, vectors, verdict
 from ddp_by_diff.equivalence.facts import Facts
 from ddp_by_diff.equivalence.notes import Notes, Step
-from ddp_by_diff.equivalence.one_batch import NOT_COMPARABLE, Look, are_added, draws_others, scales
+from ddp_by_diff.equivalence.one_batch import (
+    NOT_COMPARABLE,
+    Look,
+    combination,
+    draws_others,
+    scales,
+)
 from ddp_by_diff.equivalence.vectors import Fit, Vector
 from ddp_by_diff.equivalence.verdict import Figures, Link, Reason, inconclusive
 
@@ -129,14 +135,12 @@ def furthest_from_goals(
 
 def in_words(factors: list[list[float]]) -> str:
     """What the optimizers receive.  factors: of each rank's gradient, in each step."""
-    even = [1 / len(factors[0])] * len(factors[0])
-    if are_added(factors):
-        return MEAN.replace("mean", "sum")
-    for number, in_step in enumerate(factors):
-        if not vectors.numbers_are_near(in_step, even, limits.FACTOR):
-            text = "the optimizers receive the ranks' gradients, weighted as in one process:"
-            return f"{text} {verdict.percent(in_step)} in step {number + 1}"
-    return MEAN
+    word = combination(factors)
+    if word in ("sum", "mean"):
+        return MEAN.replace("mean", word)
+    number = max(range(len(factors)), key=lambda k: max(factors[k]) - min(factors[k]))
+    text = "the optimizers receive the ranks' gradients, weighted as in one process:"
+    return f"{text} {verdict.percent(factors[number])} in step {number + 1}"
 
 
 def is_clipped(ranks: list[Notes]) -> bool:

@@ -16,7 +16,7 @@ from ddp_by_diff.equivalence.notes import Loader
 from ddp_by_diff.equivalence.observe import print_into
 from ddp_by_diff.equivalence.runs import Runs, be_alone
 from ddp_by_diff.equivalence.verdict import Answer, Link, Reason, Verdict, inconclusive
-from ddp_by_diff.instruments.command import Line, show
+from ddp_by_diff.instruments.command import show
 from ddp_by_diff.instruments.meeting import Place
 from ddp_by_diff.instruments.observer import Observer
 from ddp_by_diff.instruments.program import Finished
@@ -27,11 +27,18 @@ NO_LOADER = Reason(
     "no DataLoader was seen: batches that a program makes in its loop can't be followed",
     "in a copy, load the data with a DataLoader",
 )
-OTHER_LOADERS = "only the first DataLoader was followed: others, too, gave batches to train with"
-WHOLE = "let the program train for a whole epoch, and into the next one"
+OTHER_LOADERS = Reason(
+    "only the first DataLoader was followed, and others, too, gave batches to train with",
+    "in a copy, train with another one only",
+)
+WHOLE = "let the loop read its DataLoader to the end (no break, no islice), and begin another epoch"
+UNEQUAL = Reason(
+    "the ranks have unequal numbers of batches, but none waits for the others",
+    "if the program takes care of that (DDP's join()), nothing is wrong; else give all as many",
+)
 OWN_DATA = Reason(
     "each rank has a data set of its own: whether these share examples was not compared",
-    "in a copy, add its number in all data to each example, and let a stream give them",
+    "in a copy, wrap the data set: with ConcatDataset([data]), examples are known by their content",
 )
 UNREAD = Reason(
     "others may never come, as one process reads fewer, or not to the end",
@@ -120,13 +127,14 @@ def answer(ranks: list[Epoch], runs: Runs) -> Answer:
     if not any(rank.loaders for rank in ranks):
         return verdict.unknown(NO_LOADER)
     links = [batches(ranks), came(ranks, runs), order(ranks)]
+    if any(len(rank.loaders) > 1 for rank in ranks):
+        links.append(inconclusive("loaders", OTHER_LOADERS))
     text = "the ranks share out the examples"
     if any(rank.loader.redraws for rank in ranks):
         text = "the ranks have equally many batches, and draw them with replacement"
     right = Verdict(verdict.SAME, f"RIGHT in one whole epoch: {text}")
     found = verdict.problem(links, "one process in an epoch") or right
-    more = any(len(rank.loaders) > 1 for rank in ranks)
-    return Answer(found, links, [Line("note", OTHER_LOADERS)] * more)
+    return Answer(found, links, [])
 
 
 def batches(ranks: list[Epoch]) -> Link:
@@ -134,16 +142,18 @@ def batches(ranks: list[Epoch]) -> Link:
     text = " + ".join(str(rank.batches) for rank in ranks)
     cut = [rank for rank in ranks if not rank.is_whole]
     if len(cut) == len(ranks):
-        reason = Reason("no rank reached the end of its DataLoader", WHOLE)
-        return inconclusive("batches", reason, f"{text}, before the end of the DataLoader")
+        reason = Reason("no rank read its DataLoader to the end", WHOLE)
+        return inconclusive("batches", reason, f"{text}, and perhaps there are more")
     most = max(ranks, key=lambda rank: rank.batches)
     least = min(ranks, key=lambda rank: rank.batches)
     if most.batches != least.batches:
         more = " or more" if cut else ""
         text += f"{more}: rank {least.rank} has {least.batches}, rank {most.rank} {most.batches}"
+        if not cut:
+            return inconclusive("batches", UNEQUAL, text)
         return Link("batches", False, f"{text}; ranks with more wait for the others forever")
     if cut:
-        reason = Reason(f"rank {cut[0].rank} did not reach the end of its DataLoader", WHOLE)
+        reason = Reason(f"rank {cut[0].rank} did not read its DataLoader to the end", WHOLE)
         return inconclusive("batches", reason, text)
     return Link("batches", True, text)
 
@@ -187,6 +197,7 @@ def of_numbers(ranks: list[Epoch], loaders: list[Loader], found: Counted) -> Lin
     if link := examples.other_number(loaders, is_part and found.shared <= slack):
         return link._replace(text=f"{text}; {link.text}")
     if all(loader.picks for loader in loaders) and not examples.have_one_dataset(loaders):
+        text = " + ".join(str(len(rank.counts)) for rank in ranks) + " examples came"
         return inconclusive(LABEL, OWN_DATA, text)
     link = examples.why_not_shared_out(found, f"{text}; ", loaders, True, slack)
     if not link and all(rank.is_whole for rank in ranks):
@@ -206,7 +217,7 @@ def order(ranks: list[Epoch]) -> Link:
     """Whether a shuffled loader has another order in the next epoch."""
     first, second = ranks[0].first, ranks[0].second
     if not second:
-        return Link("order", True, "no second epoch was seen")
+        return Link("order", True, "no second epoch was followed")
     if first[: len(second)] != second:
         return Link("order", True, "the second epoch has another order")
     text = "the second epoch has the order of the first"

@@ -12,7 +12,8 @@ from ddp_by_diff.equivalence.verdict import Link, Reason, inconclusive, some_of,
 
 LABEL = "examples"
 NO_BATCHES = Reason(
-    "no batches were seen, or not in each step", "let a DataLoader give a batch in each step"
+    "no DataLoader gives a batch in each of these steps",
+    "in a copy, let one DataLoader give the batches of the first steps (--steps)",
 )
 AGAIN = Reason(
     "some came more than once on their rank",
@@ -32,8 +33,12 @@ SHARE = "give each rank its own share"
 
 def copies(facts: Facts) -> Link:
     """Whether all ranks have equal weights before and after each step."""
-    if facts.model == UNCLEAR or not facts.unequal:
+    if facts.model == UNCLEAR:
         return Link("copies", True)
+    if not facts.unequal:
+        names = facts.unequal_before(len(facts.steps), limit=0.0)
+        text = f"ok, up to rounding in {some_of(names)}; in a long run, copies may drift apart"
+        return Link("copies", True, text if names else "")
     when = "from the start" if facts.first_unequal == 0 else f"after step {facts.first_unequal}"
     text = f"the ranks' weights differ {when}: {some_of(facts.unequal)}"
     text += ", which no optimizer trains" * facts.trained.isdisjoint(facts.unequal)

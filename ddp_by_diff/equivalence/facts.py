@@ -142,11 +142,11 @@ class Facts:
         k = self.first_unequal
         return self.unequal_before(k) if k <= len(self.steps) else []
 
-    def unequal_before(self, step: int) -> list[str]:
+    def unequal_before(self, step: int, limit: float = limits.COPIES) -> list[str]:
         """Names of the parameters that differ before this step, but for parts of one model."""
-        names: list[str] = []
+        names, first = [], self.ranks[0].steps[step].weights
         for rank in self.ranks[1:]:
-            names += unequal_names(self.ranks[0].steps[step].weights, rank.steps[step].weights)
+            names += unequal_names(first, rank.steps[step].weights, limit)
         return [name for name in self.ranks[0].parameters if name in set(names) - self.parts]
 
     @property

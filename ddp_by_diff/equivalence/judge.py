@@ -18,7 +18,6 @@ NO_STEP = Reason(
     "in a copy, let torch.optim.SGD update the model's own parameters; if it does so already, then "
     "in the first thread of each process, and not compiled",
 )
-BY_HAND = NO_STEP._replace(sentence=f"the weights change, but {NO_STEP.sentence}")
 PARTS_UNCLEAR = Reason(
     "the ranks' weights differ from the start, and together they are not one process's",
     "if they are parts of one model, shard it with fully_shard or DTensor in a copy",
@@ -36,7 +35,7 @@ def few_steps(ranks: list[Notes], length: int) -> Answer:
     """The answer if not all ranks made enough steps."""
     made = [len(rank.counts) for rank in ranks]
     if max(made) == 0:
-        return verdict.unknown(BY_HAND if any(rank.has_changed for rank in ranks) else NO_STEP)
+        return verdict.unknown(NO_STEP)
     each = ", ".join(f"rank {rank.rank}: {len(rank.counts)}" for rank in ranks)
     few = f"not all ranks made {length + 1} steps of an optimizer ({each})"
     if bad := first_infinite(ranks, min(made)):

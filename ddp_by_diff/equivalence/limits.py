@@ -22,6 +22,7 @@ UPDATED = 1e-5  # the gradients are equal, but an optimizer may add up numbers i
 DIGITS = 2  # a weight may differ by this many units in its last digit
 SCHEDULE = 1e-2  # a learning rate, in a few steps, if an epoch has another number of steps
 
+COPIES = 4 * torch.finfo(torch.float32).eps  # so far apart are sums that each rank makes itself
 SEEN = 5e-2  # THE SAME is said only if each link would notice a difference as large as this
 COARSE = 1e-4  # a number format with a larger last digit is coarse
 ALIKE = 0.05  # this part of the examples that a program draws may be alike by chance

@@ -131,7 +131,6 @@ class Notes:
     norm_buffers: set[str] = field(default_factory=set)  # of BatchNorm layers
     parts: set[str] = field(default_factory=set)  # parameters of which a layer has a part (DTensor)
     kinds: set[str] = field(default_factory=set)  # "BatchNorm", "dropout", of layers that train
-    has_changed: bool = False  # a weight has, and no optimizer has made a step
     has_clipped: bool = False  # torch's clip_grad_norm_ or clip_grad_value_ was called
     is_coarse: bool = False  # a module computes in bfloat16 or float16
     has_coarse_optimizer: bool = False  # an optimizer does (see formats.py)

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ddp_by_diff.distributed import unwrap_model
-from ddp_by_diff.equivalence.batches import digest, whole
+from ddp_by_diff.equivalence.batches import whole
 from ddp_by_diff.equivalence.formats import CoarseOptimizers
 from ddp_by_diff.equivalence.gradients import Gradients
 from ddp_by_diff.equivalence.inputs import Data
@@ -204,16 +204,8 @@ class Weights(Observer):
         group = optimizer.param_groups[0]
         return [Owned(name, parameter, group, False) for parameter, name in names.items()]
 
-    def has_changed(self) -> bool:
-        """Whether a weight has changed since the first forward pass."""
-        first = self.steps.noted.steps[0].weights
-        pairs = [(first.get(name), tensor) for tensor, name in self.trained().items()]
-        pairs = [(old, new) for old, new in pairs if isinstance(old, torch.Tensor)]
-        return any(digest(old) != digest(new) for old, new in pairs if not hasattr(new, "to_local"))
-
     def notes(self, is_own_thread: bool) -> None:
         noted, names = self.steps.noted, self.names()
-        noted.has_changed = not noted.counts and self.has_changed()
         buffers = set()
         for model in self.hooks.models.values():
             buffers.update(model.buffers())

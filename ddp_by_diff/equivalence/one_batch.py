@@ -197,7 +197,7 @@ def one_batch(runs: Any, look: Look) -> tuple[Link, Look | None]:
         steps = "step" + "s" * (len(look.steps) > 1)
         whole += f" ({steps} {span([1, len(look.steps)])}, before the ranks' weights differ)"
     if look.is_right:
-        text = f"this {'sum' if are_added(look.factors) else 'mean'} equals {whole}"
+        text = f"this {combination(look.factors)} equals {whole}"
         if is_direct:
             text = "the optimizers receive one process's gradients"
         return Link(facts.stage_2, True, f"ok: {text} {figures}", look.limit, "", "", figures), look
@@ -218,10 +218,13 @@ def one_batch(runs: Any, look: Look) -> tuple[Link, Look | None]:
     return unexplained(runs, look, text)._replace(figures=figures), None
 
 
-def are_added(factors: list[list[float]]) -> bool:
-    """Whether the ranks' gradients add up to one process's.  factors: theirs, in each step."""
-    ones = [1.0] * len(factors[0])
-    return len(ones) > 1 and all(vectors.numbers_are_near(k, ones, limits.FACTOR) for k in factors)
+def combination(factors: list[list[float]]) -> str:
+    """How the ranks' gradients make one process's, in words.  factors: theirs, in each step."""
+    count = len(factors[0])
+    for word, factor in ("sum", 1.0), ("mean", 1 / count):
+        if all(vectors.numbers_are_near(some, [factor] * count, limits.FACTOR) for some in factors):
+            return word if count > 1 else "mean"
+    return "weighted mean"
 
 
 def kinds_that_differ(look: Look) -> list[str]:

@@ -107,14 +107,15 @@ def numbers_are_near(values: list[float], wanted: list[float], limit: float) -> 
     return all(abs(a - b) <= limit * most for a, b in zip(values, wanted, strict=True))
 
 
-def unequal_names(vector: Vector, other: Vector) -> list[str]:
-    """Names of the tensors that both vectors have, and that differ."""
+def unequal_names(vector: Vector, other: Vector, limit: float = 0.0) -> list[str]:
+    """Names of the tensors that both vectors have, and whose distance is more than the limit."""
     names = []
     for name in vector.keys() & other.keys():
         tensor, theirs = vector[name], other[name]
         is_equal = tensor.shape == theirs.shape and tensor.equal(theirs)
         if not is_equal and digest(tensor) != digest(theirs):  # a NaN is equal to itself here
-            names.append(name)
+            is_near = tensor.shape == theirs.shape and distance({"": theirs}, {"": tensor}) <= limit
+            names += [name] * (not is_near)
     return names
 
 
