@@ -545,6 +545,20 @@ for p in net.parameters(): p.register_hook(total)""",
         ready="g = torch.Generator().manual_seed(rank)",
         loss="F.cross_entropy(model(x + torch.randn(x.shape, generator=g)), y)",
     ),
+    "sums_in_other_orders": case(  # on each rank, as a ring of sends makes them
+        SAME_UP_TO.format(".*"),
+        {"copies": "ok, up to rounding in .*; in a long run, copies may drift apart"},
+        model="net",
+        begin="def turned(parts): return sum((parts[rank - k] for k in range(1, n)), parts[rank])",
+        got="""for p in net.parameters():
+    parts = [torch.empty_like(p) for _ in range(n)]
+    dist.all_gather(parts, p.grad)
+    p.grad = turned(parts) / n""",
+    ),
+    "copies_drift": case(
+        DIFFERENT + "copies, weights",
+        stepped="for p in net.parameters(): p.data *= 1 + 1e-6 * rank",
+    ),
     "numbers": case(
         TOGETHER + "; or on numbers that differ by rank",
         begin="class Net(nn.Sequential):\n    def forward(self, x, k): return super().forward(x) * k\nnet = Net(*net)",
