@@ -24,9 +24,8 @@ Exit code: 0 the same, up to rounding (or except for BatchNorm or dropout); 1 di
 #   __main__.py        the command line
 #   observe.py         observers of a program: inputs.py, gradients.py, layers.py
 #   loaders.py         which DataLoader a batch comes from; epoch.py: --epoch
-#   notes.py           the notes of a process; facts.py: the ranks' notes side by side
-#   copies_or_parts.py what the ranks have of the model: decided before any question
+#   notes.py           the notes of a process; facts.py: the ranks' side by side, copies or parts
 #   runs.py            more runs; source.py: their data; formats.py: in float64
 #   judge.py           what is asked: examples.py, averaging.py (stage 1), one_batch.py (2),
-#                      optimizer_options.py, weights.py (3); verdict.py: the answer
+#                      weights.py (3); verdict.py: the answer
 #   limits.py          all thresholds; vectors.py, batches.py: arithmetic

@@ -17,11 +17,12 @@ NO_BATCHES = Reason(
 )
 AGAIN = Reason(
     "some came more than once on their rank",
-    "if the sampler draws with replacement, or repeats examples on purpose, nothing is wrong",
+    "if they are equal, drawn again or repeated on purpose, nothing is wrong; if not, and loader "
+    "workers read a stream, give each its own share (get_worker_info)",
 )
 EQUAL = Reason(
     "some are on more than one rank, or the data have equal examples",
-    "if the program draws with replacement, nothing is wrong; else give each example its number",
+    "if they are equal, or drawn with replacement, nothing is wrong; else give each rank its share",
 )
 NEVER = Reason(
     "some examples never come",
@@ -89,7 +90,8 @@ def remedy(loaders: list[Loader | None]) -> str:
         return "the ranks' Subsets have different examples (random_split: seed it equally)"
     if all(samplers):
         return f"the ranks' DistributedSamplers have {', '.join(samplers)}"
-    return SHARE + " (DistributedSampler)" * any(loaders)
+    has_length = any(loader and loader.length for loader in loaders)  # a stream has none
+    return SHARE + " (DistributedSampler)" * has_length
 
 
 def other_number(loaders: list[Loader | None], is_shared_out: bool) -> Link | None:

@@ -2,14 +2,15 @@
 
 import dataclasses
 import itertools
+from collections import ChainMap
 from functools import cached_property
 
 import torch
 
 from ddp_by_diff.equivalence import limits, vectors
 from ddp_by_diff.equivalence.batches import count_examples, digest
-from ddp_by_diff.equivalence.notes import Event, Notes
-from ddp_by_diff.equivalence.vectors import Vector, put_together, unequal_names
+from ddp_by_diff.equivalence.notes import Alone, Event, Notes, Step
+from ddp_by_diff.equivalence.vectors import Vector, only, put_together, unequal_names
 
 # What the ranks have:
 COPIES = "copies of one model"
@@ -34,26 +35,25 @@ class Facts:
     parts: frozenset[str] = frozenset()  # the parameters of which the ranks have parts
 
     @cached_property
-    def batches(self) -> list[dict]:
-        """Digests of all events that each rank used, by key."""
-        batches: list[dict] = [{} for _ in self.ranks]
-        for rank, own in zip(self.ranks, batches, strict=True):
-            last = rank.counts[-1] if rank.counts else {}
-            for key, events in rank.events.items():
-                own[key] = [digest(event.value) for event in events[: last.get(key, 0)]]
-        return batches
+    def groups(self) -> list[list[Notes]]:
+        """The ranks, in groups with equal batches."""
+        groups: dict[str, list[Notes]] = {}
+        for rank in self.ranks:
+            names, last = {}, rank.counts[-1] if rank.counts else {}
+            for key, events in sorted(rank.events.items()):
+                names[key] = [digest(event.value) for event in events[: last.get(key, 0)]]
+            groups.setdefault(str(names), []).append(rank)
+        return list(groups.values())
 
-    @cached_property
+    @property
     def peers(self) -> list[Notes]:
         """The ranks that have rank 0's batches: they may have parts of one model."""
-        pairs = zip(self.ranks, self.batches, strict=True)
-        return [rank for rank, own in pairs if own == self.batches[0]]
+        return self.groups[0]
 
     @cached_property
     def distinct(self) -> list[Notes]:
         """The ranks with different batches: the first one of those with the same."""
-        pairs = enumerate(zip(self.ranks, self.batches, strict=True))
-        return [rank for k, (rank, own) in pairs if own not in self.batches[:k]]
+        return [group[0] for group in self.groups]
 
     @cached_property
     def keys(self) -> list[str]:
@@ -164,7 +164,7 @@ class Facts:
 
     def own_in(self, step: int) -> list[Vector]:
         ranks = self.distinct if self.is_same_work else self.ranks
-        own = [vectors.only(rank.steps[step].own, self.trained) for rank in ranks]
+        own = [only(rank.steps[step].own, self.trained) for rank in ranks]
         got = {name for name, tensor in ranks[0].steps[step].got.items() if bool(tensor.any())}
         return own if all(own) and set().union(*own) >= got else []
 
@@ -223,3 +223,50 @@ class Facts:
                 if (tensor := put_together(some, shape)) is not None:
                     return tensor
         return None
+
+
+def facts_of(ranks: list[Notes], length: int, known: Facts | None = None) -> Facts:
+    """The facts of these ranks.  known: facts of an earlier run with the same model."""
+    completed = [complete(step) for step in zip(*[rank.steps for rank in ranks], strict=False)]
+    pairs = zip(ranks, zip(*completed, strict=True), strict=True)
+    ranks = [dataclasses.replace(rank, steps=list(steps)) for rank, steps in pairs]
+    if known:
+        return dataclasses.replace(known, ranks=ranks)
+    parts = frozenset().union(*(rank.parts for rank in ranks), names_with_other_shapes(ranks))
+    facts = Facts(ranks, range(length), PARTS if parts else COPIES, parts)
+    return dataclasses.replace(facts, model=UNCLEAR) if facts.first_unequal == 0 else facts
+
+
+def names_with_other_shapes(ranks: list[Notes]) -> set[str]:
+    """Names of the parameters whose shapes differ, or that some ranks lack."""
+    shapes = []
+    for rank in ranks:
+        shapes.append({(name, one.shape) for name, one in rank.steps[0].weights.items()})
+    names = {name for name, _ in set.union(*shapes) - set.intersection(*shapes)}
+    return names & set().union(*(rank.parameters for rank in ranks))
+
+
+def copies_or_parts(facts: Facts, alone: Alone | None) -> Facts:
+    """Facts that say, from a run in one process, whether weights that differ are parts."""
+    first, parts = facts.ranks[0].steps[0].weights, set(facts.parts)
+    for name, tensor in alone.notes.steps[0].weights.items() if alone else []:
+        is_other = name not in first or first[name].shape != tensor.shape
+        if is_other and name in alone.notes.parameters:
+            parts.add(name)
+    if alone and not parts:
+        return dataclasses.replace(facts, model=COPIES)
+    model = PARTS if alone and not alone.unmatched else UNCLEAR
+    return dataclasses.replace(facts, model=model, parts=frozenset(parts))
+
+
+def complete(ranks: tuple[Step, ...]) -> list[Step]:
+    """A step of all ranks; a gradient that only one rank's optimizer got (ZeRO) is on all ranks."""
+    completed, stepped = [], set().union(*(rank.options for rank in ranks))
+    for rank in ranks:
+        others = rank.weights.keys() - rank.options.keys()
+        received = {"own": only(rank.own, stepped)}  # others are thrown away, or come later
+        for kind in "got", "unclipped":
+            every = ChainMap(*(getattr(owner, kind) for owner in ranks))
+            received[kind] = only(every, others) | getattr(rank, kind)
+        completed.append(dataclasses.replace(rank, **received))
+    return completed

@@ -4,12 +4,19 @@ from typing import Any
 
 from ddp_by_diff.equivalence import limits, one_batch, verdict, weights
 from ddp_by_diff.equivalence.averaging import OWN_PARAMETERS, averaging, in_weights, of_the_mean
-from ddp_by_diff.equivalence.copies_or_parts import copies_or_parts, facts_of, first_infinite
 from ddp_by_diff.equivalence.examples import NO_BATCHES, copies, examples
-from ddp_by_diff.equivalence.facts import GOT, NONE_GOT, OWN, UNCLEAR, Facts
+from ddp_by_diff.equivalence.facts import (
+    GOT,
+    NONE_GOT,
+    OWN,
+    UNCLEAR,
+    Facts,
+    copies_or_parts,
+    facts_of,
+)
 from ddp_by_diff.equivalence.notes import Alone, Notes
 from ddp_by_diff.equivalence.one_batch import Look
-from ddp_by_diff.equivalence.optimizer_options import options
+from ddp_by_diff.equivalence.vectors import only, unequal_names
 from ddp_by_diff.equivalence.verdict import Answer, Link, Reason, Verdict, inconclusive
 from ddp_by_diff.instruments.command import Line
 
@@ -28,6 +35,11 @@ MODEL_UNCLEAR = Reason(
 NO_GRADIENTS = Reason("not compared, as equal gradients were not found", "settle the others first")
 WRONG_GRADIENTS = Reason("not compared, as the gradients are wrong", "")
 NO_COUNTERPART = "in a copy, call the same module in both, and use fully_shard in place of FSDP1"
+RESUMED = Reason(
+    "one process began with weights that the ranks had later, so it has read their checkpoint",
+    'give it another folder, such as --alone="--out elsewhere", or switch resuming off',
+)
+INFINITE = "torch.autograd.set_detect_anomaly(True), in a copy, names the line of the program"
 NOT_ASKED = "whether one process computes the same (one batch, weights, what clipping makes)"
 
 
@@ -58,12 +70,24 @@ def only_averaging(ranks: list[Notes], length: int) -> Answer:
         first = inconclusive("averaging", unseen)
     else:
         first = of_the_mean(facts, None, is_all=True)
-    links = [examples(facts), copies(facts), options(facts, None, []), first]
+    links = [examples(facts), copies(facts), weights.options(facts, None, []), first]
     text = f"AVERAGING RIGHT in the {length} steps compared: the ranks have one model, and average"
     text += f" their gradients (differences below {first.limit:.0e} would not be detected)"
     other = "ranks that train one model with the mean of their gradients"
     found = verdict.problem(links, other) or Verdict(verdict.SAME, text)
     return Answer(found, links, [Line("not checked", NOT_ASKED)])
+
+
+def first_infinite(ranks: list[Notes], length: int) -> Reason | None:
+    """The first gradient that is not finite: own gradients before averaged ones."""
+    for k in range(min(length, *(len(rank.steps) for rank in ranks))):
+        for what in "own", "got":
+            for rank in ranks:
+                gradients = getattr(rank.steps[k], what).values()
+                if not all(bool(gradient.isfinite().all()) for gradient in gradients):
+                    place = f"in step {k + 1} on rank {rank.rank}"
+                    return Reason(f"infinite or NaN {place}", INFINITE)
+    return None
 
 
 def judge(ranks: list[Notes], length: int, runs: Any, command: list[str]) -> Answer:
@@ -79,7 +103,7 @@ def judge(ranks: list[Notes], length: int, runs: Any, command: list[str]) -> Ans
     reason = why_no_run(runs, look.alone) if look else NO_BATCHES
     alone = look.alone if not reason else own_data or runs.alone(facts, "own data")
     total, own_total = (0, 0) if reason else (look.total, look.own_total)
-    settings = options(facts, alone.notes if alone else None, command, own_total)
+    settings = weights.options(facts, alone.notes if alone else None, command, own_total)
     stages = stages_of(runs, facts, look, alone, settings)
     links = [examples(facts, total), copies(facts), *stages]
     draws_others = reason or one_batch.draws_others(look, 0)  # else it has the same masks, too
@@ -90,7 +114,16 @@ def judge(ranks: list[Notes], length: int, runs: Any, command: list[str]) -> Ans
         if stages[1] is batch or stages[1].is_right is not False:  # else averaging explains it
             others = weights.buffers(facts, alone, batch.limit, bool(batch.is_right))
     found = verdict.conclude(links, length, " (and except for buffers)" * bool(others))
+    if found.code == verdict.DIFFERENT and alone and has_resumed(facts, alone):
+        return verdict.unknown(RESUMED)
     return Answer(found, links, others + notes)
+
+
+def has_resumed(facts: Facts, alone: Alone) -> bool:
+    """Whether one process began with the weights that rank 0 had after some step."""
+    first, *later = [only(step.weights, facts.trained) for step in facts.ranks[0].steps]
+    own = only(alone.notes.steps[0].weights, facts.trained)
+    return bool(unequal_names(own, first)) and any(not unequal_names(own, some) for some in later)
 
 
 def stages_of(

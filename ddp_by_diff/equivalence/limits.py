@@ -29,4 +29,3 @@ ALIKE = 0.05  # this part of the examples that a program draws may be alike by c
 OFTEN = 0.2  # more than this part of the examples on two ranks, in each step, is no chance
 GROUPS = 3  # a tensor of up to 3 numbers that count up may hold labels, not numbers of groups
 AHEAD = 4  # steps whose batches a loader may have read in advance
-LARGEST_EPOCH = 10_000_000  # indices of examples; a longer epoch is not listed

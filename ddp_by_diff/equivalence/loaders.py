@@ -10,7 +10,6 @@ from torch.utils.data import ConcatDataset, Subset, dataloader
 from torch.utils.data._utils import collate, fetch
 
 from ddp_by_diff.equivalence.batches import plain_copy
-from ddp_by_diff.equivalence.limits import LARGEST_EPOCH
 from ddp_by_diff.equivalence.notes import Loader, pick_some, random_state
 
 FIXED = (torch_data.SequentialSampler, torch_data.DistributedSampler)  # order known without a draw
@@ -143,11 +142,11 @@ def loader_of(iterator: Any) -> Loader:
     whole, _ = without_subsets(dataset, [])
     with contextlib.suppress(TypeError, NotImplementedError):  # it has no length
         noted.length = len(whole)
-    if dataset is not whole and len(dataset) <= LARGEST_EPOCH:
+    if dataset is not whole:
         _, noted.pool = without_subsets(dataset, list(range(len(dataset))))
     if type(sampler) is torch_data.RandomSampler and not sampler.replacement:
         sampler = torch_data.SequentialSampler(sampler.data_source)  # the same, in order
     noted.is_known = type(batches) is torch_data.BatchSampler and type(sampler) in FIXED
-    if noted.is_known and len(sampler) <= LARGEST_EPOCH:
+    if noted.is_known:
         _, noted.epoch = without_subsets(dataset, list(sampler))
     return noted

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 from ddp_by_diff.equivalence import limits, vectors
 from ddp_by_diff.equivalence.batches import counts_up, have_other_rows, mapped
-from ddp_by_diff.equivalence.copies_or_parts import are_joined_rightly
 from ddp_by_diff.equivalence.facts import GOT, Facts
 from ddp_by_diff.equivalence.notes import Alone, Event, Notes
 from ddp_by_diff.equivalence.vectors import Vector
@@ -362,6 +361,16 @@ def depends_on_order(runs: Any, look: Look) -> bool:
 def takes_other_batches(runs: Any, look: Look) -> bool:
     is_other = look.facts.gradients == GOT or bool(runs.per_step) or look.alone.is_mixed
     return is_other and not look.is_given
+
+
+def are_joined_rightly(facts: Facts, alone: Alone) -> bool:
+    """Whether the parts, put together, are the weights with which one process begins."""
+    theirs = alone.notes.steps[0].weights
+    for name in facts.parts & theirs.keys():
+        whole = facts.whole("weights", name, 0, theirs[name].shape)
+        if whole is None or not whole.equal(theirs[name]):
+            return False
+    return True
 
 
 def has_other_parts(facts: Facts) -> bool:

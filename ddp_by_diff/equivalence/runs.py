@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_by_diff import distributed_launcher as launcher
-from ddp_by_diff.equivalence.copies_or_parts import facts_of
-from ddp_by_diff.equivalence.facts import Facts
+from ddp_by_diff.equivalence.facts import Facts, facts_of
 from ddp_by_diff.equivalence.notes import Alone
 from ddp_by_diff.equivalence.observe import observers
 from ddp_by_diff.equivalence.source import Source

@@ -1,13 +1,19 @@
-"""Stage 3: do weights change as in one process whose optimizer gets the same gradients?"""
+"""Stage 3: do weights change as in one process whose optimizer gets the same gradients?
 
-from collections.abc import Iterator
-from typing import NamedTuple
+And are the optimizers' options (learning rates and others) equal, on all ranks and in one process?
+"""
+
+import itertools
+import math
+from collections import ChainMap
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 
 from ddp_by_diff.equivalence import limits, vectors
 from ddp_by_diff.equivalence.facts import Facts
-from ddp_by_diff.equivalence.notes import Alone
+from ddp_by_diff.equivalence.notes import Alone, Notes
 from ddp_by_diff.equivalence.verdict import Figures, Link, Reason, inconclusive, some_of
 from ddp_by_diff.instruments.command import Line
 
@@ -155,3 +161,67 @@ def other_state(facts: Facts, alone: Alone, limit: float) -> dict[str, float]:
                 far = max(change_apart(old, new, old, value_alone).far for new in news)
                 furthest[name] = max(furthest.get(name, 0.0), far)
     return {name: far for name, far in furthest.items() if far > limit}
+
+
+def options(facts: Facts, alone: Notes | None, command: list[str], own_total: int = 0) -> Link:
+    """The optimizers' options; right, but with a text, if only a schedule differs a little.
+
+    own_total: the examples that one process takes in a step by itself; 0: not known.
+    """
+    for k in facts.steps:
+        first = facts.ranks[0].steps[k].options
+        for rank in facts.ranks[1:]:
+            for name, key, value, theirs in unlike(first, rank.steps[k].options):
+                text = f"{key} of {name} is {value} on rank 0, {theirs} on rank {rank.rank}"
+                return Link(label(key), False, f"{text}, in step {k + 1}")
+    found = []
+    for k in facts.steps if alone else []:
+        found += [(k, *one) for one in unlike(of_all(facts, k), alone.steps[k].options)]
+    if not found:
+        return Link("options", True)
+    k, name, key, value, one = max(found, key=lambda difference: far_apart(*difference[3:]))
+    text = "" if key == "lr" else f"{key} of {name} is "
+    text += f"{show(value)} with {len(facts.ranks)} processes, {show(one)} with one"
+    text += f" ({value / one:.4g} times)" if key == "lr" and one else ""
+    text += f", in step {k + 1}"
+    tables = [(of_all(facts, step), alone.steps[step].options) for step in facts.steps]
+    values = {(table[name][key], ones[name][key]) for table, ones in tables}
+    if len(values) == 1 or own_total in (0, facts.total):  # it does not change: no schedule
+        return Link(label(key), False, text)
+    text += f"; one process takes {own_total} examples per step, all ranks {facts.total}"
+    if far_apart(value, one) <= limits.SCHEDULE:
+        return Link(label(key), True, f"{text}: a schedule counts the steps of an epoch")
+    flags = [flag for flag, size in itertools.pairwise(command) if size == str(own_total)]
+    way_on = f"give --alone with the flag for its batch size, and {facts.total}"
+    if flags:
+        way_on = f'give --alone="{flags[0]} {facts.total}"'
+    reason = Reason("a schedule may count the steps of an epoch", way_on)
+    return inconclusive(label(key), reason, text)
+
+
+def far_apart(value: Any, other: Any) -> float:
+    """The relative difference of two values of an option."""
+    are_numbers = isinstance(value, int | float) and isinstance(other, int | float)
+    return abs(value - other) / abs(other) if are_numbers and other else math.inf
+
+
+def of_all(facts: Facts, step: int) -> Mapping[str, dict[str, Any]]:
+    """The options of all ranks' optimizers in a step, by parameter."""
+    return ChainMap(*(rank.steps[step].options for rank in facts.ranks))
+
+
+def label(key: str) -> str:
+    return "learning rate" if key == "lr" else "options"
+
+
+def unlike(table: Mapping, other_table: Mapping) -> Iterator[tuple[str, str, Any, Any]]:
+    """Parameter, option and both values of each difference between two tables of options."""
+    for name in table:
+        for key, value in table[name].items():
+            theirs = other_table.get(name, {}).get(key, value)
+            if theirs != value and not key.endswith("_lr"):  # initial_lr, max_lr: not in use
+                yield name, key, value, theirs
+
+
+def show(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)

@@ -1358,15 +1358,28 @@ def test_a_mistake_of_its_own_is_not_different(tmp_path):
     assert err.endswith("equivalence: this is a bug in equivalence itself: please report it\n"), err
 
 
-@pytest.mark.parametrize("largest", [159, 160])
-def test_the_largest_epoch_that_is_listed(largest, tmp_path):
-    before = (
-        f"import sys; sys.path.insert(0, {str(ROOT)!r}); from ddp_by_diff.equivalence import limits; sys.path.pop(0)\n"
-    )
-    before += f"limits.LARGEST_EPOCH = {largest}"
-    _, lines, _ = answer(text=program(), nproc=3, cwd=tmp_path, code=0, before=before)
-    seen = ", and in an epoch" if largest == 160 else "; the length of an epoch is unknown"
-    assert lines["examples"] == f"8 + 8 + 8 per step, none of them on two ranks (checked for 3 steps{seen})"
+SAVED = """
+file = sys.argv[-1]  # the program itself, but for a flag
+is_there = file.endswith(".pt") and os.path.exists(file)
+if is_there: net.load_state_dict(torch.load(file))
+dist.barrier()"""
+RESUMES = {
+    "begin": SAVED,
+    "optimizer": "torch.optim.SGD(net.parameters(), 0.05 if is_there else 0.1)",
+    "stepped": "if rank == 0: torch.save(net.state_dict(), file)",
+}
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "verdict"),
+    [
+        ((), 2, "INCONCLUSIVE: one process began with weights that the ranks had later, so it has read .*"),
+        (("--alone", "other.pt"), 0, SAME),
+    ],
+)
+def test_a_program_that_resumes(options, code, verdict, tmp_path):
+    _, lines, _ = answer("saved.pt", text=program(**RESUMES), nproc=3, cwd=tmp_path, code=code, options=options)
+    assert re.fullmatch(verdict, lines["verdict"]), lines
 
 
 @pytest.mark.slow
