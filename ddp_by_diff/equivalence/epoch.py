@@ -57,9 +57,14 @@ class Epoch:
     first: list = field(default_factory=list)  # examples that the first epoch begins with
     second: list = field(default_factory=list)  # and those that the second one begins with
     is_whole: bool = False  # the loader has come to its end
+    is_left: bool = False  # it has begun again before that
     are_numbers: bool = True  # examples are known by their numbers in the data set; else by digests
     loader: Loader = field(default_factory=Loader)
     loaders: set[str] = field(default_factory=set)  # that gave batches to train with
+
+    @property
+    def is_over(self) -> bool:
+        return self.is_whole or self.is_left
 
 
 def observers(place: Place, log: str, *_: Any) -> list[Observer]:
@@ -89,15 +94,14 @@ class Follower(Observer):
         noted.loaders.add(name)
         if name != self.name:
             return original()
-        is_left = not noted.is_whole and self.loaders.rounds[name] > 1
-        if is_left or noted.is_whole and len(noted.second) >= len(noted.first):
+        rounds = self.loaders.rounds[name]
+        noted.is_left |= not noted.is_whole and rounds > 1
+        if noted.is_over and (rounds > 2 or len(noted.second) >= len(noted.first)):
             raise Finished
         try:
             batch = original()
         except StopIteration:
-            if noted.second:
-                raise Finished from None  # an epoch of a few examples
-            noted.is_whole = True
+            noted.is_whole = not noted.is_left
             raise
         self.follow(iterator, batch)
         return batch
@@ -105,7 +109,7 @@ class Follower(Observer):
     def follow(self, iterator: Any, batch: Any) -> None:
         noted, indices = self.noted, self.loaders.indices_of(iterator)
         names = indices or digests_of_examples(to_plain(batch), self.loaders.examples)
-        if noted.is_whole:
+        if noted.is_over:
             noted.second += names[: len(noted.first) - len(noted.second)]
             return
         noted.are_numbers &= bool(indices)
@@ -141,20 +145,19 @@ def batches(ranks: list[Epoch]) -> Link:
     """Whether all ranks have equally many batches; if not, some wait for ever."""
     text = " + ".join(str(rank.batches) for rank in ranks)
     cut = [rank for rank in ranks if not rank.is_whole]
-    if len(cut) == len(ranks):
-        reason = Reason("no rank read its DataLoader to the end", WHOLE)
-        return inconclusive("batches", reason, f"{text}, and perhaps there are more")
     most = max(ranks, key=lambda rank: rank.batches)
     least = min(ranks, key=lambda rank: rank.batches)
-    if most.batches != least.batches:
-        more = " or more" if cut else ""
+    if most.batches != least.batches and len(cut) < len(ranks):
+        waits = not all(rank.is_over for rank in ranks)
+        more = " or more" if waits else ""
         text += f"{more}: rank {least.rank} has {least.batches}, rank {most.rank} {most.batches}"
-        if not cut:
+        if not waits:
             return inconclusive("batches", UNEQUAL, text)
         return Link("batches", False, f"{text}; ranks with more wait for the others forever")
     if cut:
-        reason = Reason(f"rank {cut[0].rank} did not read its DataLoader to the end", WHOLE)
-        return inconclusive("batches", reason, text)
+        who = "no rank" if len(cut) == len(ranks) else f"not rank {cut[0].rank}"
+        reason = Reason(f"{who} has read its DataLoader to the end", WHOLE)
+        return inconclusive("batches", reason, f"{text}, and perhaps there are more")
     return Link("batches", True, text)
 
 
@@ -202,15 +205,19 @@ def of_numbers(ranks: list[Epoch], loaders: list[Loader], found: Counted) -> Lin
     link = examples.why_not_shared_out(found, f"{text}; ", loaders, True, slack)
     if not link and all(rank.is_whole for rank in ranks):
         link = examples.never_come(found, text, length, len(ranks), slack)
+    repeated = found.came - found.different
     second = examples.counted([Counter(rank.second) for rank in ranks])
-    if not link and second.shared > len(ranks):
+    if not link and second.shared > len(ranks) >= repeated:
         text += f"; but in the second epoch, {second.shared} of the first {second.different} are on"
         link = Link(LABEL, False, f"{text} more than one rank: {examples.remedy(loaders)}")
     if link:
         return link
-    repeated = found.came - found.different
-    text += f", {repeated} of them again (padding)" if repeated else ", each once, on one rank"
-    return Link(LABEL, True, text)
+    if not repeated:
+        return Link(LABEL, True, f"{text}, each once, on one rank")
+    text += f", {repeated} of them again"
+    if repeated > len(ranks) and found.different < length:  # a sampler that pads leaves out none
+        return inconclusive(LABEL, examples.AGAIN, text)
+    return Link(LABEL, True, f"{text} (padding)")
 
 
 def order(ranks: list[Epoch]) -> Link:

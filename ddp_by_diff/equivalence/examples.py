@@ -13,10 +13,10 @@ from ddp_by_diff.equivalence.verdict import Link, Reason, inconclusive, some_of,
 LABEL = "examples"
 NO_BATCHES = Reason(
     "no DataLoader gives a batch in each of these steps",
-    "in a copy, let one DataLoader give the batches of the first steps (--steps)",
+    "in a copy, let one DataLoader give a batch for each step",
 )
 AGAIN = Reason(
-    "some came more than once on their rank",
+    "some came more than once, and not as padding",
     "if they are equal, drawn again or repeated on purpose, nothing is wrong; if not, and loader "
     "workers read a stream, give each its own share (get_worker_info)",
 )
@@ -71,7 +71,7 @@ def why_not_shared_out(
     is_proven: examples are known by their numbers in data that all ranks share, and come once in
     an epoch; else they may be equal, or drawn again.  slack: so many may come again, as padding.
     """
-    if found.again > slack:
+    if found.again > slack or found.again and found.shared > slack:  # no partition of the data
         text += f"{found.again} of {found.different} came more than once on their rank"
         return inconclusive(LABEL, AGAIN, text)
     if found.shared <= slack:

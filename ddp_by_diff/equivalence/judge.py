@@ -26,15 +26,15 @@ NO_STEP = Reason(
     "in the first thread of each process, and not compiled",
 )
 PARTS_UNCLEAR = Reason(
-    "the ranks' weights differ from the start, and together they are not one process's",
-    "if they are parts of one model, shard it with fully_shard or DTensor in a copy",
+    "the ranks' weights differ from the start, and one process has others, by name or shape",
+    "if they are parts of one model, call the same modules in one process, in a copy",
 )
 MODEL_UNCLEAR = Reason(
     "the ranks' weights differ from the start", "leave out --only: one process's weights tell"
 )
 NO_GRADIENTS = Reason("not compared, as equal gradients were not found", "settle the others first")
 WRONG_GRADIENTS = Reason("not compared, as the gradients are wrong", "")
-NO_COUNTERPART = "in a copy, call the same module in both, and use fully_shard in place of FSDP1"
+NO_COUNTERPART = "in a copy, call the same modules in both (with fully_shard in place of FSDP1)"
 RESUMED = Reason(
     "one process began with weights that the ranks had later, so it has read their checkpoint",
     'give it another folder, such as --alone="--out elsewhere", or switch resuming off',

@@ -196,9 +196,9 @@ def one_batch(runs: Any, look: Look) -> tuple[Link, Look | None]:
         steps = "step" + "s" * (len(look.steps) > 1)
         whole += f" ({steps} {span([1, len(look.steps)])}, before the ranks' weights differ)"
     if look.is_right:
-        text = f"this {combination(look.factors)} equals {whole}"
-        if is_direct:
-            text = "the optimizers receive one process's gradients"
+        text = "the optimizers receive one process's gradients"
+        if not is_direct:
+            text = f"this {combination(look.factors)} equals {whole}"
         return Link(facts.stage_2, True, f"ok: {text} {figures}", look.limit, "", "", figures), look
     text = f"this mean differs from {whole}"
     if is_direct:

@@ -19,7 +19,7 @@ from ddp_by_diff.instruments.ranks import be_started_rank
 FAILED = ("failed", "stuck")  # endings
 RUN_IT = (
     "run the program in one process, with --alone and the flags that it needs there (--json FILE "
-    "holds the whole error)"
+    "holds the whole error); if it works, let a DataLoader give all that a step uses, in a copy"
 )
 
 

@@ -902,7 +902,7 @@ net.register_buffer('usual', torch.zeros(8))""",
     ),
     "stream": case(
         DIFFERENT + "examples",
-        {"examples": ".*; in 3 steps, .* are on more than one rank: give each rank its own share .*"},
+        {"examples": ".*; in 3 steps, .* are on more than one rank: give each rank its own share"},
         begin=STREAM,
         loader="DataLoader(Stream(), SIZE)",
     ),
@@ -940,7 +940,7 @@ net.register_buffer('usual', torch.zeros(8))""",
         group='"gloo", world_size=3, rank=int(os.environ["RANK"])',
     ),
     "fsdp1": case(
-        "INCONCLUSIVE: averaging, one batch, weights: the ranks' weights differ from the start, and together .*",
+        "INCONCLUSIVE: averaging, one batch, weights: the ranks' weights differ from the start, and one process .*",
         begin="""from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 net[0] = nn.Linear(8, 32, bias=False)  # so that its parts are padded""",
         model="FSDP(net, device_id=torch.device('cpu'))",
@@ -1062,6 +1062,16 @@ PERMUTED = """
 class Share:
     def __iter__(self): return iter(torch.randperm(480)[rank::n].tolist())
     def __len__(self): return 480 // n"""
+CLASSES = """
+data = TensorDataset(*data[:96])
+class Classes:  # 4 batches of all ranks together: 4 of the 8 examples of 6 of 12 classes
+    made = 0
+    def __iter__(self):
+        g, Classes.made = torch.Generator().manual_seed(1000 * self.made), self.made + 1
+        for classes in [*torch.randperm(12, generator=g).split(6), *torch.randperm(12, generator=g).split(6)]:
+            drawn = [[int(k) + 12 * row for row in torch.randperm(8, generator=g)[:4].tolist()] for k in classes]
+            yield sum(drawn[rank::n], [])
+    def __len__(self): return 4"""
 LISTED = "listed = torch.randperm(480, generator=torch.Generator().manual_seed(2)).tolist()"
 LISTS = "DataLoader(data, batch_sampler=[listed[k : k + 24][rank::n] for k in range(0, 480, 24)])"
 ONCE = "examples came, each once, on one rank"
@@ -1130,7 +1140,7 @@ EPOCHS = {  # the exit code, and what is said by label; of programs with these p
     "stream_that_fails_alone": (2, {"verdict": ".* or not to the end"}, dealt("n if n > 1 else 1 / 0")),
     "stream_twice": (
         2,
-        {"verdict": "INCONCLUSIVE: examples: some came more than once on their rank"},
+        {"verdict": "INCONCLUSIVE: examples: some came more than once, and not as padding"},
         {
             "begin": STREAM.replace(
                 "(data[(k + 4 * rank) % 480] for k in range(480))",
@@ -1164,6 +1174,11 @@ EPOCHS = {  # the exit code, and what is said by label; of programs with these p
         {"examples": "480 examples came, and two ranks draw the same: seed them differently"},
         {"loader": f"DataLoader(data, SIZE, sampler={DRAW}(data, True, 480 // n))", "before": ""},
     ),
+    "drawn_again": (  # classes, of which some examples are drawn
+        2,
+        {"verdict": "INCONCLUSIVE: examples: some came more than once, and not as padding"},
+        {"begin": CLASSES, "loader": "DataLoader(data, batch_sampler=Classes())", "before": ""},
+    ),
     "second_epoch": (  # the ranks' generators go different ways
         1,
         {"examples": r"480 of 480 examples came; but in the second epoch, \d+ of the first \d+ are on more .*"},
@@ -1176,7 +1191,7 @@ EPOCHS = {  # the exit code, and what is said by label; of programs with these p
     ),
     "leaves": (
         2,
-        {"verdict": "INCONCLUSIVE: batches: no rank read its DataLoader to the end"},
+        {"verdict": "INCONCLUSIVE: batches: no rank has read its DataLoader to the end"},
         {"stepped": "if step == 9: break"},
     ),
     "in_the_loop": (
