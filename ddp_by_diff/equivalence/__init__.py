@@ -3,7 +3,6 @@
     python -m ddp_by_diff.equivalence mnist_ddp.py --dataset synthetic  # 2 processes, or 1 per GPU
     python -m ddp_by_diff.equivalence --nproc 3 -m variants.mnist_fsdp  # a module, on 3 processes
     ddp-equivalence train.py --my-flags                     # your program: pip install PATH first
-    ddp-equivalence --only averaging train.py               # without a single-process run
     ddp-equivalence --epoch train.py                        # is each example used once?
     torchrun --nproc_per_node=2 -m ddp_by_diff.equivalence train.py
 

@@ -30,9 +30,7 @@ def parse_args() -> argparse.Namespace:
     add = parser.add_argument
     add("--nproc", type=int, help="processes (default: one for each GPU; without a GPU, 2)")
     add("--steps", type=int, default=3, help="steps to compare (default: %(default)s)")
-    one = parser.add_mutually_exclusive_group().add_argument
-    one("--only", choices=["averaging"], help="make only this check, without a single-process run")
-    one("--epoch", action="store_true", help="follow one epoch: each example once, on one rank?")
+    add("--epoch", action="store_true", help="follow one epoch: each example once, on one rank?")
     add("--alone", default="", help='extra flags for the single-process run: --alone="--nproc 1"')
     add("--json", metavar="FILE", help="also write the answer into FILE, as one JSON object")
     add("--patience", type=float, default=120, help="seconds to wait for a step (%(default)s)")
@@ -111,7 +109,7 @@ def compare(args: argparse.Namespace) -> int:
 def answer(args: argparse.Namespace, notes: list, folder: Path) -> "Answer":
     """The answer from the notes of all ranks that came."""
     from ddp_by_diff.equivalence import epoch
-    from ddp_by_diff.equivalence.judge import few_steps, judge, only_averaging
+    from ddp_by_diff.equivalence.judge import few_steps, judge
     from ddp_by_diff.equivalence.runs import Runs
     from ddp_by_diff.equivalence.verdict import Reason, unknown
     from ddp_by_diff.instruments.ranks import exit_at_sigterm
@@ -127,8 +125,6 @@ def answer(args: argparse.Namespace, notes: list, folder: Path) -> "Answer":
         return few_steps(ranks, args.steps)
     if len(ranks) < 2:
         return unknown(Reason(*ONE_PROCESS))
-    if args.only:
-        return only_averaging(ranks, args.steps)
     found = judge(ranks, args.steps, runs, args.command)
     return found._replace(error=runs.problem)
 

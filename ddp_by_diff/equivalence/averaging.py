@@ -7,16 +7,10 @@ import re
 
 import torch
 
-from ddp_by_diff.equivalence import limits, vectors, verdict
+from ddp_by_diff.equivalence import limits, one_batch, vectors, verdict
 from ddp_by_diff.equivalence.facts import Facts
 from ddp_by_diff.equivalence.notes import Notes, Step
-from ddp_by_diff.equivalence.one_batch import (
-    NOT_COMPARABLE,
-    Look,
-    combination,
-    draws_others,
-    scales,
-)
+from ddp_by_diff.equivalence.one_batch import Look, combination
 from ddp_by_diff.equivalence.vectors import Fit, Vector
 from ddp_by_diff.equivalence.verdict import Figures, Link, Reason, inconclusive
 
@@ -59,11 +53,8 @@ def in_weights(weights: Link) -> Link:
     return Link(LABEL, True, text, weights.limit)
 
 
-def of_the_mean(facts: Facts, right: Look | None, is_all: bool = False) -> Link:
-    """Stage 1 of the gradients before they were clipped: are they the mean?
-
-    is_all: nothing else is asked, so what is not the mean counts as wrong.
-    """
+def of_the_mean(facts: Facts, right: Look | None) -> Link:
+    """Stage 1 of the gradients before they were clipped: are they the mean?"""
     count = len(facts.owns[0])
     factors = right.factors if right else [[1 / count] * count for _ in facts.steps]
     goals = [vectors.combine(facts.owns[k], factors[k]) for k in facts.steps]
@@ -85,9 +76,9 @@ def of_the_mean(facts: Facts, right: Look | None, is_all: bool = False) -> Link:
         own = [vectors.only(part, set(bad)) for part in facts.owns[step]]
         got = [vectors.only(part, set(bad)) for part in gots[step]]
         text = "" if right else perhaps_right(got, own, vectors.only(goals[step], set(bad)), place)
-        if text and not is_all:
+        if text:
             return inconclusive(LABEL, Reason(f"{text}; {DEPENDS}", ""), text, figures)
-        if not text and vectors.are_near(got, limits.UPDATED):
+        if vectors.are_near(got, limits.UPDATED):
             text = equal_in_words(vectors.fit(got[0], own), factors[step], place)
         clipped = [vectors.only(one.got, set(bad)) for one in steps[step] if one.unclipped]
         return wrong(text or unequal_in_words(got, own, clipped, place), figures)
@@ -181,8 +172,8 @@ def of_the_whole_step(right: Look, link: Link) -> Link:
         if link.is_right and not is_clipped(facts.ranks):
             return link._replace(limit=max(link.limit, limit))
         return ok(f"{MEAN}, changed as in one process", figures)
-    if draws_others(right, k):
-        return inconclusive(LABEL, NOT_COMPARABLE[0], MEAN, figures)
+    if one_batch.draws_others(right, k):
+        return inconclusive(LABEL, one_batch.NOT_COMPARABLE[0], MEAN, figures)
     if is_clipped([*facts.ranks, right.alone.notes]):
         lengths = f"{vectors.length(got):.3g}, but {vectors.length(wanted):.3g} in one process"
         return wrong(f"after clipping, the mean has length {lengths} {figures}", figures)
@@ -209,7 +200,7 @@ def furthest_from_alone(right: Look, is_before: bool) -> tuple[float, int, Vecto
         for rank in facts.ranks:
             step = rank.steps[k]
             got = vectors.only(before(step) if is_before else step.got, names)
-            apart = vectors.distances(got, wanted, scales(facts, wanted | got, own))
+            apart = vectors.distances(got, wanted, one_batch.scales(facts, wanted | got, own))
             far = max(apart.values(), default=0.0)
             if far > 1.001 * worst[0]:  # of equal ones the first step
                 worst = far, k, got, wanted

@@ -184,16 +184,21 @@ def of_stream(ranks: list[Epoch], text: str, count: int, runs: Runs) -> Link:
     job = Job("equivalence", [*args.command, *args.alone], args.patience, observers, (log, log))
     notes, _ = runs.run(be_alone, job, 1)
     total = sum(note.value.counts.total() for note in notes if note.value.is_whole)
-    missing, slack = total - count, sum(rank.largest for rank in ranks)
+    missing, batch = total - count, sum(rank.largest for rank in ranks)
     text += f"; {total} in one process" * bool(total) + f", so {missing} never come" * (missing > 0)
-    if missing < -slack:
+    if missing < -batch:
         return inconclusive(LABEL, UNREAD, text)
-    return Link(LABEL, missing <= slack, text)
+    if 0 < missing <= batch and not all(rank.loader.drops for rank in ranks):
+        return inconclusive(LABEL, examples.NEVER, text)
+    return Link(LABEL, missing <= batch, text)
 
 
 def of_numbers(ranks: list[Epoch], loaders: list[Loader], found: Counted) -> Link:
     """The same, if examples are known by their numbers in the data."""
-    slack = len(ranks) + sum(rank.largest for rank in ranks)  # padding, or what is left out
+    batch = sum(rank.largest for rank in ranks)
+    # What a sampler may add as padding, and what it or its loader may leave out.
+    slack = len(ranks) + batch * (not all(loader.is_known for loader in loaders))
+    rest = len(ranks) - 1 + batch * any(loader.drops for loader in loaders)
     length = examples.pool_of(loaders)
     text = f"{found.different} of {length} examples came"
     is_part = all(len(rank.counts) < rank.loader.length for rank in ranks)
@@ -204,7 +209,7 @@ def of_numbers(ranks: list[Epoch], loaders: list[Loader], found: Counted) -> Lin
         return inconclusive(LABEL, OWN_DATA, text)
     link = examples.why_not_shared_out(found, f"{text}; ", loaders, True, slack)
     if not link and all(rank.is_whole for rank in ranks):
-        link = examples.never_come(found, text, length, len(ranks), slack)
+        link = examples.never_come(found, text, length, len(ranks), rest)
     repeated = found.came - found.different
     second = examples.counted([Counter(rank.second) for rank in ranks])
     if not link and second.shared > len(ranks) >= repeated:

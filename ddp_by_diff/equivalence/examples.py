@@ -5,7 +5,7 @@ from collections import Counter
 from typing import NamedTuple
 
 from ddp_by_diff.equivalence.batches import digests_of_examples, tensors_in
-from ddp_by_diff.equivalence.facts import PARTS, UNCLEAR, Facts
+from ddp_by_diff.equivalence.facts import COPIES, PARTS, UNCLEAR, Facts
 from ddp_by_diff.equivalence.limits import ALIKE, OFTEN
 from ddp_by_diff.equivalence.notes import Event, Loader, Notes
 from ddp_by_diff.equivalence.verdict import Link, Reason, inconclusive, some_of, span
@@ -29,13 +29,14 @@ NEVER = Reason(
     "if the sampler leaves them out on purpose (for validation), nothing is wrong",
 )
 ONE_ORDER = "make data, order and the labels' numbers equal on all ranks (sorted(), or a seed)"
-SHARE = "give each rank its own share"
 
 
 def copies(facts: Facts) -> Link:
     """Whether all ranks have equal weights before and after each step."""
     if facts.model == UNCLEAR:
         return Link("copies", True)
+    if not facts.unequal and (text := other_layers(facts)):
+        return Link("layers", False, text)
     if not facts.unequal:
         names = facts.unequal_before(len(facts.steps), limit=0.0)
         text = f"ok, up to rounding in {some_of(names)}; in a long run, copies may drift apart"
@@ -44,6 +45,18 @@ def copies(facts: Facts) -> Link:
     text = f"the ranks' weights differ {when}: {some_of(facts.unequal)}"
     text += ", which no optimizer trains" * facts.trained.isdisjoint(facts.unequal)
     return Link("copies", False, text)
+
+
+def other_layers(facts: Facts) -> str:
+    """In words, if layers train on some ranks only, as others have forgotten model.train()."""
+    for k in facts.steps if facts.model == COPIES else []:
+        called = [rank for rank in facts.ranks if rank.steps[k].inputs]
+        for kind in sorted(facts.kinds):
+            some = [str(rank.rank) for rank in called if kind not in rank.steps[k].kinds]
+            if 0 < len(some) < len(called):
+                who = ", ".join(some)
+                return f"no {kind} trains on rank {who} in step {k + 1}: call model.train() there"
+    return ""
 
 
 class Counted(NamedTuple):
@@ -84,6 +97,8 @@ def why_not_shared_out(
 
 def remedy(loaders: list[Loader | None]) -> str:
     """What to do so that each rank has its own examples."""
+    if any(loader and loader.redraws for loader in loaders):
+        return "seed the ranks' samplers differently"
     samplers = [loader.sampler if loader else "" for loader in loaders]
     subsets = [sorted(loader.pool or []) if loader else [] for loader in loaders]
     if any(subset != subsets[0] for subset in subsets) and all(samplers):
@@ -91,7 +106,7 @@ def remedy(loaders: list[Loader | None]) -> str:
     if all(samplers):
         return f"the ranks' DistributedSamplers have {', '.join(samplers)}"
     has_length = any(loader and loader.length for loader in loaders)  # a stream has none
-    return SHARE + " (DistributedSampler)" * has_length
+    return "give each rank its own share" + " (DistributedSampler)" * has_length
 
 
 def other_number(loaders: list[Loader | None], is_shared_out: bool) -> Link | None:
@@ -137,22 +152,20 @@ def examples(facts: Facts, total: int = 0) -> Link:
     """Whether each example is on one rank.  total: examples of one process in a step, or 0."""
     if not facts.keys:
         return Link(LABEL, True, NO_BATCHES.sentence)
-    text = in_words(facts, facts.distinct if facts.model == PARTS else facts.ranks)
-    if facts.model == PARTS:  # stage 2 tells whether they are right
-        shared = f"all {len(facts.ranks)}" if len(facts.distinct) == 1 else "some"
-        same = f", the same on {shared} ranks, which share one model"
+    text = in_words(facts, facts.ranks if facts.model == COPIES else facts.distinct)
+    if facts.model != COPIES:  # stage 2 tells whether they are right
+        shared = "all" if len(facts.distinct) == 1 else "some"
+        same = f", the same on {shared} ranks" + ", which share one model" * (facts.model == PARTS)
         return Link(LABEL, True, text + same * (len(facts.distinct) < len(facts.ranks)))
     if facts.is_same_work:
-        who = "both ranks" if len(facts.ranks) == 2 else f"all {len(facts.ranks)} ranks"
-        who = "some ranks" if len(facts.distinct) > 1 else who
+        who = "some ranks" if len(facts.distinct) > 1 else "all ranks"
         loaders = [rank.loaders.get(facts.keys[0]) for rank in facts.ranks]
         text += f", but {who} have the same {facts.unit}, so the work is done again"
         return Link(LABEL, False, f"{text}: {remedy(loaders)}")
     if len(facts.distinct) < len(facts.ranks):
         return Link(LABEL, True, f"{text}: each rank takes its part of the same batch")
     if 0 < total < facts.total:
-        text += f": each rank takes its part of the same {total} {facts.unit}"
-        return Link(LABEL, True, text)
+        return Link(LABEL, True, f"{text}: each rank takes its part of the same batch")
     return of_shares(facts, text)
 
 
@@ -180,10 +193,8 @@ def of_shares(facts: Facts, text: str) -> Link:
         if link := link or why_not_shared_out(found, start, loaders, is_proven, slack):
             return link
         if key == facts.keys[0]:
-            who = "both ranks" if len(facts.ranks) == 2 else "two ranks"
-            where = ", and in an epoch" if is_listed else "; the length of an epoch is unknown"
-            done = f", {found.shared or 'none'} of them on {who} "
-            done += f"(checked for {len(facts.steps)} steps{where})"
+            done = f", {found.shared or 'none'} of them on two ranks "
+            done += f"(checked for {len(facts.steps)} steps{', and in an epoch' * is_listed})"
     return Link(LABEL, True, text + done)
 
 
@@ -192,7 +203,7 @@ def in_an_epoch(
 ) -> tuple[Link | None, bool]:
     """The link if a whole epoch is not shared out; and whether its examples are known."""
     epochs = [Counter(loader.epoch) if loader else Counter() for loader in loaders]
-    found, slack = counted(epochs), len(loaders) + facts.total  # padding, or what is left out
+    found, slack = counted(epochs), len(loaders)  # padding, or what is left out
     is_listed = all(epochs) and not found.again
     is_shared_out = is_listed and found.shared <= slack
     if link := other_number(loaders, is_shared_out):

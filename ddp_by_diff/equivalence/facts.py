@@ -202,7 +202,7 @@ class Facts:
     @property
     def kinds(self) -> set[str]:
         """The kinds of layers that train: "BatchNorm", "dropout"."""
-        return set().union(*(rank.kinds for rank in self.ranks))
+        return set().union(*(step.kinds for rank in self.ranks for step in rank.steps))
 
     @property
     def is_coarse(self) -> bool:

@@ -1,23 +1,16 @@
 """The questions, one after the other: what can be seen of a program says which links are asked."""
 
+import itertools
 from typing import Any
 
 from ddp_by_diff.equivalence import limits, one_batch, verdict, weights
-from ddp_by_diff.equivalence.averaging import OWN_PARAMETERS, averaging, in_weights, of_the_mean
+from ddp_by_diff.equivalence.averaging import averaging, in_weights
 from ddp_by_diff.equivalence.examples import NO_BATCHES, copies, examples
-from ddp_by_diff.equivalence.facts import (
-    GOT,
-    NONE_GOT,
-    OWN,
-    UNCLEAR,
-    Facts,
-    copies_or_parts,
-    facts_of,
-)
+from ddp_by_diff.equivalence.facts import NONE_GOT, OWN, UNCLEAR, Facts, copies_or_parts, facts_of
 from ddp_by_diff.equivalence.notes import Alone, Notes
 from ddp_by_diff.equivalence.one_batch import Look
 from ddp_by_diff.equivalence.vectors import only, unequal_names
-from ddp_by_diff.equivalence.verdict import Answer, Link, Reason, Verdict, inconclusive
+from ddp_by_diff.equivalence.verdict import Answer, Link, Reason, inconclusive
 from ddp_by_diff.instruments.command import Line
 
 NO_STEP = Reason(
@@ -29,10 +22,8 @@ PARTS_UNCLEAR = Reason(
     "the ranks' weights differ from the start, and one process has others, by name or shape",
     "if they are parts of one model, call the same modules in one process, in a copy",
 )
-MODEL_UNCLEAR = Reason(
-    "the ranks' weights differ from the start", "leave out --only: one process's weights tell"
-)
 NO_GRADIENTS = Reason("not compared, as equal gradients were not found", "settle the others first")
+UNEQUAL = Reason("not compared, as the ranks' weights differ from the start", "")
 WRONG_GRADIENTS = Reason("not compared, as the gradients are wrong", "")
 NO_COUNTERPART = "in a copy, call the same modules in both (with fully_shard in place of FSDP1)"
 RESUMED = Reason(
@@ -40,7 +31,6 @@ RESUMED = Reason(
     'give it another folder, such as --alone="--out elsewhere", or switch resuming off',
 )
 INFINITE = "torch.autograd.set_detect_anomaly(True), in a copy, names the line of the program"
-NOT_ASKED = "whether one process computes the same (one batch, weights, what clipping makes)"
 
 
 def few_steps(ranks: list[Notes], length: int) -> Answer:
@@ -62,31 +52,12 @@ def few_steps(ranks: list[Notes], length: int) -> Answer:
     return verdict.unknown(Reason(few, way_on))
 
 
-def only_averaging(ranks: list[Notes], length: int) -> Answer:
-    """The answer to --only averaging: no run in one process."""
-    facts = facts_of(ranks, length)
-    why = {UNCLEAR: MODEL_UNCLEAR, GOT: one_batch.NOT_SEEN, NONE_GOT: OWN_PARAMETERS}
-    if unseen := why.get(facts.model) or why.get(facts.gradients):
-        first = inconclusive("averaging", unseen)
-    else:
-        first = of_the_mean(facts, None, is_all=True)
-    links = [examples(facts), copies(facts), weights.options(facts, None, []), first]
-    text = f"AVERAGING RIGHT in the {length} steps compared: the ranks have one model, and average"
-    text += f" their gradients (differences below {first.limit:.0e} would not be detected)"
-    other = "ranks that train one model with the mean of their gradients"
-    found = verdict.problem(links, other) or Verdict(verdict.SAME, text)
-    return Answer(found, links, [Line("not checked", NOT_ASKED)])
-
-
 def first_infinite(ranks: list[Notes], length: int) -> Reason | None:
     """The first gradient that is not finite: own gradients before averaged ones."""
-    for k in range(min(length, *(len(rank.steps) for rank in ranks))):
-        for what in "own", "got":
-            for rank in ranks:
-                gradients = getattr(rank.steps[k], what).values()
-                if not all(bool(gradient.isfinite().all()) for gradient in gradients):
-                    place = f"in step {k + 1} on rank {rank.rank}"
-                    return Reason(f"infinite or NaN {place}", INFINITE)
+    steps = range(min(length, *(len(rank.steps) for rank in ranks)))
+    for k, what, rank in itertools.product(steps, ("own", "got"), ranks):
+        if not all(bool(one.isfinite().all()) for one in getattr(rank.steps[k], what).values()):
+            return Reason(f"infinite or NaN in step {k + 1} on rank {rank.rank}", INFINITE)
     return None
 
 
@@ -182,7 +153,7 @@ def batch_and_look(runs: Any, facts: Facts, look: Look | None) -> tuple[Link, Lo
     if not reason and not runs.per_step:
         reason = why_other_steps(look)
     if not reason and not look.steps:
-        reason = MODEL_UNCLEAR
+        reason = UNEQUAL
     if reason:
         return inconclusive(facts.stage_2, reason), None
     return one_batch.one_batch(runs, look)
@@ -209,7 +180,11 @@ def batch_sizes(look: Look) -> list[Line]:
     if not look.alone.is_joined or look.own_total in (0, look.total):
         return []
     text = f"one process with the same flags takes {look.own_total} examples per step"
-    return [Line("batch size", f"{text}, the {len(look.facts.ranks)} processes {look.total}")]
+    text += f", the {len(look.facts.ranks)} processes {look.total}"
+    first, *others = [look.facts.ranks[0].steps[k].options for k in look.facts.steps]
+    if any(options != first for options in others):
+        text += "; a schedule that counts the steps of an epoch was not tested (--alone)"
+    return [Line("batch size", text)]
 
 
 def random_numbers(facts: Facts) -> list[Line]:

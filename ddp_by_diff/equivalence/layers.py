@@ -36,7 +36,7 @@ class Layers(Observer):
             return
         for layer in module.modules():
             if kind := kind_of(layer):
-                self.noted.kinds.add(kind)
+                self.noted.steps[-1].kinds.add(kind)
                 layer.training = kind not in self.left_out
         for device in "cpu", "cuda":
             if torch.is_grad_enabled() and torch.is_autocast_enabled(device):
@@ -58,7 +58,7 @@ class Layers(Observer):
         training = is_attention or kwargs.get("training", args[2] if len(args) > 2 else True)
         if torch.compiler.is_compiling() or not rate or not training:
             return original(*args, **kwargs)
-        self.noted.kinds.add("dropout")
+        self.noted.steps[-1].kinds.add("dropout")
         if "dropout" in self.left_out:
             if len(args) > place:
                 args = *args[:place], 0.0, *args[place + 1 :]

@@ -134,6 +134,7 @@ def loader_of(iterator: Any) -> Loader:
     batches, dataset = iterator._index_sampler, iterator._dataset
     sampler = getattr(batches, "sampler", None)
     noted = Loader(redraws=bool(getattr(sampler, "replacement", False)))
+    noted.drops = getattr(batches, "drop_last", True)
     if isinstance(sampler, torch_data.DistributedSampler):
         place = f"rank {sampler.rank} of {sampler.num_replicas}"
         noted.sampler = f"{place}, seed {sampler.seed}, epoch {sampler.epoch}"

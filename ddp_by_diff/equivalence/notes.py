@@ -62,6 +62,7 @@ class Loader:
     sampler: str = ""  # a DistributedSampler's options, in words
     is_known: bool = False  # the sampler is torch's own, and takes each example once in an epoch
     redraws: bool = False  # the sampler may take an example again
+    drops: bool = True  # the last batch, if it is not full; or its sampler may do so
     epoch: list[int] = field(default_factory=list)  # all numbers of one, if they can be listed
     length: int = 0  # of the data set, without its Subsets; 0: it has none
     pool: list[int] | None = None  # the numbers that a Subset has of it
@@ -109,6 +110,7 @@ class Step:
     got: Vector = field(default_factory=dict)  # gradients, as the optimizer got them
     unclipped: Vector = field(default_factory=dict)  # before clipping, if that changes them
     options: dict[str, dict[str, Any]] = field(default_factory=dict)  # by parameter
+    kinds: set[str] = field(default_factory=set)  # "BatchNorm", "dropout", of layers that train
     inputs: str = ""  # a digest of what the models were called with
     draws: set[str] = field(default_factory=set)  # generators used after the batch
     after: RandomState | None = None  # when the optimizer gets its gradients
@@ -130,7 +132,6 @@ class Notes:
     has_buffers_of_first: bool = False  # DDP gives it rank 0's, after they were noted
     norm_buffers: set[str] = field(default_factory=set)  # of BatchNorm layers
     parts: set[str] = field(default_factory=set)  # parameters of which a layer has a part (DTensor)
-    kinds: set[str] = field(default_factory=set)  # "BatchNorm", "dropout", of layers that train
     has_clipped: bool = False  # torch's clip_grad_norm_ or clip_grad_value_ was called
     is_coarse: bool = False  # a module computes in bfloat16 or float16
     has_coarse_optimizer: bool = False  # an optimizer does (see formats.py)

@@ -152,22 +152,26 @@ class Weights(Observer):
 
     def __init__(self, steps: Steps) -> None:
         self.steps = steps
+        self.spares: dict[torch.Tensor, str] = {}  # names of parameters that are no model's
 
     def forward_begins(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        """Note the weights of each model that is called, a teacher's, too."""
+        """Note the weights of each model that is called, a teacher's, too; and of none."""
         if id(module) in self.steps.now.begun or self.hooks.is_in("backward"):
             return
         self.steps.now.begun.add(id(module))
         if isinstance(module, nn.parallel.DistributedDataParallel):
             self.steps.noted.has_buffers_of_first |= module.broadcast_buffers
-        names = self.names()
-        for tensor in itertools.chain(module.parameters(), module.buffers()):
+        names = self.spares | self.names()
+        for tensor in itertools.chain(module.parameters(), module.buffers(), self.spares):
             if tensor in names:
                 self.note(names[tensor], tensor)
 
     def gradients_are_there(self, optimizer: Any, is_again: bool) -> None:
+        names = self.names()
         for owned in [] if is_again else self.owned_by(optimizer):
             self.note(owned.name, owned.parameter)
+            if owned.parameter not in names:
+                self.spares[owned.parameter] = owned.name
 
     def note(self, name: str, tensor: torch.Tensor) -> None:
         """Note a tensor once in a step; in one process, set it to the ranks' value."""

@@ -190,8 +190,9 @@ def one_batch(runs: Any, look: Look) -> tuple[Link, Look | None]:
     A kind of layers is named as the cause only if the difference is gone without it alone.
     """
     facts, figures, is_direct = look.facts, look.figures, look.facts.gradients == GOT
-    count = span(facts.totals) if look.total == facts.total else look.total
-    whole = f"the gradient of all {count} {facts.unit} in one batch"
+    whole = "the gradient of the whole batch"
+    if look.total == facts.total and len(facts.keys) == 1:
+        whole = f"the gradient of all {span(facts.totals)} {facts.unit} in one batch"
     if len(look.steps) < len(facts.steps):
         steps = "step" + "s" * (len(look.steps) > 1)
         whole += f" ({steps} {span([1, len(look.steps)])}, before the ranks' weights differ)"

@@ -16,7 +16,6 @@ from ddp_by_diff.instruments.meeting import Folder, Place
 from ddp_by_diff.instruments.rank import Job, be_rank, collect, leave
 from ddp_by_diff.instruments.ranks import be_started_rank
 
-FAILED = ("failed", "stuck")  # endings
 RUN_IT = (
     "run the program in one process, with --alone and the flags that it needs there (--json FILE "
     "holds the whole error); if it works, let a DataLoader give all that a step uses, in a copy"
@@ -63,7 +62,9 @@ class Runs:
         arguments = (self.args.steps, f"{out}/out", source.left_out, source)
         job = Job("equivalence", command, self.args.patience, observers, arguments)
         notes, error = self.run(be_alone, job, 1)
-        if source.kind != "in float64" and (error or not notes or notes[0].ending in FAILED):
+        if source.kind != "in float64" and (
+            error or not notes or notes[0].ending in ("failed", "stuck")
+        ):
             refusal = refusal_in(error)
             self.is_hopeless = bool(refusal) or bool(notes) and notes[0].ending == "stuck"
             files = sorted(Path(out).glob("out*"))

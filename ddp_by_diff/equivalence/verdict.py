@@ -9,7 +9,7 @@ from ddp_by_diff.instruments.command import Line
 
 SAME, DIFFERENT, UNKNOWN = 0, 1, 2  # exit codes
 BY_DESIGN = {
-    "BatchNorm": " (each process normalizes its own share)",
+    "BatchNorm": " (its statistics are not those of one batch)",
     "dropout": " (each process draws its own masks)",
 }
 
