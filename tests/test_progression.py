@@ -40,7 +40,7 @@ ROOMS = {  # lines of Python, at most.  Raise a number only in a commit that say
     "variants/*.py": 2114,
     "exercises/**/*.py": 2007,
     "demos/*.py": 895,
-    "ddp_by_diff/**/*.py": 7943,
+    "ddp_by_diff/**/*.py": 7746,
     "dev/*.py": 1742,
     "tests/**/*.py": 10771,
 }

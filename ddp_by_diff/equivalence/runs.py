@@ -62,11 +62,10 @@ class Runs:
         arguments = (self.args.steps, f"{out}/out", source.left_out, source)
         job = Job("equivalence", command, self.args.patience, observers, arguments)
         notes, error = self.run(be_alone, job, 1)
-        if source.kind != "in float64" and (
-            error or not notes or notes[0].ending in ("failed", "stuck")
-        ):
+        ending = notes[0].ending if notes else "failed"
+        if source.kind != "in float64" and (error or ending in ("failed", "stuck")):
             refusal = refusal_in(error)
-            self.is_hopeless = bool(refusal) or bool(notes) and notes[0].ending == "stuck"
+            self.is_hopeless = bool(refusal) or ending == "stuck"
             files = sorted(Path(out).glob("out*"))
             printed = [file.read_text(encoding="utf-8", errors="replace") for file in files]
             self.problem = "\n".join(text[-3000:] for text in (*printed, error))
