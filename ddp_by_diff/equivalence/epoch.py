@@ -57,14 +57,10 @@ class Epoch:
     first: list = field(default_factory=list)  # examples that the first epoch begins with
     second: list = field(default_factory=list)  # and those that the second one begins with
     is_whole: bool = False  # the loader has come to its end
-    is_left: bool = False  # it has begun again before that
+    is_over: bool = False  # so it has, or it has begun again before that
     are_numbers: bool = True  # examples are known by their numbers in the data set; else by digests
     loader: Loader = field(default_factory=Loader)
     loaders: set[str] = field(default_factory=set)  # that gave batches to train with
-
-    @property
-    def is_over(self) -> bool:
-        return self.is_whole or self.is_left
 
 
 def observers(place: Place, log: str, *_: Any) -> list[Observer]:
@@ -95,13 +91,14 @@ class Follower(Observer):
         if name != self.name:
             return original()
         rounds = self.loaders.rounds[name]
-        noted.is_left |= not noted.is_whole and rounds > 1
+        noted.is_over |= rounds > 1
         if noted.is_over and (rounds > 2 or len(noted.second) >= len(noted.first)):
             raise Finished
         try:
             batch = original()
         except StopIteration:
-            noted.is_whole = not noted.is_left
+            noted.is_whole |= not noted.is_over
+            noted.is_over = True
             raise
         self.follow(iterator, batch)
         return batch

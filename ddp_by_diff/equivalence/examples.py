@@ -32,13 +32,13 @@ ONE_ORDER = "make data, order and the labels' numbers equal on all ranks (sorted
 
 
 def copies(facts: Facts) -> Link:
-    """Whether all ranks have equal weights before and after each step."""
+    """Whether all ranks have equal weights before and after each step, and train equal layers."""
     if facts.model == UNCLEAR:
         return Link("copies", True)
     if not facts.unequal and (text := other_layers(facts)):
         return Link("layers", False, text)
     if not facts.unequal:
-        names = facts.unequal_before(len(facts.steps), limit=0.0)
+        names = facts.unequal_before(len(facts.steps), is_exact=True)
         text = f"ok, up to rounding in {some_of(names)}; in a long run, copies may drift apart"
         return Link("copies", True, text if names else "")
     when = "from the start" if facts.first_unequal == 0 else f"after step {facts.first_unequal}"

@@ -142,10 +142,12 @@ class Facts:
         k = self.first_unequal
         return self.unequal_before(k) if k <= len(self.steps) else []
 
-    def unequal_before(self, step: int, limit: float = limits.COPIES) -> list[str]:
-        """Names of the parameters that differ before this step, but for parts of one model."""
+    def unequal_before(self, step: int, is_exact: bool = False) -> list[str]:
+        """Names of the parameters whose copies differ: by more than rounding, if gradients do."""
+        is_exact = is_exact or self.forced.issuperset(range(step))
         names, first = [], self.ranks[0].steps[step].weights
         for rank in self.ranks[1:]:
+            limit = 0.0 if is_exact else limits.COPIES
             names += unequal_names(first, rank.steps[step].weights, limit)
         return [name for name in self.ranks[0].parameters if name in set(names) - self.parts]
 

@@ -568,7 +568,7 @@ def turned(x):
     dist.all_gather(parts, p.grad)
     p.grad = turned(parts) / n""",
     ),
-    "copies_drift": case(DIFFERENT + "copies, weights", stepped="for p in net.parameters(): p.data *= 1 + 1e-6 * rank"),
+    "copies_drift": case(DIFFERENT + "copies", stepped="for p in net.parameters(): p.data *= 1 + 1e-7 * rank"),
     "numbers": case(
         TOGETHER + "; or on numbers that differ by rank",
         begin=TIMES,
