@@ -35,16 +35,16 @@ def copies(facts: Facts) -> Link:
     """Whether all ranks have equal weights before and after each step, and train equal layers."""
     if facts.model == UNCLEAR:
         return Link("copies", True)
-    if not facts.unequal and (text := other_layers(facts)):
+    if facts.unequal:
+        when = f"after step {facts.first_unequal}" if facts.first_unequal else "from the start"
+        text = f"the ranks' weights differ {when}: {some_of(facts.unequal)}"
+        text += ", which no optimizer trains" * facts.trained.isdisjoint(facts.unequal)
+        return Link("copies", False, text)
+    if text := other_layers(facts):
         return Link("layers", False, text)
-    if not facts.unequal:
-        names = facts.unequal_before(len(facts.steps), is_exact=True)
-        text = f"ok, up to rounding in {some_of(names)}; in a long run, copies may drift apart"
-        return Link("copies", True, text if names else "")
-    when = "from the start" if facts.first_unequal == 0 else f"after step {facts.first_unequal}"
-    text = f"the ranks' weights differ {when}: {some_of(facts.unequal)}"
-    text += ", which no optimizer trains" * facts.trained.isdisjoint(facts.unequal)
-    return Link("copies", False, text)
+    names = facts.unequal_before(len(facts.steps), is_exact=True)
+    text = f"ok, up to rounding in {some_of(names)}; in a long run, copies may drift apart"
+    return Link("copies", True, text if names else "")
 
 
 def other_layers(facts: Facts) -> str:
