@@ -39,8 +39,8 @@ def averaging(facts: Facts, right: Look | None, weights: Link) -> Link:
         link = of_the_whole_step(right, link)
     is_wrong = link.is_right is False and not facts.unequal
     if is_wrong and weights.is_right and not facts.forced:
-        # With gradients of its own one process changes the weights so, too.
-        text = "ok: the weights are averaged after the step, with the same result"
+        # Weights are averaged after it, or gradients in it.
+        text = "ok: each rank's step begins with its own gradients, and ends as with their mean"
         return Link(LABEL, True, text, weights.limit)
     return link
 

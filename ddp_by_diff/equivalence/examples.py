@@ -186,7 +186,7 @@ def of_shares(facts: Facts, text: str) -> Link:
         are_numbers = have_one_dataset(loaders)
         link, is_listed = in_an_epoch(facts, begin, loaders, are_numbers)
         found, slack = in_the_steps(facts, key, are_numbers)
-        if not link and found.again > slack:
+        if not link and found.again and max(found.again, found.shared) > slack:
             continue  # drawn again, or equal: these tell nothing
         start = f"{begin}; in {len(facts.steps)} steps, "
         is_proven = are_numbers and all(loader.is_known for loader in loaders)

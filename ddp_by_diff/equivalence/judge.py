@@ -19,8 +19,8 @@ NO_STEP = Reason(
     "in the first thread of each process, and not compiled",
 )
 PARTS_UNCLEAR = Reason(
-    "the ranks' weights differ from the start, and one process has others, by name or shape",
-    "if they are parts of one model, call the same modules in one process, in a copy",
+    "the ranks' weights differ from the start, and the modules called in one process have others",
+    "if they are parts of one model, let one module's forward call them, in a copy",
 )
 NO_GRADIENTS = Reason("not compared, as equal gradients were not found", "settle the others first")
 UNEQUAL = Reason("not compared, as the ranks' weights differ from the start", "")

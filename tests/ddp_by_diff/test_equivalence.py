@@ -700,7 +700,7 @@ def turned(x):
     ),
     "averaged_weights": case(  # after a step that is linear in the gradients
         SAME_UP_TO.format(r"\de-05"),  # measured, and not only below the hard limit
-        {"averaging": "ok: the weights are averaged after the step, with the same result"},
+        {"averaging": "ok: each rank's step begins with its own gradients, and ends as with their mean"},
         model="net",
         stepped="for p in net.parameters(): dist.all_reduce(p.data); p.data /= n",
     ),
@@ -927,7 +927,7 @@ net.register_buffer('usual', torch.zeros(8))""",
         group='"gloo", world_size=3, rank=int(os.environ["RANK"])',
     ),
     "fsdp1": case(
-        "INCONCLUSIVE: averaging, one batch, weights: the ranks' weights differ from the start, and one process .*",
+        "INCONCLUSIVE: averaging, one batch, weights: the ranks' weights differ from the start, and the modules .*",
         begin="""from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 net[0] = nn.Linear(8, 32, bias=False)  # so that its parts are padded""",
         model="FSDP(net, device_id=torch.device('cpu'))",
