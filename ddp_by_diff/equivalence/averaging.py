@@ -329,7 +329,8 @@ def equal_in_words(fit: Fit, proper: list[float], place: str) -> str:
         return f"{text} {verdict.percent(proper)}{rest}" + f". {UNEVEN}" * is_even
     of_one = f"one process's gradients{place}"
     if abs(times - 1) < limits.FACTOR:
-        return f"{of_one}, and something else ({fit.left:.0e})"
+        rest = max(fit.left, *(abs(ratio - 1) for ratio in ratios))
+        return f"{of_one}, but for {rest:.0e} of them"
     if abs(times - count) < limits.FACTOR * count:
         return f"{count} times {of_one}: the ranks' sum, not their mean{rest}"
     if abs(times * count - 1) < limits.FACTOR:

@@ -22,7 +22,7 @@ from ddp_by_diff.instruments.observer import Observer
 from ddp_by_diff.instruments.program import Finished
 from ddp_by_diff.instruments.rank import Job
 
-FIRST = 64  # examples that tell whether the second epoch has another order
+FIRST = 8  # batches that tell whether the second epoch has another order
 NO_LOADER = Reason(
     "no DataLoader was seen: batches that a program makes in its loop can't be followed",
     "in a copy, load the data with a DataLoader",
@@ -52,6 +52,7 @@ class Epoch:
 
     rank: int
     batches: int = 0
+    again: int = 0  # batches of the second epoch
     largest: int = 0  # batch
     counts: Counter = field(default_factory=Counter)  # how often each example came
     first: list = field(default_factory=list)  # examples that the first epoch begins with
@@ -92,7 +93,7 @@ class Follower(Observer):
             return original()
         rounds = self.loaders.rounds[name]
         noted.is_over |= rounds > 1
-        if noted.is_over and (rounds > 2 or len(noted.second) >= len(noted.first)):
+        if noted.is_over and (rounds > 2 or noted.again >= FIRST):  # on all ranks the same step
             raise Finished
         try:
             batch = original()
@@ -107,12 +108,13 @@ class Follower(Observer):
         noted, indices = self.noted, self.loaders.indices_of(iterator)
         names = indices or digests_of_examples(to_plain(batch), self.loaders.examples)
         if noted.is_over:
-            noted.second += names[: len(noted.first) - len(noted.second)]
+            noted.second += names
+            noted.again += 1
             return
         noted.are_numbers &= bool(indices)
         noted.batches += 1
         noted.largest = max(noted.largest, len(names))
-        noted.first += names[: FIRST - len(noted.first)]
+        noted.first += names if noted.batches <= FIRST else []
         noted.counts.update(names)
         if self.place.rank == 0:
             show(f"equivalence: {self.place.world_size} processes, batch {noted.batches}")
@@ -163,9 +165,11 @@ def came(ranks: list[Epoch], runs: Runs) -> Link:
     loaders, are_numbers = [rank.loader for rank in ranks], all(rank.are_numbers for rank in ranks)
     found = examples.counted([rank.counts for rank in ranks])
     text = f"{found.came} examples came"
+    pairs = itertools.combinations(ranks, 2)
+    is_same = any(one.first and one.first == other.first for one, other in pairs)
+    if is_same and (not are_numbers or examples.have_one_dataset(loaders)):
+        return Link(LABEL, False, f"{text}, the same on two ranks: {examples.remedy(loaders)}")
     if any(loader.redraws for loader in loaders):
-        if any(one.first == other.first for one, other in itertools.combinations(ranks, 2)):
-            return Link(LABEL, False, f"{text}, and two ranks draw the same: seed them differently")
         return Link(LABEL, True, f"{text}, drawn with replacement, so they were not counted")
     if are_numbers:
         return of_numbers(ranks, loaders, found)
@@ -224,7 +228,8 @@ def of_numbers(ranks: list[Epoch], loaders: list[Loader], found: Counted) -> Lin
 
 def order(ranks: list[Epoch]) -> Link:
     """Whether a shuffled loader has another order in the next epoch."""
-    first, second = ranks[0].first, ranks[0].second
+    first = ranks[0].first
+    second = ranks[0].second[: len(first)]
     if not second:
         return Link("order", True, "no second epoch was followed")
     if first[: len(second)] != second:

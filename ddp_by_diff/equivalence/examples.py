@@ -26,7 +26,7 @@ EQUAL = Reason(
 )
 NEVER = Reason(
     "some examples never come",
-    "if the sampler leaves them out on purpose (for validation), nothing is wrong",
+    "if they are left out on purpose (for validation), nothing is wrong",
 )
 ONE_ORDER = "make data, order and the labels' numbers equal on all ranks (sorted(), or a seed)"
 
@@ -180,6 +180,7 @@ def of_shares(facts: Facts, text: str) -> Link:
     done = "; they may come again, so they were not counted"
     for key in facts.keys:
         begin = text if key == facts.keys[0] else key  # the text has the first one's counts
+        begin = begin.replace("loader", "DataLoader number")
         loaders = [rank.loaders.get(key) for rank in facts.ranks]
         if any(loader and loader.redraws for loader in loaders):
             continue  # they may take an example again

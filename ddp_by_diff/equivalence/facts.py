@@ -36,7 +36,7 @@ class Facts:
 
     @cached_property
     def groups(self) -> list[list[Notes]]:
-        """The ranks, in groups with equal batches."""
+        """The ranks, in groups with equal batches: these may have parts of one model."""
         groups: dict[str, list[Notes]] = {}
         for rank in self.ranks:
             names, last = {}, rank.counts[-1] if rank.counts else {}
@@ -44,11 +44,6 @@ class Facts:
                 names[key] = [digest(event.value) for event in events[: last.get(key, 0)]]
             groups.setdefault(str(names), []).append(rank)
         return list(groups.values())
-
-    @property
-    def peers(self) -> list[Notes]:
-        """The ranks that have rank 0's batches: they may have parts of one model."""
-        return self.groups[0]
 
     @cached_property
     def distinct(self) -> list[Notes]:
@@ -105,7 +100,7 @@ class Facts:
     @cached_property
     def is_same_work(self) -> bool:
         """Whether two ranks compute the same: equal inputs, and no parts of one batch."""
-        pairs = itertools.combinations(self.peers, 2)
+        pairs = itertools.combinations(self.groups[0], 2)
         return self.model != PARTS and any(self.do_same_work(*pair) for pair in pairs)
 
     def do_same_work(self, rank: Notes, other: Notes) -> bool:
@@ -217,7 +212,7 @@ class Facts:
 
     def whole(self, what: str, name: str, step: int, shape: torch.Size) -> torch.Tensor | None:
         """A tensor of the ranks' "weights" or "got", put together if they have parts of it."""
-        for ranks in self.peers, self.ranks:
+        for ranks in self.groups[0], self.ranks:
             parts = [getattr(rank.steps[step], what).get(name) for rank in ranks]
             # Ranks that share a batch and a part of the model have equal ones.
             different = {digest(part): part for part in parts if part is not None}

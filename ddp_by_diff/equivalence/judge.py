@@ -23,7 +23,6 @@ PARTS_UNCLEAR = Reason(
     "if they are parts of one model, let one module's forward call them, in a copy",
 )
 NO_GRADIENTS = Reason("not compared, as equal gradients were not found", "settle the others first")
-UNEQUAL = Reason("not compared, as the ranks' weights differ from the start", "")
 WRONG_GRADIENTS = Reason("not compared, as the gradients are wrong", "")
 NO_COUNTERPART = "in a copy, call the same modules in both (with fully_shard in place of FSDP1)"
 RESUMED = Reason(
@@ -77,8 +76,11 @@ def judge(ranks: list[Notes], length: int, runs: Any, command: list[str]) -> Ans
     settings = weights.options(facts, alone.notes if alone else None, command, own_total)
     stages = stages_of(runs, facts, look, alone, settings)
     links = [examples(facts, total), copies(facts), *stages]
+    left_out = [name for name in facts.ranks[0].trainable if name not in facts.trained]
     draws_others = reason or one_batch.draws_others(look, 0)  # else it has the same masks, too
     notes, others = random_numbers(facts) if draws_others else [], []
+    text = f"{verdict.some_of(left_out)}: no optimizer changed them in these steps"
+    notes += [Line("not checked", text)] * bool(left_out)
     if not reason:
         notes = batch_sizes(look) + notes
         batch = next(link for link in stages if link.label == facts.stage_2)
@@ -153,7 +155,7 @@ def batch_and_look(runs: Any, facts: Facts, look: Look | None) -> tuple[Link, Lo
     if not reason and not runs.per_step:
         reason = why_other_steps(look)
     if not reason and not look.steps:
-        reason = UNEQUAL
+        reason = NO_GRADIENTS
     if reason:
         return inconclusive(facts.stage_2, reason), None
     return one_batch.one_batch(runs, look)
@@ -167,9 +169,8 @@ def why_other_steps(look: Look) -> Reason | None:
     ahead = [key for key in look.facts.keys if many.reads_ahead(key) or alone.reads_ahead(key)]
     if ahead and all(many.per_step(key) == alone.per_step(key) for key in look.facts.keys):
         return None
-    key, step = look.facts.keys[0], 0
-    while step < len(look.facts.steps) and many.counts[step] == alone.counts[step]:
-        step += 1
+    key, steps = look.facts.keys[0], range(len(look.facts.steps) + 1)
+    step = next(step for step in steps if many.counts[step] != alone.counts[step])
     taken = [notes.counts[step].get(key, 0) for notes in (many, alone)]
     sentence = f"step {step + 1} comes after {taken[0]} batches, in one process after {taken[1]}"
     return Reason(sentence, "in a copy, let each batch make a step: no GradScaler, no accumulation")

@@ -130,6 +130,7 @@ class Notes:
     counts: list[dict[str, int]] = field(default_factory=list)  # of events, when optimizers stepped
     parameters: list[str] = field(default_factory=list)  # names; a step's other weights are buffers
     has_buffers_of_first: bool = False  # DDP gives it rank 0's, after they were noted
+    trainable: list[str] = field(default_factory=list)  # names of what needs a gradient
     norm_buffers: set[str] = field(default_factory=set)  # of BatchNorm layers
     parts: set[str] = field(default_factory=set)  # parameters of which a layer has a part (DTensor)
     has_clipped: bool = False  # torch's clip_grad_norm_ or clip_grad_value_ was called

@@ -220,6 +220,7 @@ class Weights(Observer):
         for step in noted.steps:
             parameters += step.options
         noted.parameters = list(dict.fromkeys(parameters))
+        noted.trainable = list(self.trained().values())
 
 
 class Progress(Observer):

@@ -390,12 +390,6 @@ def number_in(leaves: list, key: Any) -> Any:
     return leaves[0] if is_one else 0
 
 
-NOT_SEEN = Reason(
-    "the ranks' own gradients were not seen",
-    "in a copy, call loss.backward() for the optimizer's own parameters, and do not compile",
-)
-
-
 def first_of(reasons: list[Reason], runs: Any, look: Look) -> Reason | None:
     return next((reason for reason in reasons if reason.test(runs, look)), None)
 
@@ -417,7 +411,11 @@ ROWS = Reason(
 # Then the one batch that was made of the ranks' batches, or the one model of their parts, may be
 # wrong.
 NOT_JOINED_WELL = [
-    NOT_SEEN._replace(test=lambda runs, look: look.facts.gradients == GOT and not look.facts.parts),
+    Reason(
+        "the ranks' own gradients were not seen",
+        "in a copy, call loss.backward() for the optimizer's own parameters, and do not compile",
+        lambda runs, look: look.facts.gradients == GOT and not look.facts.parts,
+    ),
     Reason(
         "one process takes other batches in a step than the ranks together",
         "let it take the global batch: --alone, with its flags for the batch size and accumulation",

@@ -1,7 +1,4 @@
-"""Stage 3: do weights change as in one process whose optimizer gets the same gradients?
-
-And are the optimizers' options (learning rates and others) equal, on all ranks and in one process?
-"""
+"""Stage 3: do weights change as in one process with the same gradients?  And equal options?"""
 
 import itertools
 import math

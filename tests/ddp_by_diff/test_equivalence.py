@@ -444,7 +444,7 @@ CASES = {
     "two_of_each": case(  # two optimizers, and two loaders: all ranks have the second one's examples
         DIFFERENT + "examples, copies, averaging",
         {
-            "examples": "loader 1; in an epoch, 480 of 480 are on more than one rank: give each .*",
+            "examples": "DataLoader number 1; in an epoch, 480 of 480 are on more than one rank: give each .*",
             "averaging": "WRONG: " + NOT_AVERAGED.format(" of 2 of 6 tensors .Linear 2: weight, Linear 2: bias."),
         },
         begin="more = iter(DataLoader(TensorDataset(data.tensors[0] + 9), 8))",
@@ -1082,7 +1082,7 @@ EPOCHS = {  # the exit code, and what is said by label; of programs with these p
     ),
     "same_examples": (
         1,
-        {"examples": r"480 of 480 examples came; 480 of 480 are on more than one rank: .*"},
+        {"examples": r"(960|1440) examples came, the same on two ranks: give each rank its own share .*"},
         {"loader": "DataLoader(data, SIZE, shuffle=True)", "before": ""},
     ),
     "unequal": (  # rank 0 has more; nobody averages, so it does not wait
@@ -1144,7 +1144,7 @@ EPOCHS = {  # the exit code, and what is said by label; of programs with these p
     ),
     "replacement_alike": (
         1,
-        {"examples": "480 examples came, and two ranks draw the same: seed them differently"},
+        {"examples": "480 examples came, the same on two ranks: seed the ranks' samplers differently"},
         {"loader": f"DataLoader(data, SIZE, sampler={DRAW}(data, True, 480 // n))", "before": ""},
     ),
     "drawn_again": (  # classes, of which some examples are drawn
