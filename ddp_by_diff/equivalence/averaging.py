@@ -64,7 +64,8 @@ def of_the_mean(facts: Facts, right: Look | None) -> Link:
     bad, worst, far = furthest_from_goals(facts, gots, goals, limit)
     figures = Figures(far, limit)
     if not bad:
-        return ok(in_words(factors) + clipped_in_words(facts.ranks), figures)
+        text = MEAN.replace("mean", combination(factors))
+        return ok(text + clipped_in_words(facts.ranks), figures)
     differ = [[vectors.only(got, set(bad)) for got in in_step] for in_step in gots]
     if link := sent_coarsely(facts, differ, goals, figures):
         return link
@@ -86,8 +87,10 @@ def of_the_mean(facts: Facts, right: Look | None) -> Link:
     links = {k: explained(k) for k in facts.steps if not goals[k].keys().isdisjoint(bad)}
     link = links.get(worst) or explained(worst)
     kinds = {re.sub(r"[0-9.e+-]+", "", one.text) for one in links.values()}  # without numbers
-    if link.is_right is None or len(kinds) == 1:
+    if link.is_right is None or len({one.text for one in links.values()}) == 1:
         return link
+    if len(kinds) == 1:
+        return link._replace(text=f"{link.text}; this is step {worst + 1}")
     same = [str(k + 1) for k, one in links.items() if one == link]
     return link._replace(text=link.text.replace("WRONG:", f"WRONG in step {', '.join(same)}:"))
 
@@ -124,16 +127,6 @@ def furthest_from_goals(
     return bad, worst, max(furthest.values(), default=0.0)
 
 
-def in_words(factors: list[list[float]]) -> str:
-    """What the optimizers receive.  factors: of each rank's gradient, in each step."""
-    word = combination(factors)
-    if word in ("sum", "mean"):
-        return MEAN.replace("mean", word)
-    number = max(range(len(factors)), key=lambda k: max(factors[k]) - min(factors[k]))
-    text = "the optimizers receive the ranks' gradients, weighted as in one process:"
-    return f"{text} {verdict.percent(factors[number])} in step {number + 1}"
-
-
 def is_clipped(ranks: list[Notes]) -> bool:
     """Whether clipping has changed a gradient."""
     return any(step.unclipped for rank in ranks for step in rank.steps)
@@ -155,8 +148,13 @@ def of_the_whole_step(right: Look, link: Link) -> Link:
     """
     facts = right.facts
     limit = max(limits.UPDATED, limit_of(facts), link.limit, right.limit)
+    is_part = any(facts.comparable_names(k) < facts.trained for k in facts.comparable)
     if not link.is_right:
+        after, *_ = furthest_from_alone(right, is_before=False)
         far, k, got, wanted = furthest_from_alone(right, is_before=True)
+        if far > limit >= after and not is_part:
+            text = link.text.replace("WRONG: ", "clipping makes them one process's; before it, ")
+            return ok(text, Figures(after, limit))
         if far > limit:
             alone, times = right.alone.notes.steps[k], vectors.fit(got, [wanted])
             is_changed = vectors.distance(wanted, vectors.only(alone.own, set(wanted))) > limit
@@ -166,7 +164,6 @@ def of_the_whole_step(right: Look, link: Link) -> Link:
     far, k, got, wanted = furthest_from_alone(right, is_before=False)
     figures, times = Figures(far, limit), vectors.fit(got, [wanted])
     if far <= limit:
-        is_part = any(facts.comparable_names(k) < facts.trained for k in facts.comparable)
         if not link.is_right and is_part:
             return link  # of the others, these gradients tell nothing
         if link.is_right and not is_clipped(facts.ranks):

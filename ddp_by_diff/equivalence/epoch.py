@@ -33,7 +33,7 @@ OTHER_LOADERS = Reason(
 )
 WHOLE = "let the loop read its DataLoader to the end (no break, no islice), and begin another epoch"
 UNEQUAL = Reason(
-    "the ranks have unequal numbers of batches, but none waits for the others",
+    "the ranks have unequal numbers of batches",
     "if the program takes care of that (DDP's join()), nothing is wrong; else give all as many",
 )
 OWN_DATA = Reason(
@@ -221,8 +221,9 @@ def of_numbers(ranks: list[Epoch], loaders: list[Loader], found: Counted) -> Lin
     if not repeated:
         return Link(LABEL, True, f"{text}, each once, on one rank")
     text += f", {repeated} of them again"
-    if repeated > len(ranks) and found.different < length:  # a sampler that pads leaves out none
-        return inconclusive(LABEL, examples.AGAIN, text)
+    link = examples.why_not_shared_out(found, f"{text}; ", loaders, False)
+    if link and repeated > len(ranks) and found.different < length:
+        return link  # a sampler that pads leaves out none
     return Link(LABEL, True, f"{text} (padding)")
 
 

@@ -196,6 +196,8 @@ def of_shares(facts: Facts, text: str) -> Link:
         if key == facts.keys[0]:
             done = f", {found.shared or 'none'} of them on two ranks "
             done += f"(checked for {len(facts.steps)} steps{', and in an epoch' * is_listed})"
+            if not are_numbers and all(loader and loader.picks for loader in loaders):
+                done += "; each rank's data set is its own: not compared with one process's"
     return Link(LABEL, True, text + done)
 
 
