@@ -3,8 +3,6 @@
 And is that what one process's optimizer would receive, after its own program has clipped it?
 """
 
-import re
-
 import torch
 
 from ddp_by_diff.equivalence import limits, one_batch, vectors, verdict
@@ -86,11 +84,8 @@ def of_the_mean(facts: Facts, right: Look | None) -> Link:
 
     links = {k: explained(k) for k in facts.steps if not goals[k].keys().isdisjoint(bad)}
     link = links.get(worst) or explained(worst)
-    kinds = {re.sub(r"[0-9.e+-]+", "", one.text) for one in links.values()}  # without numbers
     if link.is_right is None or len({one.text for one in links.values()}) == 1:
         return link
-    if len(kinds) == 1:
-        return link._replace(text=f"{link.text}; this is step {worst + 1}")
     same = [str(k + 1) for k, one in links.items() if one == link]
     return link._replace(text=link.text.replace("WRONG:", f"WRONG in step {', '.join(same)}:"))
 

@@ -179,8 +179,8 @@ def of_shares(facts: Facts, text: str) -> Link:
     """Whether an example is on two ranks, in these steps or in an epoch: data parallelism."""
     done = "; they may come again, so they were not counted"
     for key in facts.keys:
-        begin = text if key == facts.keys[0] else key  # the text has the first one's counts
-        begin = begin.replace("loader", "DataLoader number")
+        # The text has the first one's counts.
+        begin = text if key == facts.keys[0] else key.replace("loader", "DataLoader number")
         loaders = [rank.loaders.get(key) for rank in facts.ranks]
         if any(loader and loader.redraws for loader in loaders):
             continue  # they may take an example again

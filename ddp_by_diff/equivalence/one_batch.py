@@ -18,6 +18,7 @@ NUMBERS = "; or on numbers that differ by rank"
 OF_PARTS = "the ranks compute parts of one batch, and their gradients don't add up to the batch's"
 ALONE_RIGHT = "each rank's examples, computed alone, give that rank's gradient"
 OWN_DIFFERS = "a rank's examples, computed in one process, don't give that rank's gradient"
+GLOBAL_BATCH = "let one process take the global batch: --alone, with its flag for the batch size"
 STATE = "training reads what each process changes by its own examples"
 
 
@@ -272,7 +273,8 @@ def unexplained(runs: Any, look: Look, text: str) -> Link:
         return wrong._replace(text=f"{wrong.text}; {ALONE_RIGHT}", why=why)
     if look.is_given and computes_the_same_again(runs, look):  # nothing was joined
         return wrong._replace(why="" if is_own is None else OWN_DIFFERS)
-    reason = runs.failure if is_own is None and not look.is_given else OTHERWISE
+    joined = runs.failure if is_own is None else JOINED
+    reason = OTHERWISE if look.is_given else joined
     return inconclusive(label, reason, text + "; step 1 is ok" * goes_on)
 
 
@@ -418,7 +420,7 @@ NOT_JOINED_WELL = [
     ),
     Reason(
         "one process takes other batches in a step than the ranks together",
-        "let it take the global batch: --alone, with its flags for the batch size and accumulation",
+        GLOBAL_BATCH,
         takes_other_batches,
     ),
     Reason(
@@ -436,10 +438,12 @@ NOT_JOINED_WELL = [
     ),
 ]
 OTHERWISE = Reason(
-    "a step may use more than weights, buffers and the batches seen (a generator, rows it picks), "
-    "or these are joined wrongly",
-    "in a copy, let a DataLoader give all that a step uses, in examples of one shape; let the loss "
-    "use this rank's outputs only; draw no random numbers; keep what goes on in buffers",
+    "a step may use more than weights, buffers and the batches seen (a generator, rows it picks)",
+    "in a copy, let a DataLoader give all it uses, draw no random numbers, keep state in buffers",
+)
+JOINED = Reason(
+    f"{OTHERWISE.sentence}, or these are joined wrongly",
+    f"{GLOBAL_BATCH}; or, {OTHERWISE.way_on}",
 )
 
 
