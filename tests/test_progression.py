@@ -40,9 +40,9 @@ ROOMS = {  # lines of Python, at most.  Raise a number only in a commit that say
     "variants/*.py": 2114,
     "exercises/**/*.py": 2007,
     "demos/*.py": 895,
-    "ddp_by_diff/**/*.py": 7746,
+    "ddp_by_diff/**/*.py": 7744,
     "dev/*.py": 1742,
-    "tests/**/*.py": 10771,
+    "tests/**/*.py": 10763,
 }
 CODE = {"distributed.py": 280}  # without comments, docstrings and blank lines
 
