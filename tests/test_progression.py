@@ -42,7 +42,7 @@ ROOMS = {  # lines of Python, at most.  Raise a number only in a commit that say
     "demos/*.py": 895,
     "ddp_by_diff/**/*.py": 7744,
     "dev/*.py": 1742,
-    "tests/**/*.py": 10763,
+    "tests/**/*.py": 10771,
 }
 CODE = {"distributed.py": 280}  # without comments, docstrings and blank lines
 
