@@ -1,3 +1,4 @@
+# Copied from the project ddp-by-diff 0.9.  SPDX-License-Identifier: MIT
 """Atomic checkpoints for data parallel training: save, resume, and stop on SIGTERM.
 
     import sys
@@ -41,13 +42,15 @@
 Copy this file next to distributed.py; it also needs the package filelock, 3.20.1 or newer.
 
 A checkpoint is a dictionary that torch.load reads with weights_only=True: "step", "config", "parts" (the state dict of
-each part, the model's without "module."), "random" (each rank's state of torch's random number generators, but not of
-Python's and numpy's), and the values that `save` was given by name.
+each part, the model's without "module."), "orders" (the names of each optimizer's parameters, in its order), "random"
+(each rank's state of torch's random number generators, but not of Python's and numpy's), and the values that `save` was
+given by name.
 """
 
 import contextlib
 import copy
 import errno
+import importlib
 import math
 import os
 import pickle
@@ -68,10 +71,10 @@ from filelock import FileLock, Timeout
 from torch import distributed as torch_dist
 from torch import nn
 
-if __package__:
-    from . import distributed as dist
-else:
+if not __package__:
     import distributed as dist
+else:  # a package into which this file was copied
+    dist = importlib.import_module(".distributed", __package__)
 
 LOCK_TIMEOUT = 10  # seconds: the processes of a killed run may still be ending
 HEAD_START = 0.1  # seconds: the rank that has failed raises its error so much earlier, so that a launcher names it
@@ -79,10 +82,15 @@ SHARDS = (
     "Put shards (of FSDP, ZeRO, tensor parallelism) together on all ranks first, as get_model_state_dict does with "
     "full_state_dict=True, or save them with torch.distributed.checkpoint"
 )
+FROM_ALL = "Reduce it over all ranks, or save all ranks' values: save(step, name=checkpoint.from_all(mine))"
 ADVICE = {  # what to do if the ranks differ in this
     "step": "Call save after the same number of steps on all ranks",
     "score": "Reduce the score over all ranks before saving: dist.reduce(score)",
-    "parts": f"Give a loss to an optimizer or a scheduler as dist.reduce(loss), the same on all ranks. {SHARDS}",
+    "order": "Its parameters have a different order on each rank: make its groups from lists, not from sets",
+    "model": f"Wrap the model in DDP, which makes the weights equal. {SHARDS}",
+    "optimizer": f"Give a loss to an optimizer or a scheduler as dist.reduce(loss), the same on all ranks. {SHARDS}",
+    "part": FROM_ALL,
+    "value": FROM_ALL,
 }
 
 
@@ -173,9 +181,8 @@ def _reason(problem: Exception) -> str:
     unknown = re.search(r"GLOBAL (\S+)", str(problem))
     if unknown:  # weights_only rejects it
         return f"{unknown[1]} in it is not a tensor, number, string, list or dictionary"
-    if isinstance(problem, RuntimeError) and problem.__context__:  # torch.save hides that the disk is full
-        problem = problem.__context__
-    return str(problem).partition("\n")[0]
+    is_hidden = isinstance(problem, RuntimeError) and problem.__context__  # torch.save hides that the disk is full
+    return str(problem.__context__ if is_hidden else problem).partition("\n")[0]
 
 
 def newest(folder: Path) -> tuple[Path | None, dict[Path, str]]:
@@ -186,7 +193,8 @@ def newest(folder: Path) -> tuple[Path | None, dict[Path, str]]:
     Raises:
         CheckpointError: If all are damaged, or if the machine can't read one of them.
     """
-    saved, problems = _saved(folder), {}
+    saved = _saved(folder)
+    problems: dict[Path, str] = {}
     while saved:
         _, _, path = last = saved.pop()
         try:
@@ -251,11 +259,17 @@ class Keeper:
     def __init__(self, folder: str | Path, config: dict | None = None, keep: int = 2, **parts: Any) -> None:
         self.config, self.keep = config or {}, keep
         self.parts = {name: dist.unwrap_model(part) for name, part in parts.items()}
+        dist._check_same_call("Keeper")
         _on_all(self._take_folder, folder)
 
     def _take_folder(self, folder: str | Path) -> None:
         if not _is_count(self.keep):
             raise ValueError(f"Keeper: keep is {self.keep!r}: give an integer of at least 0")
+        for name, part in self.parts.items():
+            if not hasattr(part, "state_dict"):
+                raise ValueError(
+                    f"Keeper: {name} has no state_dict: give a plain value to save, as save(step, {name}=...)"
+                )
         self.folder = Path(folder).absolute()  # so that it stays the same after os.chdir
         if not dist.is_primary():
             return
@@ -282,11 +296,12 @@ class Keeper:
             CheckpointError: On all ranks, if all checkpoints are damaged, if a rank doesn't see rank 0's file, or if
                 it doesn't fit the parts.
         """
+        dist._check_same_call("Keeper.restore")
         path = _on_primary(self._choose)
         if path is None:
             return {}
         mine = self.folder / path.name  # on another machine this may be a different file
-        seen = from_all(_checksums(mine))
+        seen = _from_all(_checksums(mine))
         others = [str(rank) for rank in range(len(seen)) if seen[rank] != seen[0]]
         if others:
             missing = f"rank {', '.join(others)} doesn't see rank 0's {path}"
@@ -314,6 +329,13 @@ class Keeper:
                 part.load_state_dict(_as_named_in(part, state["parts"][name]))
             except Exception as problem:  # a part may raise anything
                 raise CheckpointError(f"{path} doesn't fit this {name} ({_in_one_line(problem)})") from None
+        saved = state.get("orders", {})  # a checkpoint that an older version has written has none
+        for name, order in self._orders().items():
+            if saved.get(name, order) != order:
+                differs = "its parameters, or their order, are not those with which it was saved"
+                raise CheckpointError(
+                    f"{path} doesn't fit this {name} ({differs}): make its groups from lists, not sets"
+                )
         return state
 
     def save(self, step: int, score: float | None = None, **extra: Any) -> None:
@@ -324,31 +346,50 @@ class Keeper:
         Args:
             step: How many steps the run has made, the same on all ranks.
             score: A number, the same on all ranks; higher is better, and of two equal scores the earlier is better.
-            extra: More values for `restore` to return: rank 0's tensors, numbers, strings, lists and dictionaries.
+            extra: More values for `restore` to return: tensors, numbers, strings, lists and dictionaries, the same
+                on all ranks.  If each rank has its own value, give `from_all(value)`: the list of all ranks' values.
 
         Raises:
-            CheckpointError: On all ranks, if the step, the score or a part differs between ranks (they exchange
-                checksums), if the checkpoint can't be written, or if the folder has one of a later step, which
-                `restore` would load.  All earlier checkpoints are then as before.
+            CheckpointError: On all ranks, if the step, the score, a value or a part differs between ranks (they
+                exchange checksums), if the checkpoint can't be written, or if the folder has one of a later step,
+                which `restore` would load.  All earlier checkpoints are then as before.
             ValueError: On a rank with an invalid argument; CheckpointError on the others.
         """
+        dist._check_same_call("Keeper.save")
         state, checksums = _on_all(self._state_and_checksums, step, score, extra)
-        _check_equal(from_all(checksums))
-        state["random"] = from_all(_random_state())
+        _check_equal(_from_all(checksums))
+        state["random"] = _from_all(_random_state())
         _on_primary(self._write, state, "" if score is None else f"-score-{float(score)}")
 
     def _state_and_checksums(self, step: int, score: float | None, extra: dict) -> tuple[dict, dict[str, str]]:
         """Return this rank's checkpoint, and a text for each value in it that must be the same on all ranks."""
         if not _is_count(step) or not _is_score(score):
             raise ValueError(f"save: step {step!r}, score {score!r}: give an integer of at least 0 and a finite score")
-        if taken := extra.keys() & {"config", "parts", "random"}:
+        if taken := extra.keys() & {"config", "parts", "orders", "random"}:
             raise ValueError(f"save: {', '.join(sorted(taken))}: the checkpoint has these names already, choose others")
-        parts, checksums = {}, {"step": str(step), "score": str(score if score is None else float(score))}
-        for name, part in self.parts.items():
-            parts[name] = _state_of(name, part)
-            if dist.get_world_size() > 1:
-                checksums |= _checksums_of(_without_buffers(part, parts[name]), f"parts.{name}")
-        return {**extra, "step": step, "config": self.config, "parts": parts}, checksums
+        parts = {name: _state_of(name, part) for name, part in self.parts.items()}
+        orders = self._orders()
+        checksums = {"step": str(step), "score": str(score if score is None else float(score))}
+        if dist.get_world_size() > 1:
+            checksums |= {f"order.{name}": str(order) for name, order in orders.items()}
+            for name, part in self.parts.items():
+                kind = "model" if isinstance(part, nn.Module) else "optimizer" if _is_torchs(part) else "part"
+                checksums |= _checksums_of(_without_buffers(part, parts[name]), f"{kind}.{name}")
+            checksums |= _checksums_of(extra, "value")
+        return {**extra, "step": step, "config": self.config, "parts": parts, "orders": orders}, checksums
+
+    def _orders(self) -> dict[str, list[list[str]]]:
+        """Return the names of each optimizer's parameters, by group: torch itself keeps their state by position."""
+        names = {}
+        for part_name, part in self.parts.items():
+            if isinstance(part, nn.Module):
+                for name, param in part.named_parameters():
+                    names[param] = f"{part_name}.{_without_compile(name)}"
+        orders: dict = {}
+        for part_name, part in self.parts.items():
+            if isinstance(part, torch.optim.Optimizer):
+                orders[part_name] = [[names.get(param, "") for param in group["params"]] for group in part.param_groups]
+        return orders
 
     def _write(self, state: dict, score: str) -> None:
         before = _saved(self.folder)
@@ -378,6 +419,11 @@ def _is_score(score: Any) -> bool:
         return score is None or math.isfinite(score)
     except (TypeError, ValueError, OverflowError, RuntimeError):  # no number, or several, or too large for a float
         return False
+
+
+def _is_torchs(part: Any) -> bool:
+    """Return whether this is an optimizer, a scheduler or a GradScaler."""
+    return isinstance(part, (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler))
 
 
 def _random_state() -> dict:
@@ -424,7 +470,7 @@ def _as_named_in(part: Any, state: Any) -> Any:
 def _checksums_of(state: Any, name: str) -> dict[str, str]:
     """Return {name: a tensor's checksum, or another value's text} for all values in a state dict."""
     if isinstance(state, (dict, list, tuple)):
-        checksums = {}
+        checksums: dict = {}
         for key, value in state.items() if isinstance(state, dict) else enumerate(state):
             checksums |= _checksums_of(value, f"{name}.{key}")
         return checksums
@@ -435,7 +481,7 @@ def _checksums_of(state: Any, name: str) -> dict[str, str]:
     if torch.is_tensor(state):
         dense = state.detach().cpu() if state.layout == torch.strided else state.detach().cpu().to_dense()
         dense = dense.resolve_conj().resolve_neg().contiguous()
-        content = dense.flatten().view(torch.uint8).numpy()  # so NaN is equal to NaN
+        content = dense.flatten().view(torch.uint8).numpy().data  # so NaN is equal to NaN
         return {name: f"{state.dtype} {list(state.shape)} {zlib.crc32(content)}"}
     return {name: repr(state)}
 
@@ -453,6 +499,11 @@ def _check_equal(checksums: list[dict[str, str]]) -> None:
 
 def from_all(value: Any) -> list:
     """Return the values of all ranks, in rank order.  Every rank must call this, with a value that can be pickled."""
+    dist._check_same_call("from_all")
+    return _from_all(value)
+
+
+def _from_all(value: Any) -> list:
     values = [value] * dist.get_world_size()
     if len(values) > 1:
         torch_dist.all_gather_object(values, value)
@@ -466,7 +517,7 @@ def _on_all(function: Callable, *args: Any) -> Any:
         result = function(*args)
     except Exception as problem:
         error = problem
-    messages = [message for message in from_all(error and _in_one_line(error)) if message]
+    messages = [message for message in _from_all(error and _in_one_line(error)) if message]
     if error:
         raise error
     if messages:
@@ -483,7 +534,7 @@ def _in_one_line(problem: Exception) -> str:
 def _on_primary(function: Callable, *args: Any) -> Any:
     """Call function(*args) on rank 0 only; return its result, or raise its error, on every rank."""
     result = _on_all(lambda: function(*args) if dist.is_primary() else None)
-    return from_all(result)[0]
+    return _from_all(result)[0]
 
 
 class Preemption:
@@ -496,7 +547,8 @@ class Preemption:
     """
 
     def __init__(self) -> None:
-        self.asked, self.calls, self.process, self.group = False, 0, os.getpid(), None
+        self.asked, self.calls, self.process = False, 0, os.getpid()
+        self.group: Any = None
         if dist.get_world_size() > 1:  # on the CPU, so that no GPU waits for it
             self.group = torch_dist.new_group(backend="gloo", timeout=dist.get_timeout())
         if threading.current_thread() is threading.main_thread():

@@ -312,7 +312,7 @@ def run(world_size, args, run_dir):
         loss, seen = progress.totals()
         row = {"epoch": progress.epoch + 1, "training_loss": loss / seen, "training_lr": scheduler.get_last_lr()[0]}
         if progress.batch > first_batch:  # if not, the run was stopped after the epoch's last batch
-            seconds = time.perf_counter() - epoch_started
+            seconds = dist.reduce(torch.tensor(time.perf_counter() - epoch_started)).item()  # the same on all ranks
             row["training_images_per_s"] = (progress.batch - first_batch) * args.batch_size / seconds
         if row["epoch"] % args.validate_every == 0 or row["epoch"] == args.epochs:
             dist.sync_params(model.buffers())  # BatchNorm's averages differ between ranks, so all copy rank 0's

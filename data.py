@@ -1,3 +1,4 @@
+# Copied from the project ddp-by-diff 0.9.  SPDX-License-Identifier: MIT
 """MNIST, CIFAR-10 and synthetic digits as whole tensors, read by torch's own DataLoader.
 
 The usual DataLoader decodes, transforms and stacks image by image, in Python.  Here, a dataset is one uint8 tensor, so
@@ -16,6 +17,7 @@ import os
 import socket
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -53,7 +55,7 @@ class Images(Dataset):
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self.images[index], self.labels[index]
 
-    def __getitems__(self, indices: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    def __getitems__(self, indices: list[int]) -> tuple[torch.Tensor, ...]:
         """Return a whole batch at once.  If this method exists, DataLoader calls it instead of __getitem__."""
         index = torch.tensor(indices)
         return self.images[index], self.labels[index]
@@ -66,6 +68,8 @@ def load(name: str, data_dir: str, limit: int | None = None, colour: bool = Fals
     (`prepare` puts them there).  "mnist-like" (such as Fashion-MNIST) is read from MNIST's folder, but its md5 sums are
     not checked.  With `colour`, the synthetic digits have CIFAR-10's shape, [N, 3, 32, 32].
     """
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
     if name == "synthetic":
         train, test = _digits(DATASETS[name], seed=1), _digits(2_000, seed=2)
         mean, std = (0.2,), (0.16,)
@@ -77,7 +81,8 @@ def load(name: str, data_dir: str, limit: int | None = None, colour: bool = Fals
         mean, std = (0.1307,), (0.3081,)
         if name == "cifar10":
             mean, std = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
-    return tuple(Images(images[:limit], labels[:limit], mean, std) for images, labels in (train, test))
+    train_set, test_set = (Images(images[:limit], labels[:limit], mean, std) for images, labels in (train, test))
+    return train_set, test_set
 
 
 def _read(name: str, data_dir: str, is_train: bool, download: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
@@ -122,9 +127,10 @@ def batches(loader: DataLoader, device: torch.device) -> Iterator[tuple[torch.Te
 
     On a terminal, rank 0 shows a progress bar of its share.  The rank is the process group's, or else the sampler's.
     """
-    mean, std = (255 * torch.tensor(x, device=device).view(-1, 1, 1) for x in (loader.dataset.mean, loader.dataset.std))
-    if isinstance(loader.dataset, Augmented):
-        draws = loader.dataset.draws.to(device)  # of this epoch; persistent workers keep those of their first epoch
+    dataset: Any = loader.dataset
+    mean, std = (255 * torch.tensor(x, device=device).view(-1, 1, 1) for x in (dataset.mean, dataset.std))
+    if isinstance(dataset, Augmented):
+        draws = dataset.draws.to(device)  # of this epoch; persistent workers keep those of their first epoch
     for batch in _with_progress_bar(loader):
         # Move uint8 to the device, a quarter of float32's bytes.  A copy from pinned memory runs in the background.
         images, labels, *index = [part.to(device, non_blocking=True) for part in batch]
@@ -168,7 +174,7 @@ class Augmented(Images):
         draws = [torch.randint(high, (len(self),), generator=generator, dtype=torch.uint8) for high in highs]
         self.draws = torch.stack(draws, dim=1)
 
-    def __getitems__(self, indices: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def __getitems__(self, indices: list[int]) -> tuple[torch.Tensor, ...]:
         return *super().__getitems__(indices), torch.tensor(indices)
 
 
@@ -209,8 +215,8 @@ def prepare(name: str, data_dir: str, error: Callable[[str], None] | None = None
 def _fetch(name: str, data_dir: str) -> None:
     """Read the dataset; if that fails, download it, and read it then."""
     data_dir = os.path.expanduser(data_dir)  # as torchvision does; the shell doesn't in --data-dir=~/data
-    folder, files = ("cifar-10-batches-py", CIFAR10) if name == "cifar10" else ("MNIST/raw", MNIST)
-    folder = Path(data_dir, folder)
+    in_folder, files = ("cifar-10-batches-py", CIFAR10) if name == "cifar10" else ("MNIST/raw", list(MNIST))
+    folder = Path(data_dir, in_folder)
     time_out, threads = socket.getdefaulttimeout(), torch.get_num_threads()
     socket.setdefaulttimeout(DOWNLOAD_TIMEOUT)  # urllib would wait forever for a silent server
     torch.set_num_threads(1)  # after torch's thread pool has started, no process can be forked

@@ -1,4 +1,4 @@
-# Copied from the project ddp-by-diff.  SPDX-License-Identifier: MIT
+# Copied from the project ddp-by-diff 0.9.  SPDX-License-Identifier: MIT
 """A small torchrun inside the program: it starts one process per rank, watches them, and reports which failed first.
 
     run(function, args, nproc=2)    # function(*args) in two new processes; returns rank 0's result
@@ -56,14 +56,10 @@ REPORT_UNENDED_AFTER = 10  # seconds that a rank's process lives on after the ra
 POLL = 0.02  # seconds between two looks at the ranks
 CPU_QUOTA = "/sys/fs/cgroup/cpu.max"  # in a container "200000 100000" means two cores, "max 100000" all
 _FRAME = re.compile(r'File "(.+)", line (\d+),? in (.+)')  # a line of a traceback, Python's or faulthandler's
-# Files and folders that are not the program, because the table of where each rank is shows lines of the program.
-NOT_THE_PROGRAM = [
-    os.path.join(os.path.dirname(__file__), "distributed.py"),
-    __file__,
-    os.path.dirname(torch.__file__),
-    sysconfig.get_path("stdlib"),
-    "<frozen ",  # a part of Python that is built in
-]
+# The table of where each rank is shows lines of the program, so not of torch, of what is built into Python, ...
+NOT_THE_PROGRAM = [os.path.join(os.path.dirname(torch.__file__), ""), "<frozen "]
+STANDARD_LIBRARY = os.path.join(sysconfig.get_path("stdlib"), "")
+HELPER = b"# Copied from the project ddp-by-diff"  # how the first line of each helper begins
 
 # How a rank may fail, beginning with the likeliest cause: a rank that died broke the others' connections, while a rank
 # that reports an error keeps its own, and a lost connection is only a consequence.
@@ -200,7 +196,7 @@ class _Ranks:
     def __init__(self, nproc: int, grace: float | None) -> None:
         self.nproc = nproc
         self.grace = grace
-        self.processes: list[multiprocessing.Process] = []
+        self.processes: list[Any] = []  # of multiprocessing
         self.reports: dict[int, _Report] = {}
         self.ended: set[int] = set()
         self.stop_signal = 0  # the first signal that asked the run to stop
@@ -316,13 +312,13 @@ class _Ranks:
             self.ended.add(rank)
         if rank not in self.reports and (written := self.read(f"report{rank}")):
             try:
-                self.reports[rank] = pickle.loads(written)
+                self.reports[rank] = torch.load(io.BytesIO(written), map_location="cpu", weights_only=False)
             except Exception as error:  # for example a class that this process can't import
                 self.reports[rank] = _Report(time.monotonic(), FAILED, f"its result can't be read: {error}")
         report = self.reports.get(rank)
         if code is not None and report is None:
             self.reports[rank] = _Report(time.monotonic(), DIED, _how_it_ended(code))
-        elif code not in (None, 0, -STACK_SIGNAL) and not report.failure:
+        elif report and code not in (None, 0, -STACK_SIGNAL) and not report.failure:
             self.reports[rank] = _Report(time.monotonic(), DIED, f"{_how_it_ended(code)}. It had finished its work")
 
     def read(self, name: str) -> bytes:
@@ -379,6 +375,8 @@ class _Ranks:
                 otherwise = "has ended"
             elif report:
                 otherwise = "has finished, but its process is still running: a thread, or an atexit function?"
+            elif frames:  # it has answered, but none of the lines is the program's
+                otherwise = "{}:{}, {}".format(*frames[0])
             else:
                 otherwise = f"no answer: it is starting, or it is stopped (then type kill -CONT {process.pid})"
             progress = self.read(f"progress{rank}").decode().rstrip()
@@ -430,7 +428,7 @@ class _Ranks:
 
 def _handles_sigterm(pid: int) -> bool:
     try:
-        caught = int(re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())[1], 16)  # a bit for each
+        caught = int(re.findall(r"SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())[0], 16)  # a bit for each
     except OSError:  # macOS doesn't tell, so assume that it does
         return True
     return bool(caught >> (signal.SIGTERM - 1) & 1)
@@ -448,16 +446,27 @@ def _how_it_ended(code: int) -> str:
 
 
 def _where(frames: list[tuple[str, str, str]]) -> str:
-    """Return the innermost line of the program itself, outside of NOT_THE_PROGRAM; frames begin with the innermost."""
+    """Return the innermost line of the program itself, or "" if there is none; frames begin with the innermost."""
     called = ""
     for path, line, function in frames:
         if function == "_bootstrap":  # in a forked process, the frames that follow are the parent's
             break
-        if not path.startswith(tuple(NOT_THE_PROGRAM)):
+        if is_the_program(path):
             return f"{path}:{line}, {function}" + (f", in {called}" if called else "")
         if function != "wrapper":  # torch's, around each of its collectives
             called = function
     return ""
+
+
+def is_the_program(path: str) -> bool:
+    """Return whether this file belongs to the program: not to Python or torch, and not a helper of this project."""
+    in_library = path.removeprefix(STANDARD_LIBRARY)
+    is_pythons = in_library != path and not in_library.startswith(("site-packages", "dist-packages"))
+    if is_pythons or path.startswith(tuple(NOT_THE_PROGRAM)):
+        return False
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        return not file.readline().startswith(HELPER)
+    return True  # not a file, such as <string>
 
 
 # ------------------------------------------------------------------------------------------ in the guard, in each rank
@@ -619,20 +628,21 @@ def _flush(file: Any) -> None:
 def _write_report(report: _Report, path: str) -> None:
     """Write the report atomically, so that the launching process sees no report, or all of it."""
     try:
-        Path(f"{path}.tmp").write_bytes(pickle.dumps(report))
+        torch.save(report, f"{path}.tmp")  # not pickle, which would load a GPU's tensors onto that GPU
     except Exception as error:  # pickle raises many kinds of errors, and the disk may be full
         text = (
             f"worker_fn has returned, but its result can't be sent to the launching process ({type(error).__name__}: "
             f"{error}): save it in worker_fn and return None, or set TMPDIR to a folder with enough space"
         )
-        Path(f"{path}.tmp").write_bytes(pickle.dumps(_Report(time.monotonic(), FAILED, text)))
+        torch.save(_Report(time.monotonic(), FAILED, text), f"{path}.tmp")
     os.rename(f"{path}.tmp", path)
 
 
 def _report_of(error: BaseException) -> _Report:
     now = time.monotonic()
     if not isinstance(error, SystemExit):
-        lines = traceback.format_exception(type(error), error, error.__traceback__.tb_next)  # without this file
+        trace = error.__traceback__ and error.__traceback__.tb_next  # without this file
+        lines = traceback.format_exception(type(error), error, trace)
         return _Report(now, _failure_of(error), "\n\n" + "".join(lines))
     code = error.code
     if code is None or code == 0:
@@ -643,9 +653,11 @@ def _report_of(error: BaseException) -> _Report:
 
 
 def _failure_of(error: BaseException) -> str:
-    """Return LOST or TIMED_OUT if torch reports it, else FAILED.  Gloo's RuntimeErrors name a line of its source."""
+    """Return LOST or TIMED_OUT if torch reports it, else FAILED."""
     message = "".join(traceback.format_exception_only(type(error), error))
-    if isinstance(error, torch_dist.DistError) or (type(error) is RuntimeError and "gloo/" in message):
+    # Gloo's RuntimeErrors name a line of its source, except "Application timeout caused pair closure".
+    is_gloos = type(error) is RuntimeError and ("gloo/" in message or "pair closure" in message)
+    if isinstance(error, torch_dist.DistError) or is_gloos:
         lost = "connection (was likely )?(closed|reset)|broken pipe|ncclRemoteError"
         lost += "|NCCL operation failed"  # torch 2.15 gives no reason
         if re.search(lost, message, re.IGNORECASE):
@@ -896,3 +908,6 @@ def _wait_for(missing: Callable[[], str], rank: int, limit: timedelta) -> None:
                 print(f"distributed: waiting for {ranks}", file=sys.stderr, flush=True)
         time.sleep(pause)
         pause = min(2 * pause, 0.1)
+
+
+translate_variables()  # when distributed.py imports this file, so that it finds torchrun's variables

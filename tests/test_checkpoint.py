@@ -4,6 +4,7 @@ import contextlib
 import io
 import math
 import os
+import re
 import resource
 import signal
 import time
@@ -84,7 +85,7 @@ def there_and_back(folder):
     keeper = checkpoint.Keeper(folder, {"lr": 0.1, "names": ["a"]}, **parts)
     assert keeper.restore() == {}
     at_3 = steps(parts, 3)
-    keeper.save(3, note=rank, mean=1.5, values=[torch.tensor([2.0])])
+    keeper.save(3, notes=checkpoint.from_all(rank), mean=1.5, values=[torch.tensor([2.0])])
     at_5 = steps(parts, 2)
     assert len({tuple(row.tolist()) for row in dist.gather(at_5["random"])}) == n  # each rank has numbers of its own
 
@@ -94,7 +95,7 @@ def there_and_back(folder):
         if n > 1:
             patch.setenv("LOCAL_RANK", "0")  # as if each were on a machine of its own
         state = checkpoint.Keeper(folder, **parts).restore()
-    assert (state["step"], state["note"], state["mean"]) == (3, 0, 1.5)  # rank 0's
+    assert (state["step"], state["notes"], state["mean"]) == (3, list(range(n)), 1.5)
     assert state["values"][0].item() == 2.0 and state["config"] == {"lr": 0.1, "names": ["a"]}
     # Rank 0's running averages are those that count, and all get them: the others' own are not kept.
     assert differing(steps(parts, 2), at_5) <= ({"1.running_mean", "1.running_var"} if rank else set())
@@ -114,7 +115,7 @@ def test_there_and_back(tmp_path, n):
     expected = run(there_and_back, n, tmp_path)[0]
     assert names(tmp_path) == ["step-3.pt"]
     state = torch.load(tmp_path / "step-3.pt", weights_only=True)  # as anybody's program would read it
-    assert state.keys() == {"step", "config", "parts", "random", "note", "mean", "values"}
+    assert state.keys() == {"step", "config", "parts", "orders", "random", "notes", "mean", "values"}
     assert state["parts"].keys() == {"model", "optimizer", "scheduler"} and len(state["random"]) == n
     assert differing(state["parts"]["model"], expected) == set()  # the names are those without DDP: no "module."
     for got in run(of_another_world, 4 - n, tmp_path):
@@ -165,7 +166,7 @@ def test_a_bad_argument_of_one_rank_is_refused_on_all(tmp_path):
         for arguments in {"step": True}, {"step": -1}, {"step": 2.0}, *scores, {"parts": 1}:
             error = error_of(keeper.save, **{"step": 2} | (arguments if rank == culprit else {}))
             assert error.startswith("ValueError: save: " if rank == culprit else "CheckpointError: ValueError: save: ")
-        for arguments in {"keep": -1}, {"keep": True}, {"folder": None}:
+        for arguments in {"keep": -1}, {"keep": True}, {"folder": None}, {"best": 0.5}:
             error = error_of(checkpoint.Keeper, **{"folder": tmp_path} | (arguments if rank == culprit else {}))
             assert ("CheckpointError: " in error) == (rank != culprit) and "\n" not in error
     assert names(tmp_path) == ["step-1.pt"]
@@ -203,14 +204,18 @@ def momenta(*values):
     return optimizer
 
 
-def refusal(folder, **parts):
-    """The error of `save`, the same on all ranks, in one line; nothing is written."""
+def refusal(folder, advice, values=(), **parts):
+    """The error of `save`, the same on all ranks, in one line with this advice; nothing is written."""
     keeper = checkpoint.Keeper(folder, **parts)
     before = names(folder)
-    error = error_of(keeper.save, 2)
-    assert names(folder) == before and "\n" not in error and "torch.distributed.checkpoint" in error, error
+    error = error_of(keeper.save, 2, **dict(values))
+    assert names(folder) == before and "\n" not in error and advice in error, error
     assert checkpoint.from_all(error) == [error] * dist.get_world_size()
     return error
+
+
+OF_ALL = "save all ranks' values: save(step, name=checkpoint.from_all(mine))"
+SHARDS = "with torch.distributed.checkpoint"
 
 
 @on_ranks(3)
@@ -228,12 +233,61 @@ def test_parts_that_differ_between_ranks_are_refused(tmp_path):
         ({"a": 0, "more": 0} if is_last else {"a": 0}, ".more"),
         ({"a": 0} if is_last else {"a": 0, "more": 0}, ".more"),
     ]:
-        error = refusal(tmp_path, model=linear(), net=part(state))
+        error = refusal(tmp_path, OF_ALL, model=linear(), net=part(state))
         assert error.startswith(f"CheckpointError: can't save net{name}: rank 2's differs from rank 0's"), error
-    error = refusal(tmp_path, optimizer=momenta(1, rank))  # ZeRO-1 by hand; the first rank that differs is named
+        error = refusal(tmp_path, OF_ALL, {"net": state}, model=linear())  # the same, as a value by name
+        assert error.startswith(f"CheckpointError: can't save net{name}: rank 2's differs from rank 0's"), error
+    error = refusal(tmp_path, SHARDS, optimizer=momenta(1, rank))  # ZeRO-1 by hand; the first that differs is named
     assert "can't save optimizer.state.1.momentum_buffer: rank 1's differs" in error
-    error = refusal(tmp_path, net=part(ValueError("of\nmine") if rank == 1 else {}))  # as torch's ZeRO-1 does
+    assert "Wrap the model in DDP" in refusal(tmp_path, SHARDS, model=linear(rank))
+    error = refusal(tmp_path, SHARDS, net=part(ValueError("of\nmine") if rank == 1 else {}))  # as torch's ZeRO-1 does
     assert "can't save net: rank 1's state_dict raises an error (ValueError: of mine)" in error
+
+
+@on_ranks(3)
+def test_a_call_on_some_ranks_only_gets_the_table_of_calls(tmp_path):
+    rank = dist.get_rank()
+    keeper = checkpoint.Keeper(tmp_path, model=linear())
+    calls = {"Keeper.save": lambda: keeper.save(1), "Keeper.restore": keeper.restore}
+    calls |= {"Keeper": lambda: checkpoint.Keeper(tmp_path), "from_all": lambda: checkpoint.from_all(0)}
+    for name, call in calls.items():
+        error = error_of(call if rank == 1 else lambda: dist.reduce(torch.zeros(2)))
+        others = "reduce mean of torch.float32 [2]"
+        assert error.endswith(f"\n  rank 0: {others}\n  rank 1: {name}\n  rank 2: {others}"), error
+    assert names(tmp_path) == []
+
+
+def adam(model, order):
+    optimizer = torch.optim.Adam([{"params": [list(model.parameters())[i] for i in order]}])
+    for number, param in enumerate(model.parameters()):
+        param.grad = torch.full_like(param, number)
+    optimizer.step()
+    return optimizer
+
+
+@on_ranks(1, 3)
+def test_an_optimizer_whose_parameters_have_another_order_is_refused(tmp_path):
+    """torch keeps the state by position, so that a group made from a set would get another parameter's."""
+    torch.manual_seed(0)
+    models = [nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)) for _ in range(3)]
+    checkpoint.Keeper(tmp_path, model=models[0], optimizer=adam(models[0], (0, 2, 1, 3))).save(1)
+    same = checkpoint.Keeper(tmp_path, model=torch.compile(models[1]), optimizer=adam(models[1], (0, 2, 1, 3)))
+    assert same.restore()["step"] == 1
+    moment = same.parts["optimizer"].state[models[1][1].weight]["exp_avg"]
+    assert torch.allclose(moment, torch.full((3, 3), 0.2))  # a tenth of the gradient of the third parameter
+    other = checkpoint.Keeper(tmp_path, model=models[2], optimizer=adam(models[2], (2, 0, 1, 3)))
+    error = error_of(other.restore)
+    assert re.fullmatch("CheckpointError: .* doesn't fit this optimizer .*order.*from lists, not sets", error), error
+    state = checkpoint.read(tmp_path / "step-1.pt")
+    del state["orders"]  # as version 0.8 and older ones wrote it
+    if dist.is_primary():
+        checkpoint.write(tmp_path / "step-2.pt", state)
+    dist.barrier()
+    assert other.restore()["step"] == 1
+    if dist.get_world_size() == 3:
+        order = (2, 0, 1, 3) if dist.get_rank() == 1 else (0, 2, 1, 3)
+        error = refusal(tmp_path, "make its groups from lists", model=models[1], optimizer=adam(models[1], order))
+        assert error.startswith("CheckpointError: can't save optimizer: rank 1's differs"), error
 
 
 @on_ranks(1, 3)
@@ -259,9 +313,9 @@ def test_parts_that_are_equal_on_all_ranks_are_saved(tmp_path):
     if rank == 1:
         state = dict(reversed(state.items())) | {"strides": torch.arange(6).view(2, 3).T.contiguous().T}
     parts = {"net": net, "average": torch.optim.swa_utils.AveragedModel(net), "other": part(state)}
-    checkpoint.Keeper(tmp_path, **parts, optimizer=momenta(1, math.nan)).save(2, of_rank_0=rank)
+    checkpoint.Keeper(tmp_path, **parts, optimizer=momenta(1, math.nan)).save(2, state=state)
     keeper = checkpoint.Keeper(tmp_path, **parts, optimizer=momenta(0, 0))
-    assert (keeper.restore()["of_rank_0"], net[1].running_mean.tolist()) == (0, [0, 0])
+    assert (keeper.restore()["state"]["scalar"].item(), net[1].running_mean.tolist()) == (True, [0, 0])
     assert torch.equal(keeper.parts["optimizer"].state_dict()["state"][0]["momentum_buffer"], torch.ones(2))
 
 
@@ -275,7 +329,7 @@ def test_a_sharded_model_is_refused(tmp_path):
     for param in model.parameters():
         nn.init.constant_(param, 1.5)
     fully_shard(model, mesh=torch.distributed.init_device_mesh("cpu", (3,)))
-    assert "can't save model.weight: rank 1's differs from rank 0's" in refusal(tmp_path, model=model)
+    assert "can't save model.weight: rank 1's differs from rank 0's" in refusal(tmp_path, SHARDS, model=model)
 
 
 def test_names_are_those_without_torch_compile(tmp_path):

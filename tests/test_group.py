@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import math
 import multiprocessing
 import os
 import re
@@ -57,7 +58,11 @@ def test_one_process_leaves_its_group_after_an_error_too():
 PLACE = {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 BAD = [
     ({"timeout": timedelta(seconds=-1)}, {}, r"the timeout \(or DIST_TIMEOUT\) is "),
+    ({}, {"DIST_TIMEOUT": "10m"}, r"the timeout \(or DIST_TIMEOUT\) is 10m: give seconds greater than 0, such as 600"),
+    ({"timeout": math.inf}, {}, r"the timeout \(or DIST_TIMEOUT\) is inf"),
+    ({"timeout": math.nan}, {}, r"the timeout \(or DIST_TIMEOUT\) is nan"),
     ({"backend": "nccl"}, {}, "backend nccl needs a visible CUDA GPU and a torch"),
+    ({"backend": 0, "world_size": 1, "rank": "nccl"}, {}, "backend nccl needs a"),  # joh-fischer's order of arguments
     ({"rank": 2, "world_size": 2}, {}, "RANK=2 WORLD_SIZE=2: set RANK and WORLD_SIZE to"),
     ({"world_size": 2}, PLACE, "init_process_group: world_size is 2, but here it is 3"),
     ({"rank": 1}, {}, "RANK=1 WORLD_SIZE=1: set RANK and WORLD_SIZE to"),
@@ -117,7 +122,7 @@ def _by_hand(rank, n, port, pipe, timeout, name):
             time.sleep(0.1 * (rank == 0))  # it still serves this group's store when the others come to the next
             leave()
             place = dist.get_rank(), dist.get_world_size()  # as under a launcher, it is the same before the next group
-            dist.init_process_group(rank, n)  # in the order of arguments of joh-fischer/distributed-pytorch
+            dist.init_process_group(rank, n, "gloo")  # in the order of arguments of joh-fischer/distributed-pytorch
             totals.append(dist.all_reduce(torch.tensor(1)).item())
         pipe.send((totals, interfaces, place))
     pipe.poll(60)  # stay until the test has read all answers

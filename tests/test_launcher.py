@@ -222,7 +222,8 @@ def worker(rank, n, what):
         open("loader_worker", "w").write(str(batches._workers[0].pid))
         while not os.path.exists("ready0"): time.sleep(0.01)
         raise ValueError("mine")
-    while True: time.sleep(0.01)
+    while rank == 1: time.sleep(0.01)
+    dist.barrier()  # rank 0 waits for rank 1, as for one that computes for long
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
@@ -326,6 +327,57 @@ def test_sigusr1_asks_where_each_rank_stands_and_the_run_goes_on(program):
     table = rf"where each rank is:\n  rank 0: {file}:\d+, worker, in recv\n  rank 1: {file}:\d+, waits_\w+"
     assert done.code == 0 and re.fullmatch(rf"{table}(, in \w+)?\n{table}\n", done.err), done.err
     assert_nothing_left(file)
+
+
+AGREES = """
+import checkpoint
+
+def worker(rank, n):
+    dist.init_process_group()
+    stop = checkpoint.Preemption()
+    open(f"ready{rank}", "w").close()
+    while rank == 1 and not os.path.exists("go"): time.sleep(0.01)
+    stop.agreed()
+
+if __name__ == "__main__":
+    dist.launch(worker, nproc=2)
+"""
+
+
+def test_a_helpers_line_is_not_the_programs(program):
+    file = program(AGREES)
+    job = start_ready(file)
+    wait_for(lambda: os.kill(job.pid, signal.SIGUSR1) or time.sleep(0.1) or "in agreed" in job.err())
+    (file.parent / "go").touch()
+    done = job.wait()
+    last = done.err.rpartition("where each rank is:\n")[2]
+    assert done.code == 0 and re.match(rf"  rank 0: {file}:\d+, worker, in agreed\n  rank 1: {file}:", last), done.err
+
+
+def test_what_is_the_program(tmp_path):
+    """A program may be installed below the standard library, as in Docker's python image, or have a data.py."""
+    library, mine = Path(os.__file__).parent, tmp_path / "data.py"
+    mine.write_text("# Mine\n")
+    for path in mine, "<string>", library / "site-packages/mine/train.py", library / "dist-packages/mine.py":
+        assert launcher.is_the_program(str(path)), path
+    helpers = [ROOT / name for name in ("distributed.py", "distributed_launcher.py", "checkpoint.py", "data.py")]
+    for path in (*helpers, os.__file__, torch.__file__, torch.nn.__file__, "<frozen importlib._bootstrap>"):
+        assert not launcher.is_the_program(str(path)), path
+    assert launcher.is_the_program(f"{os.path.dirname(torch.__file__)}titan/train.py")
+
+
+FAILURES = [
+    (RuntimeError("Application timeout caused pair closure"), "timed out"),  # gloo's, without a line of its source
+    (RuntimeError("[../third_party/gloo/gloo/pair.cc:1] Timed out waiting 6000ms"), "timed out"),
+    (RuntimeError("[../third_party/gloo/gloo/pair.cc:1] Connection closed by peer"), "lost its connection"),
+    (torch.distributed.DistBackendError("NCCL operation failed"), "lost its connection"),
+    (RuntimeError("my request timed out"), "failed"),
+]
+
+
+@pytest.mark.parametrize(("error", "failure"), FAILURES)
+def test_a_timeout_or_a_lost_connection_is_known_by_what_torch_says(error, failure):
+    assert launcher._failure_of(error) == failure
 
 
 UNEQUAL = """

@@ -67,6 +67,8 @@ def test_the_order_depends_on_seed_and_epoch_alone_and_goes_on_in_the_middle(mon
         assert list(itertools.chain(*zip(*shares, strict=True))) == order  # so are global batches, for any n
         for skip in 0, 1, 420 // n - 1, 420 // n, 420 // n + 5:
             assert [draw(sampler, 2, skip) for sampler in ours] == [share[skip:] for share in shares]
+        with pytest.raises(ValueError, match="skip is -3: give a number of examples, 0 or more"):
+            ours[0].set_epoch(2, skip=-3)
         assert [draw(sampler, 2) for sampler in ours] == shares  # the next epoch begins at its beginning
         assert draw(ours[0], 3) != shares[0]
     for sampler in samplers(monkeypatch, 3, 13, pad=False):  # unequal shares

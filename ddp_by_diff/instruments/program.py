@@ -3,9 +3,9 @@
 import os
 import runpy
 import sys
-import sysconfig
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 
 from ddp_by_diff import distributed_launcher as launcher
 
@@ -66,16 +66,13 @@ def where(thread: int) -> str:
     """
     frames = traceback.walk_stack(sys._current_frames()[thread])
     stack = traceback.StackSummary.extract(frames, lookup_lines=False)
-    libraries = ("<", *library_paths())
-    own = [frame for frame in stack if not frame.filename.startswith(libraries)]
+    own = [frame for frame in stack if is_own(frame.filename)]
     innermost = (own or stack)[0]
     return f"{innermost.filename}:{innermost.lineno}, {innermost.name}"
 
 
-def library_paths() -> list[str]:
-    """Where files lie that are not the program's own."""
-    installed = map(sysconfig.get_path, ("platstdlib", "purelib", "platlib"))
-    paths = [PACKAGE, *launcher.NOT_THE_PROGRAM, *installed]
-    for name in "distributed", "distributed_launcher":  # the program's own copies of the helpers
-        paths.append(getattr(sys.modules.get(name), "__file__", None) or PACKAGE)
-    return paths
+def is_own(path: str) -> bool:
+    """Whether a file is the program's own: neither installed, nor Python's, torch's or a helper."""
+    is_file = not path.startswith(("<", PACKAGE))
+    is_installed = {"site-packages", "dist-packages"} & set(Path(path).parts)
+    return is_file and not is_installed and launcher.is_the_program(path)
