@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from ddp_by_diff.equivalence.verdict import Answer
 
 FAILED = "the program failed with several processes"
+NCCL_SHARED = (
+    "nccl needs a GPU for each process, and here they share GPUs: where the program asks for nccl, "
+    'type init_process_group("gloo") in a copy of it'
+)
 LEFT_OUT = "the rest of the epoch (use --epoch), evaluation, resuming"
 NO_GRADIENTS = "gradients and weights"
 ONE_PROCESS = "there is only one process", "give --nproc 2"
@@ -28,7 +32,7 @@ ONE_PROCESS = "there is only one process", "give --nproc 2"
 def parse_args() -> argparse.Namespace:
     parser = command.new_parser("equivalence", equivalence.__doc__)
     add = parser.add_argument
-    add("--nproc", type=int, help="processes (default: one for each GPU; without a GPU, 2)")
+    add("--nproc", type=int, help="processes (default: one for each GPU, but at least 2)")
     add("--steps", type=int, default=3, help="steps to compare (default: %(default)s)")
     add("--epoch", action="store_true", help="follow one epoch: each example once, on one rank?")
     add("--alone", default="", help='extra flags for the single-process run: --alone="--nproc 1"')
@@ -90,6 +94,7 @@ def compare(args: argparse.Namespace) -> int:
     job = Job("equivalence", args.command, args.patience, observers, arguments)
     if args.epoch:
         job = job._replace(make_observers=epoch.observers, arguments=(f"{folder}/log",))
+    args.shared = share_gpus(args)
     try:
         return instrument.look_at(job, args.nproc, show)
     except SystemExit as end:  # the program failed
@@ -100,10 +105,26 @@ def compare(args: argparse.Namespace) -> int:
             for log in sorted(folder.glob("log*")):
                 sys.stderr.write(log.read_text(encoding="utf-8", errors="replace")[-2000:])
             print(end.code, file=sys.stderr)
-            return failed(args, FAILED)
+            is_nccls = args.shared and "nccl" in end.code.lower()
+            return failed(args, NCCL_SHARED if is_nccls else FAILED)
         raise
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def share_gpus(args: argparse.Namespace) -> int:
+    """Take two processes, if there is one GPU.  How many GPUs they share; 0: each has its own."""
+    import torch
+
+    gpus = torch.cuda.device_count()
+    if "RANK" in os.environ or "DIST_BACKEND" in os.environ:
+        return 0  # the user has decided
+    if gpus and not args.nproc and "NPROC" not in os.environ:
+        args.nproc = max(2, gpus)
+    if not 0 < gpus < (args.nproc or 0):
+        return 0
+    os.environ["DIST_BACKEND"] = "gloo"
+    return gpus
 
 
 def answer(args: argparse.Namespace, notes: list, folder: Path) -> "Answer":
@@ -137,7 +158,9 @@ def say(args: argparse.Namespace, found: "Answer", processes: int, started: floa
     if len(found.links) > 1:
         and_one = " and on 1" * any(link.label == "weights" for link in found.links)
         length = "one epoch" if args.epoch else f"{args.steps} steps"
-        text = f"{shlex.join(args.command)} on {processes} processes{and_one}, {length}"
+        gpus = "1 visible GPU" if args.shared == 1 else f"{args.shared} visible GPUs"
+        shared = f" (over gloo, with {gpus})" if args.shared else ""
+        text = f"{shlex.join(args.command)} on {processes} processes{shared}{and_one}, {length}"
         place = 1 + len(found.verdict.ways_on)
         lines.insert(place, Line("program", f"{text} ({seconds:.0f} s)"))
         lines.append(Line("not checked", NO_GRADIENTS if args.epoch else LEFT_OUT))

@@ -5,7 +5,9 @@ import functools
 import json
 import sys
 
-from ddp_by_diff.instruments.command import Line, refuse, say, write_file
+import torch
+
+from ddp_by_diff.instruments.command import Line, refuse, say, started_as, write_file
 from ddp_by_diff.instruments.rank import Job, Notes
 from ddp_by_diff.instruments.ranks import look_at
 from ddp_by_diff.timeline.data import Recording, counted, recorded_steps
@@ -42,6 +44,9 @@ def show(args: argparse.Namespace, notes: list[Notes]) -> int:
         print(f"timeline: {names}; what was recorded before is drawn", flush=True)
     picture, figures = picture_of(usable, args)
     say(picture["findings"])  # before it is written: the disk may be full
+    if torch.cuda.device_count() == 1 and recordings[0]["ranks"] == 1 and not args.nproc:
+        type_this = f"DIST_BACKEND=gloo {started_as('timeline')} --nproc 2 ..."
+        say([Line("processes", f"one, for the one visible GPU. Two can share it: {type_this}")])
     code = 0
     if args.before:
         text, code = compare(args.before, figures, args.tolerance)

@@ -1,6 +1,8 @@
 """Which GPU each process gets, how processes start, and what is refused.  On real GPUs, or simulated ones."""
 
 import json
+import os
+import shutil
 
 import pytest
 import torch
@@ -103,6 +105,40 @@ def test_processes_are_forked_unless_cuda_was_started(start):
     """The driver's library is loaded on every machine with GPUs.  Only CUDA that was started forbids a fork."""
     for what, how in ("who", "forked"), ("start_cuda_first", "not forked"):
         assert answer(start(what))[3:] == [[2, 2], how]
+
+
+RESULT = """
+import json, os, torch
+import distributed as dist
+here = os.getpid()
+
+def work(rank, n):
+    dist.init_process_group()
+    total = dist.reduce(torch.ones(2, device=dist.get_device()), "sum")
+    contexts = [gpu for gpu in range(torch.cuda.device_count()) if torch._C._cuda_hasPrimaryContext(gpu)]
+    return total, [found.tolist() for found in dist.gather(torch.tensor(contexts))]
+
+def how(rank, n):
+    return "forked" if os.getpid() != here else "spawned"
+
+if __name__ == "__main__":
+    total, contexts = dist.launch(work)
+    print(json.dumps([str(total.device), total.tolist(), contexts, torch.cuda.is_initialized(), dist.launch(how)]))
+"""
+
+
+@pytest.mark.parametrize("helpers", [["distributed.py"], ["distributed.py", "distributed_launcher.py"]])
+def test_a_result_on_a_gpu_comes_back_on_the_cpu_and_each_rank_has_used_its_own_gpu_only(machine, tmp_path, helpers):
+    """If the launching process started CUDA, nothing could be forked after that."""
+    machine.needs(2)
+    for file in helpers:
+        shutil.copy(ROOT / file, tmp_path)
+    (tmp_path / "program.py").write_text(RESULT)
+    without_root = f"import sys; sys.path[:] = [folder for folder in sys.path if folder != {str(ROOT)!r}]"
+    path = os.pathsep.join(filter(None, [str(ROOT / "tests/simulated_gpus"), os.environ.get("PYTHONPATH")]))
+    run = machine.run(tmp_path / "program.py", gpus=("8.0", "8.0"), before=without_root, PYTHONPATH=path)
+    found = answer(run)
+    assert found == ["cpu", [2, 2], [[0], [1]], False, "forked" if len(helpers) == 2 else "spawned"]
 
 
 def test_more_processes_than_gpus_share_them_over_gloo(start):

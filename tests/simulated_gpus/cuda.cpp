@@ -101,7 +101,8 @@ const std::vector<Gpu>& visible_gpus() {
 
 bool started = false;
 bool forked_after_start = false;  // then CUDA can't be used here
-thread_local int current = 0;     // the current device is a thread's own
+std::atomic<unsigned> contexts{0};  // a bit for each device on which this process has a context, which takes memory
+thread_local int current = 0;       // the current device is a thread's own
 thread_local cudaError_t last_error = cudaSuccess;
 
 struct Block {
@@ -129,6 +130,7 @@ bool is_device(int device) { return device >= 0 && device < (int)visible_gpus().
 
 cudaError_t allocate(void** pointer, size_t size, cudaMemoryType type) {
   if (auto error = start()) return error;
+  if (type == cudaMemoryTypeDevice) contexts |= 1u << current;
   if (posix_memalign(pointer, 512, size ? size : 512)) return failed(cudaErrorMemoryAllocation);
   std::lock_guard<std::mutex> guard(blocks_lock);
   blocks[(char*)*pointer] = {size, type, current};
@@ -240,6 +242,7 @@ cudaError_t cudaSetDevice(int device) {
   if (auto error = start()) return error;
   if (!is_device(device)) return failed(cudaErrorInvalidDevice);
   current = device;
+  contexts |= 1u << device;  // since CUDA 12
   return cudaSuccess;
 }
 
@@ -472,9 +475,9 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, 
   return cudaSuccess;
 }
 
-int cuDevicePrimaryCtxGetState(int, unsigned* flags, int* active) {  // torch asks before it looks at a device
+int cuDevicePrimaryCtxGetState(int device, unsigned* flags, int* active) {  // torch asks before it looks at a device
   *flags = 0;
-  *active = started;
+  *active = contexts >> device & 1;
   return 0;
 }
 

@@ -88,7 +88,7 @@ class Call:
     def __init__(self, torch):
         self.torch, self.device = torch, None
         self.gpus = set()  # their numbers
-        self.places = set()  # the devices of the tensors with dimensions
+        self.places = set()  # the devices of the tensors, but for numbers on the CPU
         self.pairs = {}  # by the id of either tensor: both
         self.outputs = []  # pairs that the kernel may resize
         self.stream = torch._C._cuda_getCurrentRawStream
@@ -105,7 +105,7 @@ class Call:
             return None  # the CPU's own
         if not isinstance(value, torch.Tensor):
             return value
-        if value.dim():
+        if value.dim() or value.is_cuda:  # a number on the CPU may be combined with any tensor
             self.places.add(value.device)
         if not value.is_cuda:
             return value
