@@ -152,7 +152,9 @@ class Progress:
         self.batch += 1
         self.sums[0] += loss * examples
         self.sums[1] += examples
-        self.end_if_told()
+        if self.batch % max(1, self.steps // 10) == 0:  # about ten times in an epoch
+            self.report.losses[self.epoch * self.steps + self.batch] = loss  # no number yet, so nothing waits for it
+        self.end_if_told(every=10 if loss.is_cuda else 1)  # on a CPU, ten steps may take a minute
         if self.batch % self.checkpoint_every == 0 and self.batch < self.steps:
             self.save()
 
@@ -170,11 +172,12 @@ class Progress:
 
     def save(self, score=None):
         state = {"epoch": self.epoch, "batch": self.batch, "sums": self.totals(), "history": self.history}
+        self.report.add_losses()
         self.keeper.save(self.epoch * self.steps + self.batch, score, **state)
 
-    def end_if_told(self):
+    def end_if_told(self, every=1):
         """If any rank has received SIGTERM (from Ctrl-C of `launch`, too), save a checkpoint, and exit with 143."""
-        if self.stop.agreed():
+        if self.stop.agreed(every):
             self.save()
             self.report.log(f"asked to stop: saved at {self}; the same command resumes")
             dist.cleanup()
@@ -185,20 +188,25 @@ class Report:
     """Writes what people read into the run's folder, on rank 0; on the other ranks, its methods do nothing."""
 
     def __init__(self, folder):
-        self.folder, self.events = folder, None
+        self.folder, self.events, self.losses = folder, None, {}
 
-    def log(self, text):
+    def log(self, text, is_printed=True):
         """Print the line, and write it to log.txt with the time."""
         if dist.is_primary():
-            print(text, flush=True)
+            if is_printed:
+                print(text, flush=True)
             with open(Path(self.folder, "log.txt"), "a", encoding="utf-8") as file:
                 file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {text}\n")
 
-    def begin(self, history, settings):
-        """Open TensorBoard's events.  If there are `settings`, ClearML shows them, and reads the events, too."""
+    def begin(self, history, settings, device):
+        """Write to log.txt how the run is made, and open TensorBoard's events; with --clearml, ClearML reads them."""
         if not dist.is_primary():
             return
-        if settings:
+        flags = " ".join(f"{name}={value}" for name, value in settings.items())
+        name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
+        versions = f"Python {sys.version.split()[0]}, torch {torch.__version__}, torchvision {torchvision.__version__}"
+        self.log(f"{flags}; {versions}, CUDA {torch.version.cuda}; {dist.get_world_size()} x {name}", is_printed=False)
+        if settings["clearml"]:
             from clearml import Task
 
             try:
@@ -209,6 +217,15 @@ class Report:
         from torch.utils.tensorboard import SummaryWriter  # takes a second to import, and only rank 0 needs it
 
         self.events = SummaryWriter(self.folder, purge_step=len(history) + 1)  # hides an epoch that was not saved
+        self.batches = SummaryWriter(Path(self.folder, "batches"))  # with its own count of steps
+
+    def add_losses(self):
+        """Write rank 0's losses within the epoch for TensorBoard; this waits for the GPU, as a checkpoint does, too."""
+        if dist.is_primary():
+            for step, loss in self.losses.items():
+                self.batches.add_scalar("training/loss_of_a_batch", loss.item(), step)
+            self.losses.clear()
+            self.batches.flush()
 
     def add_epoch(self, history):
         """Write the table metrics.csv, and the last epoch's numbers for TensorBoard."""
@@ -275,7 +292,8 @@ def run(world_size, args, run_dir):
     model = build(args.model, args.width)
     model = model.to(device, memory_format=torch.channels_last)  # the faster layout for convolutions
     torch.manual_seed(args.seed + dist.get_rank())  # from here on, each rank draws its own numbers, for dropout
-    options = {"momentum": 0.9, "nesterov": True, "weight_decay": args.weight_decay}
+    # With float16, a fused optimizer skips a step by itself; otherwise the process would wait for the GPU to decide.
+    options = {"momentum": 0.9, "nesterov": True, "weight_decay": args.weight_decay, "fused": True}
     optimizer = torch.optim.SGD(model.parameters(), args.lr, **options)
     before_ampere = any(torch.cuda.get_device_capability(i) < (8, 0) for i in range(torch.cuda.device_count()))
     dtype_name = (args.dtype or ("float16" if before_ampere else "bfloat16")) if args.amp else "float32"
@@ -295,7 +313,7 @@ def run(world_size, args, run_dir):
         report.end(progress.history)  # the run may have been killed before it did
         dist.print_primary(f"{run_dir} is finished: {args.epochs} epochs; for a new run choose another --run-dir")
         return
-    report.begin(progress.history, settings if args.clearml else None)
+    report.begin(progress.history, settings, device)
     shares = f"global batch {args.batch_size} = {world_size} x {batch_size}"
     report.log(f"{args.model} on {args.dataset}, {device}, {dtype_name}, {shares}")
     if dtype == torch.float16 and device.type == "cpu":

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+import torchvision
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from world import ROOT, forker, refused, shell
 
@@ -107,10 +108,15 @@ def test_folder(reference):
     files = {re.sub(r"events\..*", "events", path.name) for path in folder.iterdir()} - {".lock"}
     table = rows(folder)
     scored = {f"step-{STEPS * row['epoch']:.0f}-score-{row['test_top1']}.pt" for row in table}
-    assert files == {"log.txt", "metrics.csv", "events", "curves.png", "step-9.pt", *scored}
+    assert files == {"log.txt", "metrics.csv", "events", "batches", "curves.png", "step-9.pt", *scored}
     assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
     logged = [line.split("  ", 1)[1] for line in (folder / "log.txt").read_text().splitlines()]
+    how, *logged = logged
+    versions = f"torch {torch.__version__}, torchvision {torchvision.__version__}, CUDA {torch.version.cuda}; 2 x CPU"
+    assert " lr=0.02 seed=3 " in how and " weight_decay=0.05 " in how and how.endswith(versions), how
     assert logged == result.out.splitlines()[1:]  # the first is the helper's
+    steps = [step for step, loss in scalars(folder / "batches", "training/loss_of_a_batch") if loss > 0]
+    assert steps == list(range(1, 2 * STEPS + 1))  # of so short an epoch each
     for name in table[0].keys() - {"epoch"}:
         values = [(row["epoch"], pytest.approx(row[name], rel=1e-6)) for row in table]
         assert scalars(folder, name.replace("_", "/", 1)) == values

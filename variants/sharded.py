@@ -23,7 +23,7 @@ def check_torch(error: Callable[[str], None]) -> None:
     average, so training is wrong, without an error (pytorch#162338).
     """
     if torch.__version__ < (2, 9):
-        error(f"FSDP on the CPU needs torch 2.9 or newer, and this is torch {torch.__version__}: upgrade it")
+        error(f"FSDP needs torch 2.9 or newer here, and this is torch {torch.__version__}: upgrade it")
 
 
 def whole(model: nn.Module, plain: nn.Module) -> nn.Module:

@@ -37,7 +37,7 @@ def parse_args() -> argparse.Namespace:
     add("--epoch", action="store_true", help="follow one epoch: each example once, on one rank?")
     add("--alone", default="", help='extra flags for the single-process run: --alone="--nproc 1"')
     add("--json", metavar="FILE", help="also write the answer into FILE, as one JSON object")
-    add("--patience", type=float, default=120, help="seconds to wait for a step (%(default)s)")
+    command.add_timeout(parser, 120)
     args = command.read(parser)
     try:
         args.alone = shlex.split(args.alone)
@@ -45,8 +45,8 @@ def parse_args() -> argparse.Namespace:
         parser.error(f"--alone: {problem}")
     if not args.command:
         parser.error("give a program, such as mnist_ddp.py --dataset synthetic")
-    if args.steps < 2 or not args.patience > 0 or (args.nproc is not None and args.nproc < 2):
-        parser.error("--nproc and --steps must be at least 2, and --patience greater than 0")
+    if args.steps < 2 or not args.timeout > 0 or (args.nproc is not None and args.nproc < 2):
+        parser.error("--nproc and --steps must be at least 2, and --timeout greater than 0")
     args.json = args.json and command.output_path(parser, args.json)
     return args
 
@@ -91,7 +91,7 @@ def compare(args: argparse.Namespace) -> int:
     os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     arguments = (args.steps, f"{folder}/log")
-    job = Job("equivalence", args.command, args.patience, observers, arguments)
+    job = Job("equivalence", args.command, args.timeout, observers, arguments)
     if args.epoch:
         job = job._replace(make_observers=epoch.observers, arguments=(f"{folder}/log",))
     args.shared = share_gpus(args)

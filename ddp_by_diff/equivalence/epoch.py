@@ -182,7 +182,7 @@ def of_stream(ranks: list[Epoch], text: str, count: int, runs: Runs) -> Link:
     if not all(rank.is_whole for rank in ranks):
         return Link(LABEL, True, text)
     log, args = f"{runs.folder}/alone", runs.args
-    job = Job("equivalence", [*args.command, *args.alone], args.patience, observers, (log, log))
+    job = Job("equivalence", [*args.command, *args.alone], args.timeout, observers, (log, log))
     notes, _ = runs.run(be_alone, job, 1)
     total = sum(note.value.counts.total() for note in notes if note.value.is_whole)
     missing, batch = total - count, sum(rank.largest for rank in ranks)

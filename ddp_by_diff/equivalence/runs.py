@@ -35,7 +35,7 @@ class Runs:
     def with_all_ranks(self, left_out: tuple, known: Facts) -> Facts | None:
         """Facts of run A, made once more without kinds of layers; None if it was not completed."""
         arguments = (self.args.steps, f"{self.folder}/log", left_out)
-        job = Job("equivalence", self.args.command, self.args.patience, observers, arguments)
+        job = Job("equivalence", self.args.command, self.args.timeout, observers, arguments)
         notes, _ = self.run(be_started_rank, job, self.processes)
         ranks = [note.value for note in sorted(notes)]
         complete = [rank for rank in ranks if len(rank.counts) > self.args.steps]
@@ -60,7 +60,7 @@ class Runs:
         command = [*self.args.command, *self.args.alone]
         out = tempfile.mkdtemp(prefix="alone-", dir=self.folder)
         arguments = (self.args.steps, f"{out}/out", source.left_out, source)
-        job = Job("equivalence", command, self.args.patience, observers, arguments)
+        job = Job("equivalence", command, self.args.timeout, observers, arguments)
         notes, error = self.run(be_alone, job, 1)
         ending = notes[0].ending if notes else "failed"
         if source.kind != "in float64" and (error or ending in ("failed", "stuck")):

@@ -39,6 +39,14 @@ def new_parser(tool: str, description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
+def add_timeout(parser: argparse.ArgumentParser, seconds: float) -> None:
+    """Add --timeout, which was --patience before version 1.0."""
+    of_steps = "seconds to wait for a step (default: %(default)s)"
+    parser.add_argument("--timeout", type=float, default=seconds, help=of_steps)
+    hidden = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+    parser.add_argument("--patience", dest="timeout", type=float, **hidden)
+
+
 def read(parser: argparse.ArgumentParser) -> argparse.Namespace:
     """The flags, and `command`: the program with its own flags, or [].
 

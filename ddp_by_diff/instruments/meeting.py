@@ -57,12 +57,12 @@ class Store:
     Networks, says who should be able to.
     """
 
-    def __init__(self, tool: str, place: Place, patience: float) -> None:
+    def __init__(self, tool: str, place: Place, timeout: float) -> None:
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         is_served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         if not is_served:
             port += 1
-        limit = timedelta(seconds=max(patience, 30))
+        limit = timedelta(seconds=max(timeout, 30))
         if not is_served and place.rank == 0:
             store = serve_store(address, port, limit)
         else:

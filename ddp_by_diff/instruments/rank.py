@@ -1,6 +1,6 @@
 """One rank: it runs the program, watches it, and leaves what was noted as soon as it is done.
 
-That is when it has finished, when its program has ended or failed, and when it has lost patience.
+That is when it has finished, and when its program has ended, failed, or made no step for too long.
 So nothing that was noted is lost:
 
     finished    it waits until all ranks have left their notes, as others may need its connections
@@ -33,7 +33,7 @@ class Job(NamedTuple):
 
     tool: str  # the instrument's name
     command: list[str]  # the program and its flags
-    patience: float  # seconds without a step
+    timeout: float  # seconds without a step
     make_observers: Callable[..., list[Observer]]  # a function at the top level of a file
     arguments: tuple  # make_observers(place, *arguments)
 
@@ -95,9 +95,9 @@ class Rank:
         self.leave(ending)
         if ending == "failed":
             self.meeting.put("failed", True)
-            wait_until(self.all_are_here, min(MOMENT, self.job.patience))
+            wait_until(self.all_are_here, min(MOMENT, self.job.timeout))
         elif ending == "finished" or self.show:
-            wait_until(self.all_are_here, self.job.patience + MOMENT, self.report)
+            wait_until(self.all_are_here, self.job.timeout + MOMENT, self.report)
         code = self.show_all()
         if ending == "finished" and self.all_are_here() and torch_dist.is_initialized():
             with contextlib.suppress(RuntimeError):  # the program was left within its group
@@ -133,7 +133,7 @@ class Rank:
         if self.place.rank != min(set(range(self.place.world_size)) - set(missing)):
             return
         names = ", ".join(f"rank {rank}" for rank in missing)
-        self.say(f"waiting for {names}, {left:.0f} s at most (--patience)")
+        self.say(f"waiting for {names}, {left:.0f} s at most (--timeout)")
 
     def say(self, text: str) -> None:
         # Not print: a program may have replaced sys.stderr, or print.
@@ -141,9 +141,9 @@ class Rank:
 
     def watch(self) -> None:
         """End a program that makes no steps, or whose other ranks failed.  It runs in a thread."""
-        patience, hooks = self.job.patience, self.hooks
-        while not self.meeting.has("failed") and time.monotonic() - hooks.last_step < patience:
-            if self.is_over.wait(min(0.5, patience / 4)):
+        timeout, hooks = self.job.timeout, self.hooks
+        while not self.meeting.has("failed") and time.monotonic() - hooks.last_step < timeout:
+            if self.is_over.wait(min(0.5, timeout / 4)):
                 return
         if self.is_over.is_set():
             return
@@ -153,7 +153,7 @@ class Rank:
             wait_until(self.all_are_here, MOMENT)
             self.show_all()
             return  # whoever has started this process ends it, or its own error does
-        made = f"rank {self.place.rank} made no step for {patience:g} s, after {hooks.steps}"
+        made = f"rank {self.place.rank} made no step for {timeout:g} s, after {hooks.steps}"
         self.say(f"{made}; it stands in {standing}")
         self.leave("stuck", is_own_thread=False)
         self.is_stuck = True

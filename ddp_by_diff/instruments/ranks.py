@@ -70,7 +70,7 @@ def exit_at_sigterm() -> None:
 
 def open_store(job: Job, place: Place) -> Meeting:
     try:
-        return Store(job.tool, place, job.patience)
+        return Store(job.tool, place, job.timeout)
     except (KeyError, ValueError) as problem:
         refuse(job.tool, f"set MASTER_ADDR and MASTER_PORT, or start with torchrun: {problem}")
     except RuntimeError as problem:

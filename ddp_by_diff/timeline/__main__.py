@@ -21,7 +21,7 @@ def parse_args() -> argparse.Namespace:
     add("--steps-shown", type=int, default=1, help=f"number of steps in the picture {default}")
     add("--out", default="timeline", help=f"write OUT.svg and OUT.json {default}")
     add("--nproc", type=int, help="number of processes (default: one per GPU, or 2 without a GPU)")
-    add("--patience", type=float, default=300, help=f"seconds to wait for a step {default}")
+    command.add_timeout(parser, 300)
     add("--json", metavar="FILE", help="also write the figures to FILE, as JSON")
     add("--against", metavar="FILE", help="compare with a FILE of --json: exit with 1 if slower")
     add("--tolerance", type=float, default=5, help=f"accepted slowdown, in percent {default}")
@@ -32,8 +32,8 @@ def parse_args() -> argparse.Namespace:
         parser.error("give a program, such as mnist_ddp.py --dataset synthetic")
     if not 1 <= args.steps_shown <= args.steps:
         parser.error("--steps must be at least 1, and --steps-shown between 1 and --steps")
-    if not args.patience > 0 or not args.tolerance >= 0:
-        parser.error("--patience must be greater than 0, and --tolerance not negative")
+    if not args.timeout > 0 or not args.tolerance >= 0:
+        parser.error("--timeout must be greater than 0, and --tolerance not negative")
     return args
 
 

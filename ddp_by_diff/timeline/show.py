@@ -25,7 +25,7 @@ NO_STEP = (
 
 def record_and_show(args: argparse.Namespace) -> int:
     """Record the program on all ranks, then show it; returns the exit code."""
-    job = Job("timeline", args.command, args.patience, observers, (args.steps, args.ops))
+    job = Job("timeline", args.command, args.timeout, observers, (args.steps, args.ops))
     return look_at(job, args.nproc, functools.partial(show, args))
 
 

@@ -904,7 +904,7 @@ net.register_buffer('usual', torch.zeros(8))""",
     "a_rank_without_steps": case(
         r"INCONCLUSIVE: .* 4 steps of an optimizer \(rank 0: 4, rank 1: 0\)",
         nproc=2,
-        options=("--patience", 20),
+        options=("--timeout", 20),
         model="net",
         step="rank or optimizer.step()",
     ),
@@ -1193,7 +1193,7 @@ def test_one_epoch(name, tmp_path):
     code, patterns, parts = EPOCHS[name]
     for nproc in 2, 3:
         text = program(**{"before": SET_EPOCH, **parts})
-        options = ("--epoch", "--patience", 8 if name == "hangs" else 120)
+        options = ("--epoch", "--timeout", 8 if name == "hangs" else 120)
         _, lines, err = answer(text=text, nproc=nproc, cwd=tmp_path, code=code, options=options)
         for label, pattern in patterns.items():
             assert re.fullmatch(pattern, lines.get(label, "")), (nproc, label, lines, err)

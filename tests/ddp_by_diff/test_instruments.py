@@ -71,7 +71,7 @@ def drawn_ranks(folder):
 @pytest.mark.parametrize("mode", SAYS)
 def test_what_was_recorded_is_drawn(mode, tmp_path):
     (tmp_path / "train.py").write_text(PROGRAM)
-    options = ("--nproc", 3, *STEPS, "--patience", 5)
+    options = ("--nproc", 3, *STEPS, "--timeout", 5)
     done = forker().run("-m", "ddp_by_diff.timeline", *options, "train.py", mode, path=[ROOT], cwd=tmp_path)
     code, text = SAYS[mode]
     assert done.code == code and text.format(5) in " ".join((done.out + done.err).split()), done
@@ -84,7 +84,7 @@ def test_under_torchrun_from_another_folder(tmp_path):
     """The program has files with our names beside it.  Here rank 0 draws, and torchrun ends it."""
     write_program(tmp_path)
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "ddp_by_diff.timeline")
-    options = (*STEPS, "--patience", 15)  # processes that import torch on a busy machine
+    options = (*STEPS, "--timeout", 15)  # processes that import torch on a busy machine
     done = forker().run(*torchrun, *options, "train.py", "fails", path=[ROOT], cwd=tmp_path)
     code, text = SAYS["fails"]
     assert done.code == code and text in done.err, done

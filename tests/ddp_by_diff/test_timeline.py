@@ -47,7 +47,7 @@ DELAY = 30_000_000  # ns
 
 
 def options(steps=STEPS, shown=1, out="timeline"):
-    return argparse.Namespace(steps=steps, steps_shown=shown, out=out, patience=60, command=["program.py", "--flag"])
+    return argparse.Namespace(steps=steps, steps_shown=shown, out=out, timeout=60, command=["program.py", "--flag"])
 
 
 def _recorded(program, *args):
@@ -514,7 +514,7 @@ def test_the_time_without_a_core_is_noted_in_the_recorded_steps_at_most_once_in_
         assert totals == sorted(totals)
 
 
-def test_each_step_puts_off_the_end_of_patience():
+def test_each_step_puts_off_the_timeout():
     hooks = Hooks(record.observers(Place(0, 1), STEPS))
     hooks.last_step = 0.0
     with hooks.installed():
