@@ -287,7 +287,7 @@ def test_torchrun_restarts_it_after_a_kill(tmp_path):
 
 def test_a_finished_run_says_so_and_refuses_other_flags(run, reference, folder, monkeypatch):
     shutil.copytree(reference[1], folder)
-    before = {path.name: path.read_bytes() for path in folder.glob("[!.]*")}
+    before = {path.name: path.read_bytes() for path in folder.glob("[!.]*") if path.is_file()}
     (folder / "curves.png").unlink()  # killed before it was drawn
     result = run(*FLAGS, "--nproc", 2)
     assert result.code == 0 and result.err == ""
@@ -302,7 +302,7 @@ def test_a_finished_run_says_so_and_refuses_other_flags(run, reference, folder, 
     refused(SCRIPT, "type no --amp", flags=[*FLAGS, "--nproc", 2, "--amp"])
     another = "type --batch-size 12, with a number of processes"
     refused(SCRIPT, another, flags=[*FLAGS, "--nproc", 5])
-    assert {path.name: path.read_bytes() for path in folder.glob("[!.]*")} == before
+    assert {path.name: path.read_bytes() for path in folder.glob("[!.]*") if path.is_file()} == before
 
 
 def test_a_loss_that_is_not_finite_ends_the_run(run, folder):

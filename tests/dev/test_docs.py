@@ -8,13 +8,15 @@ import textwrap
 
 import pytest
 from torch.distributed.run import get_args_parser
-from world import FOLDERS, PROGRAMS, ROOT, ended, forker
+from world import FOLDERS, PROGRAMS, ROOT, ended, forker, on_ranks
 
+import checkpoint
+import distributed as dist
 from dev import build
 
 build.run_program = forker().run
 
-TEXTS = [*build.PAGES, ROOT / "CONTRIBUTING.md", ROOT / "AGENTS.md"]
+TEXTS = [*build.PAGES, *(ROOT / name for name in ("CONTRIBUTING.md", "AGENTS.md", "CHANGES.md"))]
 NAMES = [str(page.relative_to(ROOT)) for page in TEXTS]
 
 
@@ -107,6 +109,15 @@ def test_a_program_to_begin_with_runs(program, tmp_path):
         [float(x) for x in re.findall(rf"{word} ([\d.]+)", done.out)] for word in ("loss", "accuracy")
     )
     assert losses == sorted(losses, reverse=True) and accuracies[:1] <= accuracies[-1:]  # it trains
+
+
+@on_ranks(1, 3)
+def test_each_ranks_value_comes_back_from_a_checkpoint(tmp_path):
+    blocks = re.findall(r"```python\n(.*?)```", text("docs/api.md"), re.DOTALL)
+    save_and_restore = next(code for code in blocks if "from_all" in code)
+    names = {"dist": dist, "checkpoint": checkpoint, "step": 1, "position": 100 * dist.get_rank()}
+    exec(save_and_restore, names | {"keeper": checkpoint.Keeper(tmp_path)}, found := {})
+    assert found == {"position": 100 * dist.get_rank()}
 
 
 @pytest.mark.parametrize("n", [1, 3])

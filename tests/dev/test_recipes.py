@@ -735,3 +735,35 @@ def test_what_is_typed_in_a_notebook_to_debug_in_kubernetes_and_under_slurm(tmp_
     line = typed("srun torchrun")[0].replace("nodes=2", "nodes=1").replace("per_node=4", "per_node=2")
     line = line.replace("HOST:29500", f"localhost:{free_port()}")
     assert prints(bash, line, **variables) == both
+
+
+def epochs_with_a_plateau(is_synced, is_reduced):
+    """The validation losses and learning rates of this rank, which evaluates all examples with the unwrapped model."""
+    torch.manual_seed(0)
+    x = torch.randn(240, 8) * torch.linspace(0.1, 3, 240)[:, None]
+    y = (x[:, 0] > 0).long()
+    model = dist.prepare_ddp_model(nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 2)))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+    seen = []
+    for epoch in range(4):
+        for inputs, labels in DataLoader([*zip(x, y, strict=True)], 4, sampler=dist.data_sampler(x, seed=epoch)):
+            optimizer.zero_grad()
+            F.cross_entropy(model(inputs), labels).backward()
+            optimizer.step()
+        if is_synced:
+            dist.sync_params(model.buffers())
+        model.eval()
+        with torch.no_grad():
+            loss = F.cross_entropy(dist.unwrap_model(model)(x), y)
+        model.train()
+        scheduler.step(dist.reduce(loss) if is_reduced else loss)
+        seen += [loss, torch.tensor(optimizer.param_groups[0]["lr"])]
+    of_ranks = [values.tolist() for values in dist.gather(torch.stack(seen))]
+    return [len(set(values)) for values in zip(*of_ranks, strict=True)]
+
+
+def test_an_evaluation_by_every_rank_needs_equal_buffers_and_a_decision_one_number():
+    """docs/porting.md, its rows on BatchNorm, on a mean over batches and on decisions."""
+    assert max(run(epochs_with_a_plateau, 3, False, False)[0]) == 3  # each rank has evaluated a model of its own
+    assert max(run(epochs_with_a_plateau, 3, True, True)[0]) == 1
