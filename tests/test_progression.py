@@ -41,8 +41,8 @@ ROOMS = {  # lines of Python, at most.  Raise a number only in a commit that say
     "exercises/**/*.py": 2007,
     "demos/*.py": 895,
     "ddp_by_diff/**/*.py": 7744,
-    "dev/*.py": 1742,
-    "tests/**/*.py": 10771,
+    "dev/**/*.py": 1856,
+    "tests/**/*.py": 10916,
 }
 CODE = {"distributed.py": 280}  # without comments, docstrings and blank lines
 
