@@ -37,7 +37,7 @@ from dev.programs import ROOT, SHELL, Result
 from dev.steps import GROUPS, code_digest, diff_lines, git_diff, recorded_from
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-PAGES += [ROOT / "exercises/README.md", ROOT / "variants/README.md"]
+PAGES += [ROOT / folder / "README.md" for folder in ("exercises", "variants", "ddp_by_diff")]
 
 
 # ----------------------------------------------------------------------------------------------------- from the sources

@@ -30,7 +30,12 @@ function fold() {
 
 function theme() {
   const dark = getComputedStyle(document.body).backgroundColor !== "rgb(255, 255, 255)";
-  document.documentElement.style.colorScheme = dark ? "light" : "dark";
+  localStorage.setItem("theme", dark ? "light" : "dark"); // the site's other pages keep theirs there, too
+  keptTheme();
+}
+
+function keptTheme() {
+  document.documentElement.style.colorScheme = (localStorage.getItem("theme") ?? "auto").replace("auto", "");
 }
 
 const KEYS = { j: () => step(1), k: () => step(-1), n: () => stepPair(1), p: () => stepPair(-1), f: fold, t: theme };
@@ -47,3 +52,4 @@ function show() {
 addEventListener("hashchange", show);
 addEventListener("load", show);
 all(".bar")[0].hidden = false;
+keptTheme();

@@ -31,7 +31,6 @@ PAGE = ROOT / "docs/side_by_side.html"
 DEV = ROOT / "dev"
 FIRST = ("mnist_single.py", "mnist_ddp.py")  # what the page shows at first, and README.md
 PAIRS = list(dict.fromkeys([FIRST, *((parent, step.script) for step in STEPS for parent in step.parents)]))
-OPEN = ("ddp", "by_hand", "overlap", "zero", "accumulate", "fsdp", "local_sgd")  # pictures that are not folded
 CONTEXT = 3  # equal lines that stay open on each side of a change
 FOLD = 4  # fewer equal lines than this are not folded
 JOIN = 2  # at most so many equal lines within one change
@@ -337,8 +336,7 @@ def picture_html(before: str, after: str) -> str:
     title = svg.findtext("{http://www.w3.org/2000/svg}title")
     size = f"width={svg.get('width')} height={svg.get('height')}"
     image = f'<img src="{file.relative_to(PAGE.parent)}" {size} loading=lazy alt="{escape(title)}">'
-    is_open = " open" if Path(after).stem.removeprefix("mnist_") in OPEN else ""
-    return f"<details class=picture{is_open}><summary>Recorded steps</summary><div>{image}</div></details>\n"
+    return f"<details class=picture><summary>Recorded steps</summary><div>{image}</div></details>\n"
 
 
 def pair_html(before: str, after: str) -> str:
@@ -369,21 +367,33 @@ def pair_html(before: str, after: str) -> str:
 
 
 def chips_html() -> str:
-    """A button for each pair, in the groups of the steps."""
-    html = ""
+    """A button for each pair: those of the course, and in a fold those of the other groups."""
+    groups = []
     for group, steps in GROUPS.items():
         scripts = [step.script for step in steps]
-        html += f"<h2>{group}</h2>\n<ul>\n"
+        html = f"<h2>{group}</h2>\n<ul>\n"
         for before, after in (pair for pair in PAIRS if pair[1] in scripts):
             label = key(before, after).replace("mnist_", "").replace("..", " → ")
             html += f'<li><a href="#{key(before, after)}">{label}</a>\n'
-        html += "</ul>\n"
-    return html
+        groups.append(f"{html}</ul>\n")
+    count = sum(html.count("<li>") for html in groups[1:])
+    more = f"<details><summary>{count} variants</summary>\n<div class=pairs>\n{''.join(groups[1:])}</div></details>\n"
+    return f"<div class=pairs>\n{groups[0]}</div>\n{more}"
+
+
+def pages_html() -> str:
+    """Links to the front page, to the contents, and to this page's neighbours in the tables of docs/README.md."""
+    text = (ROOT / "docs/README.md").read_text(encoding="utf-8")
+    pages = re.findall(r"^\| \[(.+?)\]\((.+?)\)", text, re.MULTILINE)
+    here = [target for _, target in pages].index(PAGE.name)
+    links = [("ddp-by-diff", "../README.md"), ("Contents", "README.md")]
+    links += [(f"← {pages[here - 1][0]}", pages[here - 1][1]), (f"{pages[here + 1][0]} →", pages[here + 1][1])]
+    return "".join(f'<a href="{target}">{name}</a>\n' for name, target in links)
 
 
 def page() -> str:
     """The text of docs/side_by_side.html."""
     html = (DEV / "page.html").read_text(encoding="utf-8")
-    parts = {"chips": chips_html(), "pairs": "".join(pair_html(*pair) for pair in PAIRS)}
+    parts = {"pages": pages_html(), "chips": chips_html(), "pairs": "".join(pair_html(*pair) for pair in PAIRS)}
     parts |= {name: (DEV / f"page.{name}").read_text(encoding="utf-8") for name in ("css", "js")}
     return re.sub(r"\{\{(\w+)\}\}\n?", lambda found: parts[found[1]], html)
