@@ -26,6 +26,8 @@ MESSAGES = {  # as torch and Python print them, with other numbers than the page
     "RuntimeError: DataLoader worker (pid 4711) is killed by signal: Killed.": "DataLoader worker is killed by signal",
     "[rank1]: RuntimeError: CUDA error: invalid device ordinal": "Invalid device ordinal, under srun --gpus-per-task",
     "init_process_group: rank 3 did not join within 600 s": "It hangs at the start",
+    "[rank0]: RuntimeError: [/__w/pytorch/gloo/transport/tcp/pair.cc:561] Connection closed by peer [127.0.0.1]:47764. "
+    "This is typically caused by a remote worker crashing.": "Connection closed by peer",
 }
 
 
