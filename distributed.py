@@ -64,6 +64,7 @@ launcher = importlib.import_module(_name) if importlib.util.find_spec(_name) els
 # The group that init_process_group has made.  A strong reference would keep its port open after
 # torch's own destroy_process_group.
 _own_groups: weakref.WeakSet = weakref.WeakSet()
+_kept: dict[str, torch_dist.Store] = {}  # the first store that `_open_store` has opened
 
 # ---------------------------------------------------------------------------------------------- rank, device, print
 # torchrun and `launch` set these variables.  On two machines with four GPUs each, WORLD_SIZE is 8,
@@ -164,8 +165,10 @@ def _open_store(rank: int, world_size: int, limit: timedelta) -> torch_dist.Stor
     if launcher:  # its store, unlike torch's own, knows which ranks are missing
         return launcher.meet(rank, world_size, limit)
     store, _, _ = next(torch_dist.rendezvous("env://", rank, world_size, timeout=limit))
-    # Under torchrun one store serves all groups of a run.  torch would give them the same keys, and a
-    # rank could find an address that another one has left for the group before.
+    # Rank 0, or torchrun, serves one store for all groups of a run.  If it ended with the first group, a
+    # rank that is early could still connect to it.  And torch would give all groups the same keys, so
+    # that a rank could find an address that another one has left for the group before.
+    _kept.setdefault("store", store)
     return torch_dist.PrefixStore(str(store.add(f"groups of rank {rank}", 1)), store)
 
 
@@ -436,8 +439,7 @@ class _Sampler(DistributedSampler):
 
     def __iter__(self) -> Iterator[int]:
         if self.passes == 1 and self.shuffle and is_primary():
-            text = "call sampler.set_epoch(epoch) before each epoch: this epoch repeats the order of the last one"
-            warnings.warn(f"{text} (for an evaluation, use shuffle=False)", stacklevel=2)
+            warnings.warn("call sampler.set_epoch(epoch) before each epoch, or the order repeats", stacklevel=2)
         yield from list(super().__iter__())[self.skip :]
         self.passes += 1
 
@@ -477,9 +479,8 @@ def prepare_ddp_model(
 
 def unwrap_model(model: nn.Module) -> nn.Module:
     """Return the model inside DDP, DataParallel and torch.compile, to save it without "module." in its names."""
-    wrappers = (nn.parallel.DistributedDataParallel, nn.DataParallel)
-    while isinstance(model, wrappers) or type(model).__name__ == "OptimizedModule":  # torch.compile's
-        model = getattr(model, "module" if isinstance(model, wrappers) else "_orig_mod")
+    while type(model).__name__ in ("DistributedDataParallel", "DataParallel", "OptimizedModule"):  # Apex's, too
+        model = getattr(model, "_orig_mod" if type(model).__name__ == "OptimizedModule" else "module")
     return model
 
 
