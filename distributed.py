@@ -1,5 +1,5 @@
 # Copied from the project ddp-by-diff 0.9.  SPDX-License-Identifier: MIT
-"""Helpers for distributed training with PyTorch: process group, device, collectives, sampler, DDP model, launch.
+"""Helpers for distributed training with PyTorch: group, device, collectives, sampler, DDP, launch.
 
     import torch
     from torch.utils.data import DataLoader
@@ -25,16 +25,17 @@
     python train.py                                # one process per visible GPU; two without a GPU
     NPROC=3 CUDA_VISIBLE_DEVICES= python train.py  # three processes on the CPU
     NPROC=2 DIST_BACKEND=gloo python train.py      # two processes, which may share one GPU: slow, but correct
-    torchrun --nproc_per_node=2 train.py           # every launcher that sets torch's variables works
+    torchrun --nproc_per_node=2 train.py           # or another launcher that sets torch's variables
 
-Copy this file.  `launch` starts the processes with torch's elastic_launch, the engine of torchrun, so
-its function must be at the top level of a file, and the call below `if __name__ == "__main__":`.  With
-distributed_launcher.py next to this file, notebooks, srun and mpirun work, too, Ctrl-C shows where
-each rank is, and an error names the rank that failed first, or the ranks that are missing.  Both files
-need Python 3.10, torch 2.4 and numpy, or newer ones.
+Copy this file.  `launch` starts the processes with torch's elastic_launch, the engine of torchrun,
+so its function must be at the top level of a file, and the call below `if __name__ == "__main__":`.
+With distributed_launcher.py next to this file, notebooks, srun and mpirun work, too, Ctrl-C shows
+where each rank is, and an error names the rank that failed first, or the ranks that are missing.
+Both files need Python 3.10, torch 2.4 and numpy, or newer ones.
 
-all_reduce, reduce, gather, sync_params, barrier and a DDP model's passes are collectives: a rank that
-calls one waits until all others have called it.  So never call one inside `if dist.is_primary():`.
+all_reduce, reduce, gather, sync_params, barrier and a DDP model's passes are collectives: a rank
+that calls one waits until all others have called it.  So never call one on some ranks only, as
+below `if dist.is_primary():`.
 """
 
 import hashlib
@@ -66,7 +67,7 @@ launcher = importlib.import_module(_name) if importlib.util.find_spec(_name) els
 _own_groups: weakref.WeakSet = weakref.WeakSet()
 _kept: dict[str, torch_dist.Store] = {}  # the first store that `_open_store` has opened
 
-# ---------------------------------------------------------------------------------------------- rank, device, print
+# ------------------------------------------------------------------------------ rank, device, print
 # torchrun and `launch` set these variables.  On two machines with four GPUs each, WORLD_SIZE is 8,
 # RANK is 0 to 3 on the first and 4 to 7 on the second, and LOCAL_RANK is 0 to 3 on both.  Without
 # them, there is only this one process.
@@ -88,7 +89,7 @@ def get_local_rank() -> int:
 
 
 def get_device() -> torch.device:
-    """Return the GPU whose index is the local rank, modulo the visible GPUs; the CPU if there is none."""
+    """Return the GPU whose index is the local rank (modulo the number of GPUs); else the CPU."""
     count = torch.cuda.device_count()  # is_available may start CUDA, which then fails in forked processes
     return torch.device("cuda", get_local_rank() % count) if count else torch.device("cpu")
 
@@ -99,12 +100,12 @@ def is_primary() -> bool:
 
 
 def print_primary(*args: Any, **kwargs: Any) -> None:
-    """Call `print` on rank 0 only, and flush.  Not a collective: it never waits for another rank."""
+    """Call `print` on rank 0 only, and flush.  It is not a collective, so it never waits."""
     if is_primary():
         print(*args, **{"flush": True, **kwargs})
 
 
-# ------------------------------------------------------------------------------------------------- init and cleanup
+# --------------------------------------------------------------------------------- init and cleanup
 
 
 def init_process_group(
@@ -115,12 +116,14 @@ def init_process_group(
 ) -> None:
     """Join the process group.  Every rank must call this; it returns when all ranks have joined.
 
-    It also calls torch.cuda.set_device(get_device()).  If another library (Ray Train, Accelerate) has
-    made a group, that one is used, with its backend and timeout, and `cleanup` leaves it to its owner.
+    It also calls torch.cuda.set_device(get_device()).  If another library (Ray Train, Accelerate)
+    has made a group, that one is used, with its backend and timeout, and `cleanup` leaves it to its
+    owner.
 
     Args:
         backend: "nccl", which needs a GPU for each process, or "gloo", which also works on CPUs and
-            lets processes share a GPU.  Default: DIST_BACKEND, else nccl if there are GPUs, else gloo.
+            lets processes share a GPU.  Default: DIST_BACKEND, else nccl if there are GPUs, else
+            gloo.
         world_size, rank: Only if you start the processes yourself: then also set MASTER_ADDR and
             MASTER_PORT.  They become WORLD_SIZE and RANK; if a launcher has set these, `rank` is
             ignored, because it may be a local rank.
@@ -165,15 +168,16 @@ def _open_store(rank: int, world_size: int, limit: timedelta) -> torch_dist.Stor
     if launcher:  # its store, unlike torch's own, knows which ranks are missing
         return launcher.meet(rank, world_size, limit)
     store, _, _ = next(torch_dist.rendezvous("env://", rank, world_size, timeout=limit))
-    # Rank 0, or torchrun, serves one store for all groups of a run.  If it ended with the first group, a
-    # rank that is early could still connect to it.  And torch would give all groups the same keys, so
-    # that a rank could find an address that another one has left for the group before.
+    # Rank 0, or torchrun, serves one store for all groups of a run.  If it ended with the first
+    # group, a rank that is early could still connect to it.  And torch would give all groups the
+    # same keys, so that a rank could find an address that another one has left for the group
+    # before.
     _kept.setdefault("store", store)
     return torch_dist.PrefixStore(str(store.add(f"groups of rank {rank}", 1)), store)
 
 
 def choose_backend(backend: str | None = None) -> str:
-    """Return the argument, else DIST_BACKEND, else nccl or gloo; ValueError if it can't be used here."""
+    """Return the argument, else DIST_BACKEND, else nccl or gloo; ValueError if it can't be used."""
     has_nccl = torch.cuda.device_count() > 0 and torch_dist.is_nccl_available()
     backend = (backend or os.environ.get("DIST_BACKEND") or ("nccl" if has_nccl else "gloo")).lower()
     names = [part.rpartition(":")[2] for part in backend.split(",")]  # for torch's cpu:gloo,cuda:nccl
@@ -190,7 +194,7 @@ def needs_gpus(backend: str) -> bool:
 
 
 def check_variables() -> None:
-    """Raise ValueError if a launcher's variables are missing or (only with distributed_launcher.py) wrong."""
+    """Raise ValueError if variables are missing, or contradictory (distributed_launcher.py)."""
     if launcher:
         launcher.check_variables()
     for name in "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS":  # Open MPI; MPICH and Cray; srun
@@ -199,7 +203,7 @@ def check_variables() -> None:
 
 
 def get_timeout(timeout: float | timedelta | None = None) -> timedelta:
-    """Return the time limit for joining and for each collective: the argument, else DIST_TIMEOUT, else 600 s."""
+    """Return the limit for joining and each collective: the argument, DIST_TIMEOUT, or 600 s."""
     given = (os.environ.get("DIST_TIMEOUT") or 600) if timeout is None else timeout
     seconds = given.total_seconds() if isinstance(given, timedelta) else given
     if not str(seconds).replace(".", "", 1).isdecimal() or float(seconds) == 0:  # such as 10m, -1 or inf
@@ -210,8 +214,9 @@ def get_timeout(timeout: float | timedelta | None = None) -> timedelta:
 def cleanup() -> None:
     """Leave the group that init_process_group has made.  `launch` does this when worker_fn returns.
 
-    With several processes it does nothing during an exception, because the other ranks may be blocked
-    in a collective, and leaving the group could wait for them forever (pytorch/torchtitan#1342).
+    With several processes it does nothing during an exception, because the other ranks may be
+    blocked in a collective, and leaving the group could wait for them forever
+    (pytorch/torchtitan#1342).
     """
     if sys.exc_info()[1] is None or get_world_size() == 1:
         _leave_group()
@@ -219,19 +224,18 @@ def cleanup() -> None:
 
 def _leave_group() -> None:
     if torch_dist.group.WORLD in _own_groups:
-        # Gloo's threads free their tensors meanwhile; else leaving may hang (pytorch#179291, torch 2.4.1).
-        time.sleep(0.02)
+        time.sleep(0.02)  # gloo's threads free their tensors, or it may hang (pytorch#179291, torch 2.4.1)
         torch_dist.destroy_process_group()
 
 
-# ------------------------------------------------------------------------------------------------------ collectives
+# -------------------------------------------------------------------------------------- collectives
 # Every rank must make the same call, with the same op, dtypes and (except in gather) shapes.  The
-# backends don't compare calls: if 3 elements are added to 5, a rank may get garbage, hang or be killed.
-# So each call first sends a small message that compares them.  (What DDP, or torch.distributed, sends
-# itself is not compared.)  If a rank makes no call, the others wait for it until the timeout; if its
-# process has ended, they report a lost connection.  No gradient flows through these functions.  One
-# process needs no group.  A mean is a sum that is divided afterwards, because torch 2.4's gloo has no
-# AVG.
+# backends don't compare calls: if 3 elements are added to 5, a rank may get garbage, hang or be
+# killed.  So each call first sends a small message that compares them.  (What DDP, or
+# torch.distributed, sends itself is not compared.)  If a rank makes no call, the others wait for it
+# until the timeout; if its process has ended, they report a lost connection.  No gradient flows
+# through these functions.  One process needs no group.  A mean is a sum that is divided afterwards,
+# because torch 2.4's gloo has no AVG.
 _OPS = {"sum": ReduceOp.SUM, "mean": ReduceOp.SUM, "min": ReduceOp.MIN, "max": ReduceOp.MAX}
 _all_gather = getattr(torch_dist, "all_gather_single", torch_dist.all_gather_into_tensor)  # its name before 2.13
 
@@ -240,8 +244,8 @@ def all_reduce(tensor: torch.Tensor, op: str | ReduceOp = "sum") -> torch.Tensor
     """Replace the tensor with its sum over all ranks (or another op), in place, and return it.
 
     op: "sum", "mean" (or "avg"), "min", "max", or torch's ReduceOp.  A NaN on any rank is in the
-    result.  The dtype stays, so small dtypes may overflow.  Raises TypeError for bool, int16 and means
-    of non-floats: use `reduce`.
+    result.  The dtype stays, so small dtypes may overflow.  Raises TypeError for bool, int16 and
+    means of non-floats: use `reduce`.
     """
     op = _check_reduction("all_reduce", tensor, op)
     if tensor.dtype in (torch.bool, torch.int16) or (op == "mean" and not tensor.is_floating_point()):
@@ -258,12 +262,12 @@ def all_reduce(tensor: torch.Tensor, op: str | ReduceOp = "sum") -> torch.Tensor
 
 
 def reduce(tensor: torch.Tensor, op: str | ReduceOp = "mean") -> torch.Tensor:
-    """Return the mean over all ranks (or another op), as a new tensor on every rank (unlike torch's).
+    """Return the mean over all ranks (or another op), as a new tensor on every rank.
 
-    Use it for numbers to print, such as the loss.  Where ranks have different numbers of examples,
-    reduce the sum and the count with op="sum", and then divide.  It computes in float64 or int64.
-    Floats and complex numbers keep their dtype; for integers and bools, a mean is float64 and every
-    other result int64.
+    (torch's reduce is different.)  Use it for numbers to print, such as the loss.  Where ranks have
+    different numbers of examples, reduce the sum and the count with op="sum", and then divide.  It
+    computes in float64 or int64.  Floats and complex numbers keep their dtype; for integers and
+    bools, a mean is float64 and every other result int64.
     """
     op = _check_reduction("reduce", tensor, op)
     is_float = tensor.is_floating_point() or tensor.is_complex()
@@ -279,7 +283,7 @@ def reduce(tensor: torch.Tensor, op: str | ReduceOp = "mean") -> torch.Tensor:
 
 
 def _to_send(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor as the backend needs it: not a copy, if it is contiguous and on its device."""
+    """Return the tensor as the backend needs it; a copy only if its device or layout differs."""
     device = get_device() if needs_gpus(torch_dist.get_backend()) else torch.device("cpu")
     return tensor.detach().to(device).resolve_neg().contiguous()
 
@@ -295,8 +299,8 @@ def _share_nans(data: torch.Tensor, op: str) -> None:
 def gather(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Return a list of all ranks' tensors, in rank order, on every rank (unlike torch's gather).
 
-    Shapes may differ, even down to zero rows; dtypes and numbers of dimensions may not.  The results
-    are new tensors.
+    Shapes may differ, even down to zero rows; dtypes and numbers of dimensions may not.  The
+    results are new tensors.
     """
     _check_same_call("gather", tensor, is_any_shape=True)
     mine = tensor.detach().cpu().clone()  # pickle would send the whole storage of a view
@@ -307,7 +311,7 @@ def gather(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def sync_params(params: torch.Tensor | Iterable[torch.Tensor]) -> None:
-    """Broadcast rank 0's values into these tensors, in place: model.parameters(), or model.buffers()."""
+    """Broadcast rank 0's values into these tensors, such as model.buffers(), in place."""
     params = [params] if isinstance(params, torch.Tensor) else list(params)
     _check_same_call("sync_params", *params)
     if get_world_size() > 1:
@@ -337,10 +341,10 @@ def _check_reduction(function: str, tensor: Any, op: Any) -> str:
 
 
 def _check_same_call(function: str, *values: Any, is_any_shape: bool = False) -> None:
-    """Raise RuntimeError on all ranks, with a table, if their calls differ; TypeError for a non-tensor.
+    """Raise RuntimeError on all ranks, with a table, if their calls differ; TypeError if no tensor.
 
-    Values are not compared: if one rank reduces the loss first and another the accuracy, the results
-    are wrong.
+    Values are not compared: if one rank reduces the loss first and another the accuracy, the
+    results are wrong.
     """
     kinds = ", ".join(_describe(value, is_any_shape) for value in values)
     call = f"{function} of {kinds}" if values else function
@@ -363,9 +367,10 @@ def _check_same_call(function: str, *values: Any, is_any_shape: bool = False) ->
 
 
 def _wait(work: Any) -> None:
-    """Wait for a message, but let Python run signal handlers meanwhile, which work.wait() alone does not.
+    """Wait for a message, and let Python run signal handlers meanwhile, unlike work.wait() alone.
 
-    A rank waits longest where the calls are compared, so a rank that must save at SIGTERM does so here.
+    A rank waits longest where the calls are compared, so a rank that must save at SIGTERM does so
+    here.
     """
     pause = 0.0001  # seconds
     while not work.is_completed():
@@ -381,7 +386,7 @@ def _describe(value: Any, is_any_shape: bool) -> str:
     return f"{value.dtype} {f'with {value.dim()} dimension(s)' if is_any_shape else list(value.shape)}"
 
 
-# ------------------------------------------------------------------------------------------------ sampler, DDP model
+# ------------------------------------------------------------------------------- sampler, DDP model
 
 
 def data_sampler(
@@ -394,18 +399,18 @@ def data_sampler(
 ) -> DistributedSampler:
     """Return a sampler for DataLoader that gives this rank its share; with one process, everything.
 
-    Call `sampler.set_epoch(epoch)` before each epoch; set_epoch(epoch, skip=n) leaves out this rank's
-    first n examples.  Raises ValueError for pad=False with drop_last=True, and if either is used with
-    fewer examples than ranks.
+    Call `sampler.set_epoch(epoch)` before each epoch; set_epoch(epoch, skip=n) leaves out this
+    rank's first n examples.  Raises ValueError for pad=False with drop_last=True, and if either is
+    used with fewer examples than ranks.
 
     Args:
         distributed: If False, every rank gets the whole dataset, as tensor parallelism requires.
         shuffle: The order depends only on (seed, epoch), so all ranks agree on it if they have the
             same seed.
-        pad: If True, repeat examples until all shares have the same size, because in training a rank
-            with fewer steps would leave the others waiting in backward().  Of 10 examples, each of 4
-            ranks gets 3, and two are repeated.  If False, they get 3, 3, 2 and 2: each example is used
-            exactly once, as an evaluation requires.
+        pad: If True, repeat examples until all shares have the same size, because in training a
+            rank with fewer steps would leave the others waiting in backward().  Of 10 examples,
+            each of 4 ranks gets 3, and two are repeated.  If False, they get 3, 3, 2 and 2: each
+            example is used exactly once, as an evaluation requires.
         drop_last: Leave examples out (two of the 10) instead of repeating some.
     """
     if isinstance(dataset, (Sampler, IterableDataset)) or not isinstance(dataset, Sized):
@@ -424,7 +429,7 @@ def data_sampler(
 
 
 class _Sampler(DistributedSampler):
-    """A DistributedSampler that can start in the middle of an epoch, and that warns if set_epoch was forgotten."""
+    """A DistributedSampler that can start inside an epoch, and warns if set_epoch was forgotten."""
 
     passes = skip = 0  # how often this epoch was read to its end; how many examples to leave out first
 
@@ -447,11 +452,11 @@ class _Sampler(DistributedSampler):
 def prepare_ddp_model(
     model: nn.Module, device_ids: Any = None, sync_bn: bool = False, sync_buffers: bool = True, **kwargs: Any
 ) -> nn.Module:
-    """Return the model wrapped in torch's DistributedDataParallel; with one process, the model itself.
+    """Return the model in torch's DistributedDataParallel; with one process, the model itself.
 
-    Every rank must call this with the model on `get_device()`.  All copies start from rank 0's weights,
-    and backward() averages their gradients, so they stay identical.  The optimizer may be created
-    before or after this call.
+    Every rank must call this with the model on `get_device()`.  All copies start from rank 0's
+    weights, and backward() averages their gradients, so they stay identical.  The optimizer may be
+    created before or after this call.
 
     Args:
         device_ids: Ignored; DDP gets `get_device()`.
@@ -478,13 +483,13 @@ def prepare_ddp_model(
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:
-    """Return the model inside DDP, DataParallel and torch.compile, to save it without "module." in its names."""
+    """Return the model inside DDP, DataParallel and torch.compile, to save it without "module."."""
     while type(model).__name__ in ("DistributedDataParallel", "DataParallel", "OptimizedModule"):  # Apex's, too
         model = getattr(model, "_orig_mod" if type(model).__name__ == "OptimizedModule" else "module")
     return model
 
 
-# ----------------------------------------------------------------------------------------------------------- launch
+# ------------------------------------------------------------------------------------------- launch
 
 
 def launch(worker_fn: Callable, *args: Any, nproc: int | None = None) -> Any:
@@ -495,8 +500,8 @@ def launch(worker_fn: Callable, *args: Any, nproc: int | None = None) -> Any:
     started them, worker_fn is called in this process.
 
     The processes are spawned: they import the program again, so set globals in worker_fn.  If one
-    fails, the others are terminated, and ChildFailedError has its traceback.  (distributed_launcher.py
-    forks where that is safe, and raises SystemExit.)
+    fails, the others are terminated, and ChildFailedError has its traceback.
+    (distributed_launcher.py forks where that is safe, and raises SystemExit.)
     """
     count = count_processes(nproc)
     if count == get_world_size():  # one process, or others have started them
@@ -519,7 +524,7 @@ def launch(worker_fn: Callable, *args: Any, nproc: int | None = None) -> Any:
 
 
 def _call_and_save(worker_fn: Callable, args: tuple) -> bytes:
-    """Be a rank of elastic_launch.  The result is sent as bytes, or its GPU tensors would start CUDA there."""
+    """Be a rank of elastic_launch.  As bytes, the result's GPU tensors don't start CUDA there."""
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, torch.get_num_threads() // get_world_size()))
     file = io.BytesIO()
@@ -528,7 +533,7 @@ def _call_and_save(worker_fn: Callable, args: tuple) -> bytes:
 
 
 def count_processes(nproc: int | None = None) -> int:
-    """Return how many processes `launch(..., nproc=nproc)` runs; end the program if they can't run."""
+    """Return how many processes `launch` runs; end the program if they can't run."""
     if torch_dist.is_initialized():
         return get_world_size()
     gpus = torch.cuda.device_count()
@@ -565,7 +570,7 @@ def _call(worker_fn: Callable, args: tuple) -> Any:
 
 
 def _refuse(problem: str) -> NoReturn:
-    """End the program with one line on stderr and exit code 2; in a notebook or a thread, raise RuntimeError."""
+    """End the program with one line and exit code 2; in a notebook, raise RuntimeError."""
     if hasattr(sys, "ps1") or (launcher and launcher.must_go_on()):
         raise RuntimeError(problem)
     print(f"distributed: {problem}", file=sys.stderr, flush=True)
