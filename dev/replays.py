@@ -24,7 +24,7 @@ class Run(NamedTuple):
 
 DRY = "--dataset synthetic --dry-run"
 PAGES = {
-    "min_DDP": Run("min_DDP.py", 2),
+    "min_DDP": Run("min_DDP.py --epochs 1 --batch-size 200", 2, "--steps 5"),
     "ddp": Run(f"mnist_ddp.py {DRY}", 2),
     "by_hand": Run(f"-m variants.mnist_by_hand {DRY}"),
     "local_sgd": Run(f"-m variants.mnist_local_sgd {DRY}"),
