@@ -45,13 +45,18 @@ class Recording(NamedTuple):
     events: list[Event]
     until: int  # ns: when its last line was still running, or had ended
     gap: str = ""  # what is missing, and what to do about it
-    failed: tuple | None = None  # (file, line, function) that has raised the last exception
 
 
-def name_folder() -> str:
-    """Name the folder that all ranks of a launcher on this machine use.  Rank 0 creates it."""
+def make_folder(is_launched: bool) -> str:
+    """Return the folder of the journals.  All ranks of a launcher know its name; rank 0 creates it."""
+    if not is_launched:
+        return tempfile.mkdtemp(prefix="replay-")
     run = " ".join(os.environ.get(name, "") for name in VARIABLES)
-    return os.path.join(tempfile.gettempdir(), f"replay-{os.getuid()}-{zlib.crc32(run.encode()):08x}")
+    folder = os.path.join(tempfile.gettempdir(), f"replay-{os.getuid()}-{zlib.crc32(run.encode()):08x}")
+    if os.environ["RANK"] == "0":
+        shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed
+        os.mkdir(folder, 0o700)
+    return folder
 
 
 def open_journal(folder: str, rank: int) -> TextIO | None:
@@ -62,25 +67,17 @@ def open_journal(folder: str, rank: int) -> TextIO | None:
     return None
 
 
-def write(journal: TextIO | None, event: Event) -> None:
-    if journal:
-        with contextlib.suppress(OSError):  # the disk is full: the program goes on
-            journal.write(json.dumps(event) + "\n")
-
-
 def read_journals(folder: str, known: set[int]) -> list[Notes]:
     """Return what the ranks that are not known have recorded until they were killed."""
     found = []
     for file in Path(folder).iterdir():
         if int(file.name) not in known:
             lines = file.read_text().split("\n")[:-1]  # the last line is empty, or not complete
-            found.append(Notes(int(file.name), "lost", Recording([*map(read_event, lines)], time.time_ns())))
+            events = [Event(*json.loads(line)) for line in lines]
+            for event in events:
+                event.changed.update((name, value and Value(*value)) for name, value in event.changed.items())
+            found.append(Notes(int(file.name), "lost", Recording(events, time.time_ns())))
     return found
-
-
-def read_event(line: str) -> Event:
-    event = Event(*json.loads(line))
-    return event._replace(changed={name: value and Value(*value) for name, value in event.changed.items()})
 
 
 @contextlib.contextmanager
@@ -105,16 +102,15 @@ def kept(folder: str, show: Callable[[list[Notes]], Any]) -> Any:
         raise
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-        os.kill(keeper, signal.SIGKILL)
         os.waitpid(keeper, 0)
 
 
 def keep(parent: int, folder: str, show: Callable[[list[Notes]], Any]) -> None:
-    """Wait until the parent has ended, and show the recording if it has not."""
+    """Wait until the parent has removed the folder, or has ended without that: then show the recording."""
     os.setsid()  # torchrun kills rank 0's session
     for number in signal.SIGINT, signal.SIGTERM:  # SLURM signals each process of the job
         signal.signal(number, signal.SIG_IGN)
-    while os.getppid() == parent:
+    while os.path.isdir(folder) and os.getppid() == parent:
         time.sleep(0.05)
     if os.path.isdir(folder):
         show([])
