@@ -72,8 +72,8 @@ def read_journals(folder: str, known: set[int]) -> list[Notes]:
     found = []
     for file in Path(folder).iterdir():
         if int(file.name) not in known:
-            lines = file.read_text().split("\n")[:-1]  # the last line is empty, or not complete
-            events = [Event(*json.loads(line)) for line in lines]
+            # The last line is empty, or not complete.
+            events = [Event(*json.loads(line)) for line in file.read_text().split("\n")[:-1]]
             for event in events:
                 event.changed.update((name, value and Value(*value)) for name, value in event.changed.items())
             found.append(Notes(int(file.name), "lost", Recording(events, time.time_ns())))
@@ -108,8 +108,7 @@ def kept(folder: str, show: Callable[[list[Notes]], Any]) -> Any:
 def keep(parent: int, folder: str, show: Callable[[list[Notes]], Any]) -> None:
     """Wait until the parent has removed the folder, or has ended without that: then show the recording."""
     os.setsid()  # torchrun kills rank 0's session
-    for number in signal.SIGINT, signal.SIGTERM:  # SLURM signals each process of the job
-        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # SLURM's signal for each process of a job
     while os.path.isdir(folder) and os.getppid() == parent:
         time.sleep(0.05)
     if os.path.isdir(folder):
