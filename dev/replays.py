@@ -1,13 +1,15 @@
-"""The pages of docs/replays/, and the table of patterns in variants/README.md.
+"""The pages of docs/replays/, a picture of one of them, and the table of patterns in variants/README.md.
 
 python -m dev.replays ddp hang      # two pages, into the folder replays/
 python -m dev.replays patterns      # the table
-python -m dev.replays --save        # all: docs/replays/, dev/results/patterns.md; three minutes
+python -m dev.replays --save        # all: docs/replays/, dev/results/patterns.md; three minutes, with chromium
 """
 
 import argparse
 import json
 import re
+import shutil
+import subprocess
 import tempfile
 from pathlib import Path
 from typing import NamedTuple
@@ -79,6 +81,15 @@ def pattern(data: dict, variable: str) -> str:
     return " → ".join(dict.fromkeys([marks[0], marks[-1]]))
 
 
+def photograph(page: Path) -> None:
+    """Write a picture of the page where the model's gradients have become equal, beside the page."""
+    rows = read_data(page)["rows"]
+    flip = next(number for number, row in enumerate(rows, 1) if row[6].get(NAMES["gradients"]) == "≠→=")
+    browser = [shutil.which("chromium") or "google-chrome", "--headless=new", "--no-sandbox", "--hide-scrollbars"]
+    options = ["--window-size=1280,820", f"--screenshot={page.with_suffix('.png')}", f"file://{page}#{flip}"]
+    subprocess.run([*browser, *options], check=True, capture_output=True)
+
+
 def patterns() -> list[list[str]]:
     """Return the rows of the table."""
     rows = [["script", *NAMES]]
@@ -109,6 +120,8 @@ def main() -> None:
         page = folder / f"{name}.html"
         record(PAGES[name], page)
         print(f"written: {page} ({page.stat().st_size / 1000:.0f} kB)", flush=True)
+        if name == "by_hand":
+            photograph(page)
 
 
 if __name__ == "__main__":
