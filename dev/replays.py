@@ -35,7 +35,7 @@ PAGES = {
     "fsdp": Run(f"-m variants.mnist_fsdp {DRY}"),
     "tensor_parallel": Run(f"-m variants.mnist_tensor_parallel {DRY}"),
     "pipeline": Run(f"-m variants.mnist_pipeline {DRY}"),
-    "hang": Run("-m demos.mistakes collective wrong", 2, "--timeout 5"),
+    "hang": Run("-m demos.mistakes collective wrong", 2, "--timeout 20"),
 }
 PATTERNS = {  # a row of the table, and how many processes the script accepts
     "mnist_ddp": 3,
