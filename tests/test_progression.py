@@ -40,18 +40,18 @@ ROOMS = {  # lines of Python, at most.  Raise a number only in a commit that say
     "variants/*.py": 2114,
     "exercises/**/*.py": 2007,
     "demos/*.py": 895,
-    "ddp_by_diff/**/*.py": 7744,
-    "dev/*.py": 1742,
-    "tests/**/*.py": 10771,
+    "ddp_by_diff/**/*.py": 8602,  # with replay: who steps through a run sees what each line does on all ranks
+    "dev/*.py": 1888,  # with what records replay's pages and the patterns
+    "tests/**/*.py": 11190,
 }
-CODE = {"distributed.py": 280}  # without comments, docstrings and blank lines
+CODE = {"distributed.py": 280, "ddp_by_diff/replay/*.py": 640}  # without comments, docstrings and blank lines
 
 
 @pytest.mark.parametrize(("room", "most"), [*ROOMS.items(), *CODE.items()])
 def test_no_room_grows(room, most):
     texts = [path.read_text(encoding="utf-8") for path in ROOT.glob(room)]
     assert texts, f"there is no {room}"
-    count = sum(len(text.splitlines()) for text in texts) if ROOMS[room] == most else sum(map(lines_of_code, texts))
+    count = sum(len(text.splitlines()) for text in texts) if ROOMS.get(room) == most else sum(map(lines_of_code, texts))
     assert count <= most, f"{room} has {count} lines, {count - most} more than it may: what can be taken away instead?"
 
 
