@@ -1,5 +1,6 @@
-"""The tools that `pip install PATH` brings: ddp-timeline, ddp-equivalence and ddp-doctor.
+"""The tools that `pip install PATH` brings: ddp-replay, ddp-timeline, ddp-equivalence and ddp-doctor.
 
+    ddp-replay train.py --my-flags
     ddp-timeline train.py --my-flags                # in a clone: python -m ddp_by_diff.timeline mnist_ddp.py
     ddp-equivalence --nproc 3 train.py
     ddp-doctor

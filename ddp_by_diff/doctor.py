@@ -3,6 +3,7 @@
     python -m ddp_by_diff.doctor                          # this machine: all GPUs, or two processes if there is no GPU
     torchrun --nproc_per_node=2 -m ddp_by_diff.doctor     # or srun, mpirun: a launcher's processes, on all machines
     kill -USR1 PID            # PID of a hanging `python train.py`, which then prints where each of its ranks is
+    python -m ddp_by_diff.replay train.py     # if the script is the problem: what each of its lines does on all ranks
 
 Each line begins with ok, or with WRONG and then tells what to do.  The exit code is 1 if a line is WRONG.
 """

@@ -339,6 +339,14 @@ def picture_html(before: str, after: str) -> str:
     return f"<details class=picture><summary>Recorded steps</summary><div>{image}</div></details>\n"
 
 
+def replay_html(script: str) -> str:
+    """A link to the page of dev/replays.py, or "" if there is none."""
+    page = next(step.replay for step in STEPS if step.script == script)
+    if not page.exists():
+        return ""
+    return f'<p><a href="{page.relative_to(PAGE.parent)}">Step through {script}</a>, line by line on all ranks.</p>\n'
+
+
 def pair_html(before: str, after: str) -> str:
     prose = Prose(source(after).modules | source(before).modules)  # `dist` is the helper, also beside plain torch
     added, removed = diff_lines(before, after)
@@ -347,6 +355,7 @@ def pair_html(before: str, after: str) -> str:
     html = f'<section id="{key(before, after)}">\n<h2>{before} → {after}</h2>\n'
     html += f"<p><b>+{added} −{removed}</b> lines. {prose.html(adds[:1].upper() + adds[1:])}.</p>\n"
     html += picture_html(before, after)
+    html += replay_html(after)
     html += f"<table>\n<thead><tr>{heads}</thead>\n"
     parts, number = compared(before, after), 0
     for part in parts:

@@ -20,6 +20,11 @@ class Step(NamedTuple):
         """The picture by dev/timelines.py; not each step has one."""
         return ROOT / "docs/timelines" / f"{Path(self.script).stem.removeprefix('mnist_')}.svg"
 
+    @property
+    def replay(self) -> Path:
+        """The page by dev/replays.py; not each step has one."""
+        return ROOT / "docs/replays" / f"{Path(self.script).stem.removeprefix('mnist_')}.html"
+
 
 GROUPS = {
     "The course": [

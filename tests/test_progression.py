@@ -45,6 +45,7 @@ ROOMS = {
     "exercises/**/*.py": 1410,
     "demos/*.py": 670,
     "ddp_by_diff/*.py": 105,
+    "ddp_by_diff/replay/*.py": 640,
     "ddp_by_diff/timeline/*.py": 1975,
     "ddp_by_diff/equivalence/*.py": 3134,
     "ddp_by_diff/instruments/*.py": 605,

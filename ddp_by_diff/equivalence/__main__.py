@@ -94,7 +94,7 @@ def compare(args: argparse.Namespace) -> int:
     job = Job("equivalence", args.command, args.timeout, observers, arguments)
     if args.epoch:
         job = job._replace(make_observers=epoch.observers, arguments=(f"{folder}/log",))
-    args.shared = share_gpus(args)
+    args.nproc, args.shared = instrument.at_least_two(args.nproc)
     try:
         return instrument.look_at(job, args.nproc, show)
     except SystemExit as end:  # the program failed
@@ -110,21 +110,6 @@ def compare(args: argparse.Namespace) -> int:
         raise
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def share_gpus(args: argparse.Namespace) -> int:
-    """Take two processes, if there is one GPU.  How many GPUs they share; 0: each has its own."""
-    import torch
-
-    gpus = torch.cuda.device_count()
-    if "RANK" in os.environ or "DIST_BACKEND" in os.environ:
-        return 0  # the user has decided
-    if gpus and not args.nproc and "NPROC" not in os.environ:
-        args.nproc = max(2, gpus)
-    if not 0 < gpus < (args.nproc or 0):
-        return 0
-    os.environ["DIST_BACKEND"] = "gloo"
-    return gpus
 
 
 def answer(args: argparse.Namespace, notes: list, folder: Path) -> "Answer":

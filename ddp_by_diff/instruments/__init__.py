@@ -1,4 +1,4 @@
-"""What timeline/ and equivalence/ share: run a program, look at it, and bring the notes together.
+"""What replay/, timeline/ and equivalence/ share: run a program, look at it, join the notes.
 
     command.py    reads the command line
     program.py    runs a program unchanged, as `python train.py` would; says where it stands

@@ -19,6 +19,7 @@ class Observer:
     """What an instrument wants to know: the methods that it overrides.  Here they do nothing."""
 
     hooks: Any  # that call it: instruments.hooks.Hooks
+    stuck = "made no step"  # what a rank that hangs has done since Hooks.last_step
 
     def installed(self) -> None:
         """The program is about to run.  What `self.hooks.undo` holds is undone at its end."""

@@ -153,7 +153,8 @@ class Rank:
             wait_until(self.all_are_here, MOMENT)
             self.show_all()
             return  # whoever has started this process ends it, or its own error does
-        made = f"rank {self.place.rank} made no step for {timeout:g} s, after {hooks.steps}"
+        stuck = f"{hooks.observers[0].stuck} for {timeout:g} s"
+        made = f"rank {self.place.rank} {stuck}, after {hooks.steps}"
         self.say(f"{made}; it stands in {standing}")
         self.leave("stuck", is_own_thread=False)
         self.is_stuck = True

@@ -10,6 +10,8 @@ import sys
 import tempfile
 from collections.abc import Callable
 
+import torch
+
 from ddp_by_diff import distributed as dist
 from ddp_by_diff import distributed_launcher as launcher
 from ddp_by_diff.instruments.command import refuse
@@ -61,6 +63,22 @@ def look_at(job: Job, nproc: int | None, show: Callable[[list[Notes]], int]) -> 
         return show(collect(meeting, count))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def at_least_two(nproc: int | None) -> tuple[int | None, int]:
+    """How many processes to start, and how many GPUs they share; 0: each has its own, or none.
+
+    NCCL needs a GPU for each process, so on a machine with fewer GPUs they use gloo.
+    """
+    gpus = torch.cuda.device_count()
+    if "RANK" in os.environ or "DIST_BACKEND" in os.environ:
+        return nproc, 0  # the user has decided
+    if gpus and nproc is None and "NPROC" not in os.environ:
+        nproc = max(2, gpus)
+    if not 0 < gpus < (nproc or 0):
+        return nproc, 0
+    os.environ["DIST_BACKEND"] = "gloo"
+    return nproc, gpus
 
 
 def exit_at_sigterm() -> None:

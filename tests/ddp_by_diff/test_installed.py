@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 TRAIN = """
 import sys, torch
-import data, distributed, doctor, timeline
+import data, distributed, doctor, replay, timeline
 import torch.distributed as dist
 
 def main():
@@ -28,7 +28,7 @@ def main():
             optimizer.zero_grad()
             (model(x) - y).square().mean().backward()
             optimizer.step()
-    assert {module.OWNER for module in (data, distributed, doctor, timeline)} == {"the program"}
+    assert {module.OWNER for module in (data, distributed, doctor, replay, timeline)} == {"the program"}
     assert not {"equivalence", "instruments", "distributed_launcher"} & set(sys.modules)
     dist.destroy_process_group()
 
@@ -67,7 +67,7 @@ def environment(tmp_path_factory):
 @pytest.fixture
 def train(tmp_path):
     (tmp_path / "train.py").write_text(TRAIN)
-    for name in "data", "doctor", "timeline":
+    for name in "data", "doctor", "replay", "timeline":
         (tmp_path / f"{name}.py").write_text(OWNED)
     return tmp_path
 
@@ -80,6 +80,8 @@ def test_the_commands_run_from_any_folder(environment, train):
         assert (train / "timeline.svg").exists() and (train / "timeline.json").exists()
     code, said = call(*torchrun, "--no-python", environment / "ddp-equivalence", "train.py", cwd=train)
     assert code == 0 and "THE SAME" in said, said
+    code, said = call(*torchrun, "--no-python", environment / "ddp-replay", "train.py", cwd=train)
+    assert code == 0 and "= model gradients" in said and (train / "replay.html").exists(), said
     code, said = call(environment / "ddp-doctor", cwd=train)
     assert code == 0 and "an all-reduce over all devices returns the correct sum" in said, said
 
@@ -95,5 +97,7 @@ def test_the_ranks_that_a_command_starts_find_the_tools(environment, train, meth
     assert code == 0 and "THE SAME" in said, said
     code, said = call(environment / "ddp-timeline", "own.py", cwd=train)
     assert code == 0 and "all-reduce" in said, said
+    code, said = call(environment / "ddp-replay", "own.py", cwd=train)
+    assert code == 0 and "= model gradients" in said, said
     code, said = call(environment / "ddp-timeline", "nothing.py", cwd=train)
     assert code == 2 and said == "ddp-timeline: error: there is no file nothing.py\n", said

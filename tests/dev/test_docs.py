@@ -215,7 +215,7 @@ def refused(script, args):
     return unknown or (code and "".join(streams))
 
 
-TOOLS = "ddp_by_diff.timeline", "ddp_by_diff.equivalence"
+TOOLS = "ddp_by_diff.replay", "ddp_by_diff.timeline", "ddp_by_diff.equivalence"
 
 
 def wrong_with(command):
