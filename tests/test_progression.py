@@ -48,8 +48,8 @@ ROOMS = {
     "ddp_by_diff/replay/*.py": 640,
     "ddp_by_diff/timeline/*.py": 1975,
     "ddp_by_diff/equivalence/*.py": 3134,
-    "ddp_by_diff/instruments/*.py": 605,
-    "dev/**/*.py": 1360,
+    "ddp_by_diff/instruments/*.py": 617,
+    "dev/**/*.py": 1475,
 }
 
 
