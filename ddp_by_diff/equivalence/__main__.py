@@ -125,7 +125,7 @@ def answer(args: argparse.Namespace, notes: list, folder: Path) -> "Answer":
         return few_steps(ranks, args.steps)
     if len(ranks) < 2:
         return unknown(Reason(*ONE_PROCESS))
-    found = judge(ranks, args.steps, runs, args.command)
+    found = judge(ranks, args.steps, runs)
     return found._replace(error=runs.problem)
 
 
@@ -134,8 +134,8 @@ def say(args: argparse.Namespace, found: "Answer", processes: int, started: floa
     import torch
 
     seconds, lines = time.perf_counter() - started, found.lines()
-    if len(found.links) > 1:
-        and_one = " and on 1" * any(link.label == "weights" for link in found.links)
+    if len(found.checks) > 1:
+        and_one = " and on 1" * any(check.label == "weights" for check in found.checks)
         length = "one epoch" if args.epoch else f"{args.steps} steps"
         text = f"{shlex.join(args.command)} on {processes} processes{and_one}, {length}"
         place = 1 + len(found.verdict.ways_on)

@@ -15,7 +15,7 @@ from ddp_by_diff.equivalence.loaders import Loaders
 from ddp_by_diff.equivalence.notes import Loader
 from ddp_by_diff.equivalence.observe import print_into
 from ddp_by_diff.equivalence.runs import Runs, be_alone
-from ddp_by_diff.equivalence.verdict import Answer, Link, Reason, Verdict, inconclusive
+from ddp_by_diff.equivalence.verdict import Answer, Check, Reason, Verdict, inconclusive
 from ddp_by_diff.instruments.command import show
 from ddp_by_diff.instruments.meeting import Place
 from ddp_by_diff.instruments.observer import Observer
@@ -129,18 +129,18 @@ class Follower(Observer):
 def answer(ranks: list[Epoch], runs: Runs) -> Answer:
     if not any(rank.loaders for rank in ranks):
         return verdict.unknown(NO_LOADER)
-    links = [batches(ranks), came(ranks, runs), order(ranks)]
+    checks = [batches(ranks), came(ranks, runs), order(ranks)]
     if any(len(rank.loaders) > 1 for rank in ranks):
-        links.append(inconclusive("loaders", OTHER_LOADERS))
+        checks.append(inconclusive("loaders", OTHER_LOADERS))
     text = "the ranks share out the examples"
     if any(rank.loader.redraws for rank in ranks):
         text = "the ranks have equally many batches, and draw them with replacement"
     right = Verdict(verdict.SAME, f"RIGHT in one whole epoch: {text}")
-    found = verdict.problem(links, "one process in an epoch") or right
-    return Answer(found, links, [])
+    found = verdict.problem(checks, "one process in an epoch") or right
+    return Answer(found, checks, [])
 
 
-def batches(ranks: list[Epoch]) -> Link:
+def batches(ranks: list[Epoch]) -> Check:
     """Whether all ranks have equally many batches; if not, some wait for ever."""
     text = " + ".join(str(rank.batches) for rank in ranks)
     cut = [rank for rank in ranks if not rank.is_whole]
@@ -152,15 +152,15 @@ def batches(ranks: list[Epoch]) -> Link:
         text += f"{more}: rank {least.rank} has {least.batches}, rank {most.rank} {most.batches}"
         if not waits:
             return inconclusive("batches", UNEQUAL, text)
-        return Link("batches", False, f"{text}; ranks with more wait for the others forever")
+        return Check("batches", False, f"{text}; ranks with more wait for the others forever")
     if cut:
         who = "no rank" if len(cut) == len(ranks) else f"not rank {cut[0].rank}"
         reason = Reason(f"{who} has read its DataLoader to the end", WHOLE)
         return inconclusive("batches", reason, f"{text}, and perhaps there are more")
-    return Link("batches", True, text)
+    return Check("batches", True, text)
 
 
-def came(ranks: list[Epoch], runs: Runs) -> Link:
+def came(ranks: list[Epoch], runs: Runs) -> Check:
     """Whether each example of the data came once, on one rank."""
     loaders, are_numbers = [rank.loader for rank in ranks], all(rank.are_numbers for rank in ranks)
     found = examples.counted([rank.counts for rank in ranks])
@@ -168,19 +168,19 @@ def came(ranks: list[Epoch], runs: Runs) -> Link:
     pairs = itertools.combinations(ranks, 2)
     is_same = any(one.first and one.first == other.first for one, other in pairs)
     if is_same and (not are_numbers or examples.have_one_dataset(loaders)):
-        return Link(LABEL, False, f"{text}, the same on two ranks: {examples.remedy(loaders)}")
+        return Check(LABEL, False, f"{text}, the same on two ranks: {examples.remedy(loaders)}")
     if any(loader.redraws for loader in loaders):
-        return Link(LABEL, True, f"{text}, drawn with replacement, so they were not counted")
+        return Check(LABEL, True, f"{text}, drawn with replacement, so they were not counted")
     if are_numbers:
         return of_numbers(ranks, loaders, found)
-    link = examples.why_not_shared_out(found, f"{text}; ", loaders, False)
-    return link or of_stream(ranks, f"{text}, each once, on one rank", found.came, runs)
+    check = examples.why_not_shared_out(found, f"{text}; ", loaders, False)
+    return check or of_stream(ranks, f"{text}, each once, on one rank", found.came, runs)
 
 
-def of_stream(ranks: list[Epoch], text: str, count: int, runs: Runs) -> Link:
+def of_stream(ranks: list[Epoch], text: str, count: int, runs: Runs) -> Check:
     """The same, if nobody knows how many there are: one process reads the stream, too."""
     if not all(rank.is_whole for rank in ranks):
-        return Link(LABEL, True, text)
+        return Check(LABEL, True, text)
     log, args = f"{runs.folder}/alone", runs.args
     job = Job("equivalence", [*args.command, *args.alone], args.patience, observers, (log, log))
     notes, _ = runs.run(be_alone, job, 1)
@@ -191,10 +191,10 @@ def of_stream(ranks: list[Epoch], text: str, count: int, runs: Runs) -> Link:
         return inconclusive(LABEL, UNREAD, text)
     if 0 < missing <= batch and not all(rank.loader.drops for rank in ranks):
         return inconclusive(LABEL, examples.NEVER, text)
-    return Link(LABEL, missing <= batch, text)
+    return Check(LABEL, missing <= batch, text)
 
 
-def of_numbers(ranks: list[Epoch], loaders: list[Loader], found: Counted) -> Link:
+def of_numbers(ranks: list[Epoch], loaders: list[Loader], found: Counted) -> Check:
     """The same, if examples are known by their numbers in the data."""
     batch = sum(rank.largest for rank in ranks)
     # What a sampler may add as padding, and what it or its loader may leave out.
@@ -203,44 +203,44 @@ def of_numbers(ranks: list[Epoch], loaders: list[Loader], found: Counted) -> Lin
     length = examples.pool_of(loaders)
     text = f"{found.different} of {length} examples came"
     is_part = all(len(rank.counts) < rank.loader.length for rank in ranks)
-    if link := examples.other_number(loaders, is_part and found.shared <= slack):
-        return link._replace(text=f"{text}; {link.text}")
+    if check := examples.other_number(loaders, is_part and found.shared <= slack):
+        return check._replace(text=f"{text}; {check.text}")
     if all(loader.picks for loader in loaders) and not examples.have_one_dataset(loaders):
         text = " + ".join(str(len(rank.counts)) for rank in ranks) + " examples came"
         return inconclusive(LABEL, OWN_DATA, text)
-    link = examples.why_not_shared_out(found, f"{text}; ", loaders, True, slack)
-    if not link and all(rank.is_whole for rank in ranks):
-        link = examples.never_come(found, text, length, len(ranks), rest)
+    check = examples.why_not_shared_out(found, f"{text}; ", loaders, True, slack)
+    if not check and all(rank.is_whole for rank in ranks):
+        check = examples.never_come(found, text, length, len(ranks), rest)
     repeated = found.came - found.different
     second = examples.counted([Counter(rank.second) for rank in ranks])
-    if not link and second.shared > len(ranks) >= repeated:
+    if not check and second.shared > len(ranks) >= repeated:
         text += f"; but in the second epoch, {second.shared} of the first {second.different} are on"
-        link = Link(LABEL, False, f"{text} more than one rank: {examples.remedy(loaders)}")
-    if link:
-        return link
+        check = Check(LABEL, False, f"{text} more than one rank: {examples.remedy(loaders)}")
+    if check:
+        return check
     if not repeated:
-        return Link(LABEL, True, f"{text}, each once, on one rank")
+        return Check(LABEL, True, f"{text}, each once, on one rank")
     text += f", {repeated} of them again"
-    link = examples.why_not_shared_out(found, f"{text}; ", loaders, False)
-    if link and repeated > len(ranks) and found.different < length:
-        return link  # a sampler that pads leaves out none
-    return Link(LABEL, True, f"{text} (padding)")
+    check = examples.why_not_shared_out(found, f"{text}; ", loaders, False)
+    if check and repeated > len(ranks) and found.different < length:
+        return check  # a sampler that pads leaves out none
+    return Check(LABEL, True, f"{text} (padding)")
 
 
-def order(ranks: list[Epoch]) -> Link:
+def order(ranks: list[Epoch]) -> Check:
     """Whether a shuffled loader has another order in the next epoch."""
     first = ranks[0].first
     second = ranks[0].second[: len(first)]
     if not second:
-        return Link("order", True, "no second epoch was followed")
+        return Check("order", True, "no second epoch was followed")
     if first[: len(second)] != second:
-        return Link("order", True, "the second epoch has another order")
+        return Check("order", True, "the second epoch has another order")
     text = "the second epoch has the order of the first"
     if not ranks[0].are_numbers:
-        return Link("order", True, f"{text}; whether it is shuffled is not known")
+        return Check("order", True, f"{text}; whether it is shuffled is not known")
     if first == sorted(first):
-        return Link("order", True, f"{text}, which is not shuffled")
+        return Check("order", True, f"{text}, which is not shuffled")
     if not ranks[0].loader.sampler:
-        return Link("order", True, f"{text}, and its sampler is no DistributedSampler")
+        return Check("order", True, f"{text}, and its sampler is no DistributedSampler")
     text += ", though it is shuffled: call sampler.set_epoch(epoch) before each epoch"
-    return Link("order", False, text)
+    return Check("order", False, text)

@@ -1,11 +1,13 @@
 """Data that come into the program: batches of DataLoaders, a model's inputs, a loss's targets."""
 
+import argparse
 import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import distributed as torch_dist
 from torch import nn
 
 from ddp_by_diff.distributed import unwrap_model
@@ -28,7 +30,17 @@ class Data(Observer):
 
     def patches(self) -> list[tuple[Any, str, Callable]]:
         losses = [(F, name, functools.partial(self.loss, name)) for name in LOSSES]
-        return self.loaders.patches() + losses
+        parse = (argparse.ArgumentParser, "parse_known_args", self.parsed)
+        return [*self.loaders.patches(), *losses, parse]
+
+    def parsed(self, original: Callable, parser: Any, *args: Any, **kwargs: Any) -> Any:
+        """Note the flags that may be batch sizes: whole numbers with "batch" in their name."""
+        found = original(parser, *args, **kwargs)
+        for action in parser._actions:
+            value, flags = getattr(found[0], action.dest, None), action.option_strings
+            if flags and type(value) is int and "batch" in f"{action.dest} {flags}".lower():
+                self.steps.noted.sizes[flags[-1]] = value
+        return found
 
     def note_draws(self) -> None:
         """Note which random generators were used since the last event of this step."""
@@ -85,7 +97,7 @@ class Data(Observer):
             return None
         replaced = None
         tensors = list(tensors_in((args, kwargs)))
-        is_data = bool(tensors) and not any(tensor.requires_grad for tensor in tensors)
+        is_data = bool(tensors) and not any(is_computed(tensor) for tensor in tensors)
         if not self.steps.has_loader and is_data:  # and not what another model has computed
             self.note_draws()
             name = f"inputs of {type(unwrap_model(module)).__name__}"
@@ -111,7 +123,13 @@ class Data(Observer):
         if not is_again:
             self.note_draws()
             self.steps.step.after = random_state()
+            self.steps.noted.has_group |= torch_dist.is_initialized()
 
     def notes(self, is_own_thread: bool) -> None:
         if is_own_thread and not self.steps.source:
             self.loaders.look_into_data()
+
+
+def is_computed(tensor: torch.Tensor) -> bool:
+    """Whether a model or a parameter is behind a tensor: then it is no data."""
+    return tensor.grad_fn is not None or isinstance(tensor, nn.Parameter)

@@ -149,5 +149,5 @@ def loader_of(iterator: Any) -> Loader:
         sampler = torch_data.SequentialSampler(sampler.data_source)  # the same, in order
     noted.is_known = type(batches) is torch_data.BatchSampler and type(sampler) in FIXED
     if noted.is_known:
-        _, noted.epoch = without_subsets(dataset, list(sampler))
+        _, noted.epoch = without_subsets(dataset, list(sampler or ()))
     return noted

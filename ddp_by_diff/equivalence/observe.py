@@ -197,7 +197,8 @@ class Weights(Observer):
 
     def owned_by(self, optimizer: Any) -> list[Owned]:
         """An optimizer's parameters; or all models', if none of its parameters is a model's."""
-        names, owned = self.trained(), []
+        names = self.trained()
+        owned: list[Owned] = []
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if not is_lazy(parameter):

@@ -18,7 +18,7 @@ from ddp_by_diff.instruments.observer import Observer
 from ddp_by_diff.instruments.program import Refused
 
 # Kinds of runs: those whose optimizer gets the ranks' gradients, ...
-FORCED = ("all examples", "own data", "given state")
+FORCED = ("all examples", "own data", "given state", "one share")
 GIVEN = ("one share", "given state")  # those that get the ranks' buffers in each step
 
 
@@ -148,9 +148,9 @@ class Source(Observer):
         values = [event.value for event in events]
         if not all(event.examples for event in events):
             return Batch(batches.join(values, only, order), None, state, values)
-        examples = []
+        examples: list = []
         for event in events if only is None else [events[only]]:
-            examples += event.examples
+            examples += event.examples or []
         if order is not None:
             examples = [examples[row] for row in torch.randperm(len(examples), generator=order)]
         return Batch(None, examples, state, values)
@@ -171,7 +171,8 @@ class Source(Observer):
         if self.kind == "one share":
             return False
         is_equal = len(batch.parts) > 1 and len(set(map(digest, batch.parts))) == 1
-        if iterator is None and is_equal and self.is_global:  # such as numbers of rows: no examples
+        is_constant = is_equal and digest(to_plain(value)) == digest(batch.parts[0])  # a graph
+        if iterator is None and is_equal and (self.is_global or is_constant):  # no examples
             return True
         if self.joined_in != step and batch.is_in(value, examples):
             self.own_in, self.is_global = step, True
@@ -208,7 +209,8 @@ class Source(Observer):
         noted.events = {}
         unmatched = sorted(name for name, is_matched in self.matched.items() if not is_matched)
         rows = {key: sum(counts.values()) for key, counts in self.rows.items()}
-        return Alone(noted, unmatched, self.joined_in >= 0, self.is_mixed, rows, self.noted)
+        is_joined = self.joined_in >= 0 or self.kind == "own data"
+        return Alone(noted, unmatched, is_joined, self.is_mixed, rows, self.noted)
 
 
 def put_gradient(parameter: torch.Tensor, value: torch.Tensor) -> None:
