@@ -54,7 +54,9 @@ def in_weights(weights: Check) -> Check:
 def of_the_mean(facts: Facts, right: Look | None) -> Check:
     """Whether the gradients, before they were clipped, are the mean."""
     count = len(facts.owns[0])
-    factors = right.factors if right else [[1 / count] * count for _ in facts.steps]
+    factors = [[1 / count] * count for _ in facts.steps]
+    if right and len(right.factors[0]) == count:  # else the ranks do the same work without dropout
+        factors = right.factors
     goals = [vectors.combine(facts.owns[k], factors[k]) for k in facts.steps]
     steps = [[rank.steps[k] for rank in facts.ranks] for k in facts.steps]
     gots = [[vectors.only(before(one), facts.trained) for one in some] for some in steps]

@@ -17,7 +17,7 @@ NO_BATCHES = Reason(
     "in a copy, let one DataLoader give a batch for each step",
 )
 AGAIN = Reason(
-    "some came more than once, and not as padding",
+    "some were read more than once, and not as padding",
     "if they are equal, drawn again or repeated on purpose, nothing is wrong; if not, and loader "
     "workers read a stream, give each its own share (get_worker_info)",
 )
@@ -26,8 +26,12 @@ EQUAL = Reason(
     "if they are equal, or drawn with replacement, nothing is wrong; else give each rank its share",
 )
 NEVER = Reason(
-    "some examples never come",
+    "some examples are never read",
     "if they are left out on purpose (for validation), nothing is wrong",
+)
+CHANGED = Reason(
+    "the data have changed since their loader was made, so their numbers say nothing",
+    "in a copy, draw or change them once, before the first epoch",
 )
 ONE_ORDER = "make data, order and the labels' numbers equal on all ranks (sorted(), or a seed)"
 
@@ -86,7 +90,7 @@ def why_not_shared_out(
     an epoch; else they may be equal, or drawn again.  slack: so many may come again, as padding.
     """
     if found.again > slack or found.again and found.shared > slack:  # no partition of the data
-        text += f"{found.again} of {found.different} came more than once on their rank"
+        text += f"{found.again} of {found.different} were read more than once by their rank"
         return inconclusive(LABEL, AGAIN, text)
     if found.shared <= slack:
         return None
@@ -99,7 +103,7 @@ def why_not_shared_out(
 def remedy(loaders: Sequence[Loader | None]) -> str:
     """What to do so that each rank has its own examples."""
     if any(loader and loader.redraws for loader in loaders):
-        return "seed the ranks' samplers differently"
+        return "let each rank draw its own examples (another seed on each rank)"
     samplers = [loader.sampler if loader else "" for loader in loaders]
     subsets = [sorted(loader.pool or []) if loader else [] for loader in loaders]
     if any(subset != subsets[0] for subset in subsets) and all(samplers):
@@ -110,10 +114,11 @@ def remedy(loaders: Sequence[Loader | None]) -> str:
     return "give each rank its own share" + " (DistributedSampler)" * has_length
 
 
-def other_number(loaders: Sequence[Loader | None], is_shared_out: bool) -> Check | None:
+def other_number(text: str, loaders: Sequence[Loader | None], is_shared_out: bool) -> Check | None:
     """The check if number k of the data is another example on some rank; None if it is the same.
 
-    is_shared_out: each rank takes other numbers, so they are meant to be those of one data set.
+    text: begins its line.  is_shared_out: each rank takes other numbers, so they are meant to be
+    those of one data set.
     """
     picks = [loader.picks for loader in loaders if loader and loader.picks]
     if not is_shared_out or len(picks) < len(loaders):
@@ -121,8 +126,10 @@ def other_number(loaders: Sequence[Loader | None], is_shared_out: bool) -> Check
     for rank, some in enumerate(picks):
         for number in some.keys() & picks[0].keys():
             if some[number] != picks[0][number]:
-                text = f"example {number} of the data is not the same on rank {rank} as on rank 0: "
-                return Check(LABEL, False, f"{text}{ONE_ORDER}")
+                text += f"example {number} of the data is not the same on rank {rank} as on rank 0"
+                if any(loader and loader.has_changed for loader in loaders):
+                    return inconclusive(LABEL, CHANGED, text)
+                return Check(LABEL, False, f"{text}: {ONE_ORDER}")
     return None
 
 
@@ -151,7 +158,7 @@ def never_come(found: Counted, text: str, length: int, ranks: int, slack: float)
     missing = length - found.different
     if missing <= slack:
         return None
-    text += f", {missing:.0f} never come"
+    text += f", {missing:.0f} are never read"
     if abs(found.different * ranks - length) > slack * ranks:
         return inconclusive(LABEL, NEVER, text)
     return Check(LABEL, False, f"{text}: as if each rank took its share of its share")
@@ -186,7 +193,7 @@ def in_words(facts: Facts, ranks: list[Notes]) -> str:
 
 def of_shares(facts: Facts, text: str) -> Check:
     """Whether an example is on two ranks, in these steps or in an epoch: data parallelism."""
-    done = "; they may come again, so they were not counted"
+    done = "; they may be drawn again, so they were not counted"
     for key in facts.keys:
         # The text has the first one's counts.
         begin = text if key == facts.keys[0] else key.replace("loader", "DataLoader number")
@@ -216,13 +223,13 @@ def in_an_epoch(
     found, slack = counted(epochs), len(loaders)  # padding, or what is left out
     is_listed = all(epochs) and not found.again
     is_shared_out = is_listed and found.shared <= slack
-    if check := other_number(loaders, is_shared_out):
-        return check._replace(text=f"{text}, but {check.text}"), False
+    if check := other_number(f"{text}, but ", loaders, is_shared_out):
+        return check, False
     if not (is_listed and are_numbers):
         return None, False
     text += "; in an epoch, "
     length = pool_of(loaders)
-    came = f"{text}{found.different} of {length} examples come"
+    came = f"{text}{found.different} of {length} examples are read"
     check = why_not_shared_out(found, text, loaders, True, slack)
     return check or never_come(found, came, length, len(loaders), slack), True
 

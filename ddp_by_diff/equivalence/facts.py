@@ -118,9 +118,9 @@ class Facts:
         step; and they have the global batch's value.
         """
         first, count = self.ranks[0], len(self.distinct)
-        taken = {max(self.examples(first, k) for k in self.steps)}
+        taken = {self.examples(first, 0)}
         for key in self.keys:
-            taken.add(max(count_in(event) for event in first.events[key]))
+            taken |= {count_in(event) for event in self.events(first, key, 0)}
         return {flag: size * count for flag, size in first.sizes.items() if size in taken}
 
     @cached_property

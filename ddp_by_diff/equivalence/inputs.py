@@ -25,7 +25,7 @@ class Data(Observer):
 
     def __init__(self, steps: Any) -> None:
         self.steps = steps
-        self.loaders = Loaders(steps.noted.loaders)
+        self.loaders = Loaders(steps.noted.loaders, looks=not steps.source)
         self.outputs: dict[int, list] = {}  # by model: the tensors that its last call has returned
 
     def patches(self) -> list[tuple[Any, str, Callable]]:
@@ -126,7 +126,7 @@ class Data(Observer):
             self.steps.noted.has_group |= torch_dist.is_initialized()
 
     def notes(self, is_own_thread: bool) -> None:
-        if is_own_thread and not self.steps.source:
+        if is_own_thread:
             self.loaders.look_into_data()
 
 

@@ -46,7 +46,7 @@ def few_steps(ranks: list[Notes], length: int) -> Answer:
     if min(made) > 1 and len(ranks) > 1:
         check = copies(facts_of(ranks, min(made) - 1))
         if not check.is_right:
-            return Answer(verdict.problem([check], "one process"), [check], [Line("note", few)])
+            return Answer(verdict.conclude([check], length), [check], [Line("note", few)])
     way_on = "let the program train longer, or give fewer --steps"
     if len(set(made)) > 1:
         way_on = "let all ranks make a step, or none, so that each makes as many"
@@ -89,13 +89,14 @@ def judge(ranks: list[Notes], length: int, runs: Runs) -> Answer:
     others: list[Line] = []
     if not isinstance(look, Look) or one_batch.draws_others(look, 0):  # else the masks are equal
         notes = random_numbers(facts) + notes
+    other = "one process"
     if isinstance(look, Look):
-        notes = batch_sizes(look) + notes
+        other, text = one_process(look)
+        notes = [Line("batch size", text)] * bool(text) + notes
         batch = next(check for check in three if check.label == facts.batch_check)
         if three[1] is batch or three[1].is_right is not False:  # else averaging explains it
             others = weights.buffers(facts, look.alone, batch.limit, bool(batch.is_right))
     but = " (and except for buffers)" * bool(others)
-    other = one_process(look) if isinstance(look, Look) else "one process"
     found = verdict.conclude(checks, length, but, other, OWN_DATA * has_own_data(facts))
     if found.code == verdict.DIFFERENT and isinstance(alone, Alone) and has_resumed(facts, alone):
         return verdict.unknown(RESUMED)
@@ -108,32 +109,29 @@ def are_on_their_own(facts: Facts) -> bool:
     return is_apart and not any(rank.has_group for rank in facts.ranks)
 
 
-def own_and_global(look: Look) -> tuple[int, int]:
-    """How many examples one process takes in a step with the flags of the ranks, and all ranks."""
-    facts, own = look.facts, look.total
-    if look.alone.is_joined:
-        own = facts.own_total(look.alone)
-    for flag, size in larger_flags(look).items():
-        own = own * facts.ranks[0].sizes[flag] // size
-        break
-    return own, look.total
+def one_process(look: Look) -> tuple[str, str]:
+    """What the processes are compared with, and a note if the same flags give it a smaller batch.
 
-
-def larger_flags(look: Look) -> dict[str, int]:
-    """The flags that give one process the global batch, as it has read them."""
-    wanted = look.facts.flags_of_all()
-    found = look.alone.notes.sizes
-    return {flag: size for flag, size in wanted.items() if found.get(flag) == size}
-
-
-def one_process(look: Look) -> str:
-    """What the processes are compared with, and how many examples it would take by itself."""
-    (own, total), flags = own_and_global(look), larger_flags(look)
-    if own == total:
-        return "one process"
-    given = " ".join(f"{flag} {size}" for flag, size in flags.items())
-    with_it = f"with {given}" if given else f"that takes {total} examples in a step"
-    return f"one process {with_it} (with the same flags, it would take {own} examples per step)"
+    Both numbers come from the flags for batch sizes, or else from what one process was seen to take.
+    """
+    facts, read = look.facts, look.alone.notes.sizes
+    flags = {flag: size for flag, size in facts.flags_of_all().items() if read.get(flag) == size}
+    old = [facts.ranks[0].sizes[flag] for flag in flags]
+    if len(facts.distinct) > 1 and flags:
+        own = " and ".join(map(str, dict.fromkeys(old)))
+        given = " ".join(f"{flag} {size}" for flag, size in flags.items())
+        text = f"one process with {given} (with the same flags, it would take {own})"
+        return text, f"{', '.join(flags)}: each process takes {own}, so the global batch is larger"
+    if facts.is_same_job(look.alone):
+        return "one process", ""
+    own = facts.own_total(look.alone)
+    text = f"one process that takes {facts.total} examples in a step"
+    note = f"one process with the same flags takes {own} examples per step"
+    note += f", the {len(facts.ranks)} processes {facts.total}"
+    first, *others = [facts.ranks[0].steps[k].options for k in facts.steps]
+    if any(options != first for options in others):
+        note += "; it has changed the optimizer's options as with its own batch, not the larger one"
+    return f"{text} (with the same flags, it takes {own})", note
 
 
 def has_resumed(facts: Facts, alone: Alone) -> bool:
@@ -206,19 +204,6 @@ def why_other_steps(look: Look) -> Reason | None:
     taken = [notes.counts[step].get(key, 0) for notes in (many, alone)]
     sentence = f"step {step + 1} comes after {taken[0]} batches, in one process after {taken[1]}"
     return Reason(sentence, "in a copy, let each batch make a step: no GradScaler, no accumulation")
-
-
-def batch_sizes(look: Look) -> list[Line]:
-    """A note, if one process with the same flags takes another number of examples in a step."""
-    own, total = own_and_global(look)
-    if own == total:
-        return []
-    text = f"one process with the same flags takes {own} examples per step"
-    text += f", the {len(look.facts.ranks)} processes {total}"
-    first, *others = [look.facts.ranks[0].steps[k].options for k in look.facts.steps]
-    if not look.facts.is_same_job(look.alone) and any(options != first for options in others):
-        text += "; it has changed the optimizer's options as with that batch, not the larger one"
-    return [Line("batch size", text)]
 
 
 def random_numbers(facts: Facts) -> list[Line]:
