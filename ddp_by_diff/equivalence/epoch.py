@@ -41,7 +41,7 @@ OWN_DATA = Reason(
     "in a copy, wrap the data set: with ConcatDataset([data]), examples are known by their content",
 )
 UNREAD = Reason(
-    "others may are never read, as one process reads fewer, or not to the end",
+    "others may never be read, as one process reads fewer, or not to the end",
     "count the examples of the data; if an epoch is a fixed number of steps, nothing is wrong",
 )
 
@@ -131,6 +131,7 @@ class Follower(Observer):
             batch = original()
         except StopIteration:
             known.is_whole = True
+            self.loaders.rounds[name] += 1  # persistent workers have one iterator for all epochs
             raise
         indices, plain = self.loaders.indices_of(iterator), to_plain(batch)
         names = [*indices] or digests_of_examples(plain, self.loaders.examples)

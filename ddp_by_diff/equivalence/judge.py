@@ -121,7 +121,7 @@ def one_process(look: Look) -> tuple[str, str]:
         own = " and ".join(map(str, dict.fromkeys(old)))
         given = " ".join(f"{flag} {size}" for flag, size in flags.items())
         text = f"one process with {given} (with the same flags, it would take {own})"
-        return text, f"{', '.join(flags)}: each process takes {own}, so the global batch is larger"
+        return text, f"{', '.join(flags)} is what each process takes: {own}, all together more"
     if facts.is_same_job(look.alone):
         return "one process", ""
     own = facts.own_total(look.alone)

@@ -292,16 +292,17 @@ def unexplained(runs: Runs, look: Look, text: str) -> Check:
     wrong = Check(label, False, f"WRONG: {text}")
     if reason := first_of(NOT_COMPARABLE, runs, look):
         return inconclusive(label, reason, text)
-    if reason := runs.other_job(look.facts, look.alone):
-        return inconclusive(label, reason._replace(sentence=reason.sentence + TOLD), text)
-    if multiple := multiples(look):  # no batch that was joined wrongly makes these
+    other_job = runs.other_job(look.facts, look.alone)
+    if not other_job and (multiple := multiples(look)):  # which no wrongly joined batch makes
         what = "what the optimizers receive" if is_direct else "the mean of the ranks' gradients"
         return wrong._replace(text=f"WRONG: {what} is {multiple}")
     goes_on = not look.steps[0].step and look.steps[0].is_right
-    if goes_on and (names := buffers_that_differ(runs, look)):
+    if goes_on and not other_job and (names := buffers_that_differ(runs, look)):
         return wrong._replace(why=f"{STATE}: {some_of(names)}")
     if reason := first_of(NOT_JOINED_WELL, runs, look):
         return inconclusive(label, reason, text)
+    if other_job:
+        return inconclusive(label, other_job._replace(sentence=other_job.sentence + TOLD), text)
     if is_direct or look.total < look.facts.total:
         return wrong._replace(why="" if is_direct else OF_PARTS)
     if len(look.facts.distinct) == 1:
@@ -384,6 +385,10 @@ def may_be_rounding(runs: Runs, look: Look) -> bool:
     return not is_measured and look.worst.far <= look.facts.rounding_limit
 
 
+def draws_at_first(runs: Runs, look: Look) -> bool:
+    return draws_others(look, 0)
+
+
 def draws_others(look: Look, step: int) -> bool:
     """Whether one process draws other random numbers in a step than a rank."""
     after = look.alone.notes.steps[step].after
@@ -419,14 +424,14 @@ def takes_other_batches(runs: Runs, look: Look) -> bool:
     return is_other and not look.is_given
 
 
-def are_joined_rightly(facts: Facts, alone: Alone) -> bool:
-    """Whether the parts, put together, are the weights with which one process begins."""
-    theirs = alone.notes.steps[0].weights
-    for name in facts.parts & theirs.keys():
+def has_other_weights(runs: Runs, look: Look) -> bool:
+    """Whether the parts, put together, are not the weights with which one process begins."""
+    facts, theirs = look.facts, look.alone.notes.steps[0].weights
+    for name in facts.parts & theirs.keys() if facts.gradients == GOT else ():
         whole = facts.whole("weights", name, 0, theirs[name].shape)
         if whole is None or not whole.equal(theirs[name]):
-            return False
-    return True
+            return True
+    return False
 
 
 def has_other_parts(facts: Facts) -> bool:
@@ -454,50 +459,36 @@ DRAWS = Reason(
     "each step draws random numbers, and one process draws others",
     "in a copy, replace each random draw of a step (noise, time steps, indices) by a constant",
 )
-NOT_COMPARABLE: Tests = [
-    (DRAWS, lambda runs, look: draws_others(look, 0)),
-    (UNMEASURED, may_be_rounding),
-]
 ROWS = Reason(
     "a batch has parts that don't have one row for each example",
     "in a copy, make each row of each tensor one example (batch_first=True), or let a collate_fn "
     "make the batch of tensors, numbers and texts: one example each",
 )
+UNSEEN = Reason(
+    "the ranks' local gradients were not seen",
+    "in a copy, call loss.backward() for the optimizer's own parameters, and do not compile",
+)
+OTHER_BATCHES = Reason(
+    "one process takes other batches in a step than the ranks together",
+    "in a copy, take one batch in each step, and the examples in their order (shuffle=False)",
+)
+OTHER_WEIGHTS = Reason(
+    "one process begins with other weights than the ranks' parts make",
+    "in a copy, draw the whole model's weights on each rank, and let it keep its part",
+)
+ORDER = Reason(
+    "the same examples have another gradient in another order",
+    "in a copy, make each row of each tensor one example (batch_first=True)",
+)
+NOT_COMPARABLE: Tests = [(DRAWS, draws_at_first), (UNMEASURED, may_be_rounding)]
 # Then the one batch that was made of the ranks' batches, or the one model of their parts, may be
 # wrong.
 NOT_JOINED_WELL: Tests = [
-    (
-        Reason(
-            "the ranks' local gradients were not seen",
-            "in a copy, call loss.backward() for the optimizer's own parameters; do not compile",
-        ),
-        lambda runs, look: look.facts.gradients == GOT and not look.facts.parts,
-    ),
-    (
-        Reason(
-            "one process takes other batches in a step than the ranks together",
-            "in a copy, take one batch in each step, and the examples in their order "
-            "(shuffle=False)",
-        ),
-        takes_other_batches,
-    ),
-    (
-        Reason(
-            "one process begins with other weights than the ranks' parts make",
-            "in a copy, draw the whole model's weights on each rank, and let it keep its part",
-        ),
-        lambda runs, look: (
-            look.facts.gradients == GOT and not are_joined_rightly(look.facts, look.alone)
-        ),
-    ),
+    (UNSEEN, lambda runs, look: look.facts.gradients == GOT and not look.facts.parts),
+    (OTHER_BATCHES, takes_other_batches),
+    (OTHER_WEIGHTS, has_other_weights),
     (ROWS, lambda runs, look: not look.is_given and has_other_parts(look.facts)),
-    (
-        Reason(
-            "the same examples have another gradient in another order",
-            "in a copy, make each row of each tensor one example (batch_first=True)",
-        ),
-        depends_on_order,
-    ),
+    (ORDER, depends_on_order),
 ]
 OTHERWISE = Reason(
     "a step may use more than weights, buffers and the batches seen (a generator, rows it picks)",

@@ -107,8 +107,9 @@ class Runs:
     def run_alone(self, source: Source) -> Alone | Reason:
         if self.is_hopeless:
             return self.failure
-        flags = [str(word) for pair in self.flags.items() for word in pair]
-        command = [*self.args.command, *self.args.alone, *flags]
+        command = [*self.args.command, *self.args.alone]
+        for flag, size in self.flags.items() if source.kind != "one share" else ():
+            command += [flag, str(size)]
         out = tempfile.mkdtemp(prefix="alone-", dir=self.folder)
         arguments = (self.args.steps, f"{out}/out", source.left_out, source)
         job = Job("equivalence", command, self.args.patience, observers, arguments)
