@@ -37,8 +37,8 @@ def averaging(facts: Facts, right: Look | None, weights: Check) -> Check:
         check = of_the_whole_step(right, check)
     is_wrong = check.is_right is False and not facts.unequal
     if is_wrong and weights.is_right and not facts.forced:
-        # Weights are averaged after it, or gradients in it.
-        text = "ok: each rank's step begins with its own gradients, and ends as with their mean"
+        # The program averages the weights after the step, or the gradients in it.
+        text = "ok: a step begins with each rank's local gradients, and ends as with their mean"
         return Check(LABEL, True, text, weights.limit)
     return check
 
@@ -146,19 +146,18 @@ def of_the_whole_step(right: Look, check: Check) -> Check:
     facts = right.facts
     limit = max(limits.UPDATED, limit_of(facts), check.limit, right.limit)
     is_part = any(facts.comparable_names(k) < facts.trained for k in facts.comparable)
+    far, k, got, wanted = furthest_from_alone(right, is_before=False)
     if not check.is_right:
-        after, *_ = furthest_from_alone(right, is_before=False)
-        far, k, got, wanted = furthest_from_alone(right, is_before=True)
-        if far > limit >= after and not is_part:
-            text = check.text.replace("WRONG: ", "clipping makes them one process's; before it, ")
-            return ok(text, Figures(after, limit))
-        if far > limit:
-            alone, times = right.alone.notes.steps[k], vectors.fit(got, [wanted])
-            is_changed = vectors.distance(wanted, vectors.only(alone.own, set(wanted))) > limit
+        earlier, place, sent, made = furthest_from_alone(right, is_before=True)
+        if earlier > limit >= far and not is_part:
+            text = check.text.replace("WRONG: ", "after clipping they are one process's; before, ")
+            return ok(text, Figures(far, limit))
+        if earlier > limit:
+            own, times = right.alone.notes.steps[place].own, vectors.fit(sent, [made])
+            is_changed = vectors.distance(made, vectors.only(own, set(made))) > limit
             text = f"{times.factors[0]:.7g} times what one process's optimizer receives"
             is_multiple = is_changed and times.left < limits.EQUAL
-            return wrong(text, Figures(far, limit)) if is_multiple else check
-    far, k, got, wanted = furthest_from_alone(right, is_before=False)
+            return wrong(text, Figures(earlier, limit)) if is_multiple else check
     figures, times = Figures(far, limit), vectors.fit(got, [wanted])
     if far <= limit:
         if not check.is_right and is_part:
@@ -206,11 +205,10 @@ def sent_coarsely(
     facts: Facts, gots: list[list[Vector]], goals: list[Vector], figures: Figures
 ) -> Check | None:
     """The check if numbers differ as 16 bits round: right, if all received ones are in 16 bits."""
-    count = len(gots[0])
+    count, every = len(gots[0]), [got for in_step in gots for got in in_step]
     for dtype in torch.float16, torch.bfloat16:
         most = torch.finfo(dtype).eps * max(1.0, count**0.5 / 2)  # each addition rounds
-        are_in = all(is_in(dtype, got, count) for in_step in gots for got in in_step)
-        if figures.difference <= most and are_in:
+        if figures.difference <= most and all(is_in(dtype, got, count) for got in every):
             text = f"{MEAN}, sent as {str(dtype).removeprefix('torch.')}"
             return ok(text, Figures(figures.difference, most))
     eps = torch.finfo(torch.bfloat16).eps  # twice what a message rounds: micro-batches may cancel

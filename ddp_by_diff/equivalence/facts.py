@@ -76,11 +76,10 @@ class Facts:
     @cached_property
     def unit(self) -> str:
         """What is counted: "examples", or a tensor's "rows", if these may be steps in time."""
-        counts = set()
+        first, counts = self.ranks[0], set()
         for key in self.keys:
-            counts |= {count_examples(event.value) for event in self.events(self.ranks[0], key, 0)}
-        is_sure = self.keys[0].startswith("loader") or len(counts) == 1
-        return "examples" if is_sure else "rows"
+            counts |= {count_examples(event.value) for event in self.events(first, key, 0)}
+        return "examples" if self.keys[0].startswith("loader") or len(counts) == 1 else "rows"
 
     def examples(self, rank: Notes, step: int) -> int:
         """The number of a rank's examples in a step, of the first key: rows, if that is all."""
@@ -165,10 +164,9 @@ class Facts:
 
     def unequal_before(self, step: int, is_exact: bool = False) -> list[str]:
         """Names of the parameters whose copies differ: by more than rounding, if gradients do."""
-        is_exact = is_exact or self.forced.issuperset(range(step))
         names, first = [], self.ranks[0].steps[step].weights
+        limit = 0.0 if is_exact or self.forced.issuperset(range(step)) else limits.COPIES
         for rank in self.ranks[1:]:
-            limit = 0.0 if is_exact else limits.COPIES
             names += unequal_names(first, rank.steps[step].weights, limit)
         return [name for name in self.ranks[0].parameters if name in set(names) - self.parts]
 
@@ -208,10 +206,7 @@ class Facts:
 
     @cached_property
     def forced(self) -> set[int]:
-        """The steps in which all ranks' optimizers got the same gradients, once.
-
-        One process's optimizer is given these.
-        """
+        """The steps in which all optimizers got equal gradients, once: one process's gets them."""
         steps: set[int] = set()
         for k in self.steps if not any(step.is_repeated for step in self.ranks[0].steps) else []:
             first, *others = [rank.steps[k].got for rank in self.ranks]

@@ -97,7 +97,9 @@ class Data(Observer):
             return None
         replaced = None
         tensors = list(tensors_in((args, kwargs)))
-        is_data = bool(tensors) and not any(is_computed(tensor) for tensor in tensors)
+        is_data = bool(tensors) and all(
+            one.is_leaf and type(one) is not nn.Parameter for one in tensors
+        )
         if not self.steps.has_loader and is_data:  # and not what another model has computed
             self.note_draws()
             name = f"inputs of {type(unwrap_model(module)).__name__}"
@@ -128,8 +130,3 @@ class Data(Observer):
     def notes(self, is_own_thread: bool) -> None:
         if is_own_thread:
             self.loaders.look_into_data()
-
-
-def is_computed(tensor: torch.Tensor) -> bool:
-    """Whether a model or a parameter is behind a tensor: then it is no data."""
-    return tensor.grad_fn is not None or isinstance(tensor, nn.Parameter)

@@ -77,25 +77,23 @@ def judge(ranks: list[Notes], length: int, runs: Runs) -> Answer:
     look = one_batch.look_at(runs, facts) if facts.keys else NO_BATCHES
     if isinstance(look, Look):
         alone: Alone | Reason = look.alone
+        other, notes = one_process(look)
     else:
-        alone = own_data or runs.alone(facts, "own data")
+        alone, other, notes = own_data or runs.alone(facts, "own data"), "one process", []
     other_job = runs.other_job(facts, alone) if isinstance(alone, Alone) else None
     three = checks_of(runs, facts, look, alone, weights.options(facts, alone, other_job))
     total = look.total if isinstance(look, Look) else 0
     checks = [examples(facts, total), copies(facts), *three]
+    if not isinstance(look, Look) or one_batch.draws_others(look, 0):  # else the masks are equal
+        notes += random_numbers(facts)
     left_out = [name for name in facts.ranks[0].trainable if name not in facts.trained]
     text = f"{verdict.some_of(left_out)}: no optimizer changed them in these steps"
-    notes = [Line("not checked", text)] * bool(left_out)
+    notes += [Line("not checked", text)] * bool(left_out)
     others: list[Line] = []
-    if not isinstance(look, Look) or one_batch.draws_others(look, 0):  # else the masks are equal
-        notes = random_numbers(facts) + notes
-    other = "one process"
-    if isinstance(look, Look):
-        other, text = one_process(look)
-        notes = [Line("batch size", text)] * bool(text) + notes
-        batch = next(check for check in three if check.label == facts.batch_check)
-        if three[1] is batch or three[1].is_right is not False:  # else averaging explains it
-            others = weights.buffers(facts, look.alone, batch.limit, bool(batch.is_right))
+    batch = next(check for check in three if check.label == facts.batch_check)
+    is_explained = three[1] is not batch and three[1].is_right is False  # by averaging
+    if isinstance(look, Look) and not is_explained:
+        others = weights.buffers(facts, look.alone, batch.limit, bool(batch.is_right))
     but = " (and except for buffers)" * bool(others)
     found = verdict.conclude(checks, length, but, other, OWN_DATA * has_own_data(facts))
     if found.code == verdict.DIFFERENT and isinstance(alone, Alone) and has_resumed(facts, alone):
@@ -109,29 +107,23 @@ def are_on_their_own(facts: Facts) -> bool:
     return is_apart and not any(rank.has_group for rank in facts.ranks)
 
 
-def one_process(look: Look) -> tuple[str, str]:
-    """What the processes are compared with, and a note if the same flags give it a smaller batch.
-
-    Both numbers come from the flags for batch sizes, or else from what one process was seen to take.
-    """
+def one_process(look: Look) -> tuple[str, list[Line]]:
+    """What the processes are compared with; and a note if its batch is not that of its flags."""
     facts, read = look.facts, look.alone.notes.sizes
     flags = {flag: size for flag, size in facts.flags_of_all().items() if read.get(flag) == size}
-    old = [facts.ranks[0].sizes[flag] for flag in flags]
-    if len(facts.distinct) > 1 and flags:
-        own = " and ".join(map(str, dict.fromkeys(old)))
+    if flags and len(facts.distinct) > 1:
+        sizes = dict.fromkeys(str(facts.ranks[0].sizes[flag]) for flag in flags)
         given = " ".join(f"{flag} {size}" for flag, size in flags.items())
-        text = f"one process with {given} (with the same flags, it would take {own})"
-        return text, f"{', '.join(flags)} is what each process takes: {own}, all together more"
+        text = f"one process with {given} (with the same flags, it would take"
+        return f"{text} {' and '.join(sizes)})", []
     if facts.is_same_job(look.alone):
-        return "one process", ""
-    own = facts.own_total(look.alone)
-    text = f"one process that takes {facts.total} examples in a step"
+        return "one process", []
+    own, total = facts.own_total(look.alone), facts.total
+    text = (
+        f"one process that takes {total} examples in a step (with the same flags, it takes {own})"
+    )
     note = f"one process with the same flags takes {own} examples per step"
-    note += f", the {len(facts.ranks)} processes {facts.total}"
-    first, *others = [facts.ranks[0].steps[k].options for k in facts.steps]
-    if any(options != first for options in others):
-        note += "; it has changed the optimizer's options as with its own batch, not the larger one"
-    return f"{text} (with the same flags, it takes {own})", note
+    return text, [Line("batch size", f"{note}, the {len(facts.ranks)} processes {total}")]
 
 
 def has_resumed(facts: Facts, alone: Alone) -> bool:

@@ -60,8 +60,8 @@ class Loaders:
         if name not in self.datasets:
             self.datasets[name] = iterator._dataset
             self.loaders[name] = noted
-            for whole in self.numbered(name):
-                noted.begun = pick_in_a_child(whole)
+            if self.looks and noted.length:
+                noted.begun = pick_in_a_child(without_subsets(iterator._dataset, [])[0])
         return name
 
     def reads(self, number: int, dataset: Any, noted: Loader) -> bool:
@@ -70,16 +70,11 @@ class Loaders:
         other, is_alike = self.loaders[name], type(self.datasets[name]) is type(dataset)
         return is_alike and (other.length, other.pool) == (noted.length, noted.pool)
 
-    def numbered(self, name: str) -> list:
-        """The data set whose examples a loader takes by number, if there is one."""
-        whole, _ = without_subsets(self.datasets[name], [])
-        is_one = self.looks and self.loaders[name].length and type(whole) is not ConcatDataset
-        return [whole] if is_one else []
-
     def look_into_data(self) -> None:
         """Note a few examples of each data set; called when the program is over."""
-        for name, loader in self.loaders.items():
-            for whole in self.numbered(name):
+        for name, dataset in self.datasets.items():
+            loader, (whole, _) = self.loaders[name], without_subsets(dataset, [])
+            if self.looks and loader.length and type(whole) is not ConcatDataset:
                 loader.picks = pick_some(whole)
                 if draws(whole, loader.picks):  # then numbers say nothing
                     loader.redraws, loader.picks = True, {}

@@ -97,15 +97,12 @@ def pick(dataset: Any, number: int, seed: int = 0) -> str:
 
 def pick_some(dataset: Any) -> dict[int, str]:
     """A few examples of a data set by their numbers; {} if they are never the same."""
-    state = random_state()
     try:
         last = len(dataset) - 1
         picks = {last * k // 8: pick(dataset, last * k // 8) for k in range(9)}
         return picks if pick(dataset, 0) == picks[0] else {}
     except Exception:  # the program's own code, or what can't be pickled
         return {}
-    finally:
-        set_random_state(state)
 
 
 def pick_in_a_child(dataset: Any) -> dict[int, str]:
@@ -122,12 +119,8 @@ def pick_in_a_child(dataset: Any) -> dict[int, str]:
 
 def draws(dataset: Any, picks: dict[int, str]) -> bool:
     """Whether a data set draws its examples, whatever their numbers."""
-    state = random_state()
-    try:
-        are_alike = len(picks) > 1 and len(set(picks.values())) == 1
-        return are_alike and pick(dataset, 0, seed=1) != picks[0]
-    finally:
-        set_random_state(state)
+    are_alike = len(picks) > 1 and len(set(picks.values())) == 1
+    return are_alike and pick(dataset, 0, seed=1) != picks[0]
 
 
 class Event(NamedTuple):
