@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ddp_by_diff.equivalence import examples, verdict
-from ddp_by_diff.equivalence.batches import digest, digests_of_examples, to_plain
+from ddp_by_diff.equivalence.batches import digests_of_examples, to_plain
 from ddp_by_diff.equivalence.examples import LABEL, Counted
 from ddp_by_diff.equivalence.loaders import Loaders
 from ddp_by_diff.equivalence.notes import Loader, have_one_dataset
@@ -53,7 +53,6 @@ class Round:
     name: str  # the loader's
     batches: list[list] = field(default_factory=list)  # the names of each one's examples
     are_numbers: bool = True  # in the data set; else digests of their contents
-    digests: list[str] = field(default_factory=list)  # of the first batches
     is_whole: bool = False  # it has come to its end
     trains: int = 0  # the backward passes that followed a batch of it
     trains_alone: bool = False  # and no other loader gave a batch before one of them
@@ -133,12 +132,10 @@ class Follower(Observer):
             known.is_whole = True
             self.loaders.rounds[name] += 1  # persistent workers have one iterator for all epochs
             raise
-        indices, plain = self.loaders.indices_of(iterator), to_plain(batch)
-        names = [*indices] or digests_of_examples(plain, self.loaders.examples)
-        known.batches.append(names)
+        indices = self.loaders.indices_of(iterator)
+        names = indices or digests_of_examples(to_plain(batch), self.loaders.examples)
+        known.batches.append([*names])
         known.are_numbers &= bool(indices)
-        if len(known.batches) <= FIRST:
-            known.digests.append(digest(plain))
         self.pending = [one for one in self.pending if one is not known] + [known]
         if self.place.rank == 0:
             count, number = self.place.world_size, len(known.batches)
@@ -207,10 +204,9 @@ def came(ranks: list[Epoch], runs: Runs) -> Check:
     are_numbers = all(rank.first.are_numbers for rank in ranks)
     found = examples.counted([rank.counts for rank in ranks])
     text = f"{found.came} examples were read"
-    starts: list[list] = [rank.first.digests for rank in ranks]
-    if are_numbers and have_one_dataset(loaders):
-        starts = [rank.first.batches[:FIRST] for rank in ranks]
-    if any(one == other for one, other in itertools.combinations(starts, 2)):
+    pairs = itertools.combinations([rank.first.batches[:FIRST] for rank in ranks], 2)
+    are_known = have_one_dataset(loaders) or not are_numbers
+    if are_known and any(one == other for one, other in pairs):
         return Check(LABEL, False, f"{text}, the same by two ranks: {examples.remedy(loaders)}")
     if any(loader.redraws for loader in loaders):
         return Check(LABEL, True, f"{text}, drawn at random, so they were not counted")

@@ -193,7 +193,7 @@ def in_words(facts: Facts, ranks: list[Notes]) -> str:
 
 def of_shares(facts: Facts, text: str) -> Check:
     """Whether an example is on two ranks, in these steps or in an epoch: data parallelism."""
-    done = "; they may be drawn again, so they were not counted"
+    done = "; whether some are on two ranks is not known"
     for key in facts.keys:
         # The text has the first one's counts.
         begin = text if key == facts.keys[0] else key.replace("loader", "DataLoader number")
@@ -203,8 +203,8 @@ def of_shares(facts: Facts, text: str) -> Check:
         are_numbers = have_one_dataset(loaders)
         check, is_listed = in_an_epoch(facts, begin, loaders, are_numbers)
         found, slack = in_the_steps(facts, key, are_numbers)
-        if not check and found.again and max(found.again, found.shared) > slack:
-            continue  # drawn again, or equal: these tell nothing
+        if not check and (not found.came or found.again and max(found[2:]) > slack):
+            continue  # not known, drawn again, or equal: these tell nothing
         start = f"{begin}; in {len(facts.steps)} steps, "
         is_proven = are_numbers and all(loader and loader.is_known for loader in loaders)
         if check := check or why_not_shared_out(found, start, loaders, is_proven, slack):

@@ -55,7 +55,7 @@ class Data(Observer):
         given = None
         if self.steps.source:
             number, step = self.steps.seen[key] - 1, len(self.steps.noted.steps)
-            given = self.steps.source.batch(key, number, step, value, iterator, examples)
+            given = self.steps.source.batch(key, number, step, value, iterator, examples or indices)
         if given is not None:
             value, self.steps.now.known_state = given
             set_random_state(self.steps.now.known_state)

@@ -416,7 +416,9 @@ def depends_on_order(runs: Runs, look: Look) -> bool:
 
 def are_rows_examples(event: Event) -> bool:
     """Whether numbers, or the program's own collate_fn, prove that each row is one example."""
-    return bool(event.examples) or len(event.indices) == count_examples(event.value)
+    count, value = len(event.indices), event.value
+    is_list = isinstance(value, dict) and [*value] == [*range(count)]  # of objects, perhaps
+    return bool(event.examples) or count == count_examples(value) and not is_list
 
 
 def takes_other_batches(runs: Runs, look: Look) -> bool:
@@ -461,8 +463,7 @@ DRAWS = Reason(
 )
 ROWS = Reason(
     "a batch has parts that don't have one row for each example",
-    "in a copy, make each row of each tensor one example (batch_first=True), or let a collate_fn "
-    "make the batch of tensors, numbers and texts: one example each",
+    "in a copy, let a collate_fn make the batch of tensors with one row for each example",
 )
 UNSEEN = Reason(
     "the ranks' local gradients were not seen",

@@ -22,6 +22,10 @@ RUN_IT = (
     "run the program in one process, with --alone and the flags that it needs there (--json FILE "
     "holds the whole error); if it works, let a DataLoader give all that a step uses, in a copy"
 )
+IF_NO_FLAG = (
+    " with its flag for the batch size; if it has none, let argparse read --batch-size in a copy, "
+    "because one process is then given that of all ranks"
+)
 NO_COUNTERPART = "in a copy, call the same modules in both (with fully_shard in place of FSDP1)"
 NO_MEMORY = Reason(
     "one process has no memory for the examples of all ranks",
@@ -80,15 +84,9 @@ class Runs:
         own = facts.own_total(alone) or "other"
         text = f"one process takes {own} examples per step by itself, all ranks {facts.total}"
         words = " ".join(self.args.command).replace("=", " ").split()
-        flags = [flag for flag, size in itertools.pairwise(words) if size == str(own)]
-        if flags:
-            return Reason(text, f'give --alone="{flags[0]} {facts.total}"')
-        way_on = (
-            f'give --alone="FLAG {facts.total}" with its flag for the batch size; if it has none, '
-        )
-        way_on += (
-            "let argparse read --batch-size in a copy: one process is then given the larger one"
-        )
+        pairs = itertools.pairwise(words)
+        flag = next((flag for flag, size in pairs if size == str(own)), "FLAG")
+        way_on = f'give --alone="{flag} {facts.total}"' + IF_NO_FLAG * (flag == "FLAG")
         return Reason(text, way_on)
 
     def alone(self, facts: Facts, kind: str, left_out: tuple = (), **given: Any) -> Alone | Reason:

@@ -87,21 +87,24 @@ class Source(Observer):
         original(*args, **kwargs)
 
     def batch(
-        self, key: str, number: int, step: int, value: Any, iterator: Any, examples: list | None
+        self, key: str, number: int, step: int, value: Any, iterator: Any, known: list | tuple
     ) -> tuple[Any, RandomState] | None:
-        """The batch in place of the run's own, and the random state after it; None: its own."""
+        """The batch in place of the run's own, and the random state after it; None: its own.
+
+        known: the examples that the program's collate_fn has joined, or the numbers of the batch's.
+        """
         if (key, number) in self.batches:
             plain, state = self.batches[key, number]
             return self.in_format(batches.from_plain(plain, own=value)), state
         if number < self.per_step.get(key, self.facts.per_step(key)):  # of the first step
-            count = len(examples or []) or count_examples(value)
+            count = len(known) or count_examples(value)
             self.rows.setdefault(key, {})[digest(value)] = count
         batch = self.joined(key, number, value)
         if batch is None:
             if not self.facts.per_step(key) and step <= len(self.facts.steps):
                 self.joined_in = step  # whether it has the ranks' examples is not known
             return None
-        if self.keeps_own(batch, step, value, iterator, examples):
+        if self.keeps_own(batch, step, value, iterator, known if type(known) is list else None):
             given = None
         elif batch.examples:
             given = iterator._collate_fn(batches.plain_copy(batch.examples)), batch.state
