@@ -82,6 +82,11 @@ class Epoch:
         return Counter(itertools.chain(*self.first.batches))
 
     @property
+    def length(self) -> int:
+        """The number of batches."""
+        return len(self.first.batches)
+
+    @property
     def largest(self) -> int:
         return max(map(len, self.first.batches), default=0)
 
@@ -156,11 +161,11 @@ class Follower(Observer):
 
 def are_cut_off(notes: list) -> bool:
     """Whether ranks failed as others, which have fewer batches, had come to the program's end."""
-    counts: dict[bool, list[int]] = {True: [], False: []}
-    for note in notes:
-        batches = len(note.value.first.batches) if note.value else 0
-        counts[note.ending == "failed"].append(batches)
-    return bool(counts[False]) and 0 < max(counts[False]) < min(counts[True])
+    ended = [note.value for note in notes if note.ending != "failed"]
+    failed = [note.value for note in notes if note.ending == "failed"]
+    if not ended or None in (*ended, *failed):
+        return False
+    return max(one.length for one in ended) < min(one.length for one in failed)
 
 
 def answer(ranks: list[Epoch | None], runs: Runs) -> Answer:
@@ -179,7 +184,7 @@ def answer(ranks: list[Epoch | None], runs: Runs) -> Answer:
 
 def batches(ranks: list[Epoch]) -> Check:
     """Whether all ranks have equally many batches; if not, some wait for ever."""
-    counts = [len(rank.first.batches) for rank in ranks]
+    counts = [rank.length for rank in ranks]
     text = " + ".join(map(str, counts))
     cut = [rank for rank in ranks if not rank.first.is_whole]
     if len(set(counts)) > 1 and len(cut) < len(ranks):
@@ -207,13 +212,13 @@ def came(ranks: list[Epoch], runs: Runs) -> Check:
     pairs = itertools.combinations([rank.first.batches[:FIRST] for rank in ranks], 2)
     are_known = have_one_dataset(loaders) or not are_numbers
     if are_known and any(one == other for one, other in pairs):
-        return Check(LABEL, False, f"{text}, the same by two ranks: {examples.remedy(loaders)}")
+        return Check(LABEL, False, f"{text}, the same on two ranks: {examples.remedy(loaders)}")
     if any(loader.redraws for loader in loaders):
         return Check(LABEL, True, f"{text}, drawn at random, so they were not counted")
     if are_numbers:
         return of_numbers(ranks, loaders, found)
     check = examples.why_not_shared_out(found, f"{text}; ", loaders, False)
-    return check or of_stream(ranks, f"{text}, each once, by one rank", found.came, runs)
+    return check or of_stream(ranks, f"{text}, each once, on one rank", found.came, runs)
 
 
 def of_stream(ranks: list[Epoch], text: str, count: int, runs: Runs) -> Check:
@@ -263,7 +268,7 @@ def of_numbers(ranks: list[Epoch], loaders: list[Loader], found: Counted) -> Che
     if check:
         return check
     if not repeated:
-        return Check(LABEL, True, f"{text}, each once, by one rank")
+        return Check(LABEL, True, f"{text}, each once, on one rank")
     text += f", {repeated} of them again"
     if repeated > len(ranks) and found.different < length:  # a sampler that pads leaves out none
         return examples.why_not_shared_out(found, f"{text}; ", loaders, False) or Check(

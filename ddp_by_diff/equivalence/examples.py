@@ -82,7 +82,7 @@ def counted(shares: list[Counter]) -> Counted:
 
 
 def why_not_shared_out(
-    found: Counted, text: str, loaders: Sequence[Loader | None], is_proven: bool, slack: float = 0
+    found: Counted, text: str, loaders: list[Loader], is_proven: bool, slack: float = 0
 ) -> Check | None:
     """The check if examples are repeated, or on two ranks; None if not.  text: begins its line.
 
@@ -100,57 +100,52 @@ def why_not_shared_out(
     return inconclusive(LABEL, EQUAL, text)
 
 
-def remedy(loaders: Sequence[Loader | None]) -> str:
+def remedy(loaders: list[Loader]) -> str:
     """What to do so that each rank has its own examples."""
-    if any(loader and loader.redraws for loader in loaders):
+    if any(loader.redraws for loader in loaders):
         return "let each rank draw its own examples (another seed on each rank)"
-    samplers = [loader.sampler if loader else "" for loader in loaders]
-    subsets = [sorted(loader.pool or []) if loader else [] for loader in loaders]
+    samplers = [loader.sampler for loader in loaders]
+    subsets = [sorted(loader.pool or []) for loader in loaders]
     if any(subset != subsets[0] for subset in subsets) and all(samplers):
         return "the ranks' Subsets have different examples (random_split: seed it equally)"
     if all(samplers):
         return f"the ranks' DistributedSamplers have {', '.join(samplers)}"
-    has_length = any(loader and loader.length for loader in loaders)  # a stream has none
+    has_length = any(loader.length for loader in loaders)  # a stream has none
     return "give each rank its own share" + " (DistributedSampler)" * has_length
 
 
-def other_number(text: str, loaders: Sequence[Loader | None], is_shared_out: bool) -> Check | None:
+def other_number(text: str, loaders: list[Loader], is_shared_out: bool) -> Check | None:
     """The check if number k of the data is another example on some rank; None if it is the same.
 
     text: begins its line.  is_shared_out: each rank takes other numbers, so they are meant to be
     those of one data set.
     """
-    picks = [loader.picks for loader in loaders if loader and loader.picks]
-    if not is_shared_out or len(picks) < len(loaders):
-        return None
-    for rank, some in enumerate(picks):
+    picks = [loader.picks for loader in loaders]
+    for rank, some in enumerate(picks if is_shared_out else []):
         for number in some.keys() & picks[0].keys():
             if some[number] != picks[0][number]:
                 text += f"example {number} of the data is not the same on rank {rank} as on rank 0"
-                if any(loader and loader.has_changed for loader in loaders):
+                if any(loader.has_changed for loader in loaders):
                     return inconclusive(LABEL, CHANGED, text)
                 return Check(LABEL, False, f"{text}: {ONE_ORDER}")
     return None
 
 
-def have_own_data(loaders: Sequence[Loader | None]) -> bool:
+def have_own_data(loaders: list[Loader]) -> bool:
     """Whether an example's number means something else on some rank."""
-    are_known = all(loader and loader.picks for loader in loaders)
-    return are_known and not have_one_dataset(loaders)
+    return all(loader.picks for loader in loaders) and not have_one_dataset(loaders)
 
 
 def has_own_data(facts: Facts) -> bool:
     """Whether each rank has a data set of its own."""
-    return any(have_own_data([rank.loaders.get(key) for rank in facts.ranks]) for key in facts.keys)
+    return any(have_own_data(facts.loaders(key)) for key in facts.keys)
 
 
-def pool_of(loaders: Sequence[Loader | None]) -> int:
+def pool_of(loaders: list[Loader]) -> int:
     """The number of examples that the ranks' data sets have together."""
-    known = [loader for loader in loaders if loader]
-    pools = [loader.pool for loader in known if loader.pool is not None]
-    if len(pools) < len(known):
-        return max(loader.length for loader in known)
-    return len(set().union(*pools))
+    pools = [loader.pool for loader in loaders if loader.pool is not None]
+    is_of_parts = len(pools) == len(loaders)
+    return len(set().union(*pools)) if is_of_parts else max(one.length for one in loaders)
 
 
 def never_come(found: Counted, text: str, length: int, ranks: int, slack: float) -> Check | None:
@@ -169,15 +164,14 @@ def examples(facts: Facts, total: int = 0) -> Check:
     if not facts.keys:
         return Check(LABEL, True, NO_BATCHES.sentence)
     text = in_words(facts, facts.ranks if facts.model == COPIES else facts.distinct)
-    if facts.model != COPIES:  # stage 2 tells whether they are right
+    if facts.model != COPIES:  # `one batch` tells whether they are right
         shared = "all" if len(facts.distinct) == 1 else "some"
         same = f", the same on {shared} ranks" + ", which share one model" * (facts.model == PARTS)
         return Check(LABEL, True, text + same * (len(facts.distinct) < len(facts.ranks)))
     if facts.is_same_work:
         who = "some ranks" if len(facts.distinct) > 1 else "all ranks"
-        loaders = [rank.loaders.get(facts.keys[0]) for rank in facts.ranks]
         text += f", but {who} have the same {facts.unit}, so the work is done again"
-        return Check(LABEL, False, f"{text}: {remedy(loaders)}")
+        return Check(LABEL, False, f"{text}: {remedy(facts.loaders(facts.keys[0]))}")
     if len(facts.distinct) < len(facts.ranks):
         return Check(LABEL, True, f"{text}: each rank takes its part of the same batch")
     if 0 < total < facts.total:
@@ -197,8 +191,8 @@ def of_shares(facts: Facts, text: str) -> Check:
     for key in facts.keys:
         # The text has the first one's counts.
         begin = text if key == facts.keys[0] else key.replace("loader", "DataLoader number")
-        loaders = [rank.loaders.get(key) for rank in facts.ranks]
-        if any(loader and loader.redraws for loader in loaders):
+        loaders = facts.loaders(key)
+        if any(loader.redraws for loader in loaders):
             continue  # they may take an example again
         are_numbers = have_one_dataset(loaders)
         check, is_listed = in_an_epoch(facts, begin, loaders, are_numbers)
@@ -206,7 +200,7 @@ def of_shares(facts: Facts, text: str) -> Check:
         if not check and (not found.came or found.again and max(found[2:]) > slack):
             continue  # not known, drawn again, or equal: these tell nothing
         start = f"{begin}; in {len(facts.steps)} steps, "
-        is_proven = are_numbers and all(loader and loader.is_known for loader in loaders)
+        is_proven = are_numbers and all(loader.is_known for loader in loaders)
         if check := check or why_not_shared_out(found, start, loaders, is_proven, slack):
             return check
         if key == facts.keys[0]:
@@ -216,10 +210,10 @@ def of_shares(facts: Facts, text: str) -> Check:
 
 
 def in_an_epoch(
-    facts: Facts, text: str, loaders: Sequence[Loader | None], are_numbers: bool
+    facts: Facts, text: str, loaders: list[Loader], are_numbers: bool
 ) -> tuple[Check | None, bool]:
     """The check if a whole epoch is not shared out; and whether its examples are known."""
-    epochs = [Counter(loader.epoch) if loader else Counter() for loader in loaders]
+    epochs = [Counter(loader.epoch) for loader in loaders]
     found, slack = counted(epochs), len(loaders)  # padding, or what is left out
     is_listed = all(epochs) and not found.again
     is_shared_out = is_listed and found.shared <= slack

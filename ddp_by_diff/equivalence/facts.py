@@ -10,7 +10,7 @@ import torch
 
 from ddp_by_diff.equivalence import limits, vectors
 from ddp_by_diff.equivalence.batches import count_examples, digest
-from ddp_by_diff.equivalence.notes import Alone, Event, Notes, Step, have_one_dataset
+from ddp_by_diff.equivalence.notes import Alone, Event, Loader, Notes, Step, have_one_dataset
 from ddp_by_diff.equivalence.vectors import Vector, only, put_together, unequal_names
 
 # What the ranks have:
@@ -48,8 +48,11 @@ class Facts:
 
     def name_of(self, key: str, event: Event) -> str:
         """A name of a batch; equal contents are no equal examples, if their numbers are known."""
-        loaders = [rank.loaders.get(key) for rank in self.ranks]
-        return digest(event.value) + str(event.indices) * have_one_dataset(loaders)
+        return digest(event.value) + str(event.indices) * have_one_dataset(self.loaders(key))
+
+    def loaders(self, key: str) -> list[Loader]:
+        """The ranks' loaders of this name; an empty one if the key is another one."""
+        return [rank.loaders.get(key, Loader()) for rank in self.ranks]
 
     @cached_property
     def distinct(self) -> list[Notes]:

@@ -7,7 +7,6 @@ import multiprocessing
 import pickle
 import random
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -79,10 +78,10 @@ class Loader:
         return bool(self.begun and self.picks) and self.begun != self.picks
 
 
-def have_one_dataset(loaders: Sequence[Loader | None]) -> bool:
+def have_one_dataset(loaders: list[Loader]) -> bool:
     """Whether an example's number means the same on all ranks."""
-    picks = [loader.picks if loader else {} for loader in loaders]
-    return bool(picks[0]) and all(some == picks[0] for some in picks)
+    first = loaders[0].picks
+    return bool(first) and all(loader.picks == first for loader in loaders)
 
 
 def pick(dataset: Any, number: int, seed: int = 0) -> str:

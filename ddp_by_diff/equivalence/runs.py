@@ -83,10 +83,11 @@ class Runs:
             return None
         own = facts.own_total(alone) or "other"
         text = f"one process takes {own} examples per step by itself, all ranks {facts.total}"
-        words = " ".join(self.args.command).replace("=", " ").split()
-        pairs = itertools.pairwise(words)
-        flag = next((flag for flag, size in pairs if size == str(own)), "FLAG")
-        way_on = f'give --alone="{flag} {facts.total}"' + IF_NO_FLAG * (flag == "FLAG")
+        command = self.args.command
+        words = [*map(" ".join, itertools.pairwise(command)), *command]
+        given = [word for word in words if re.fullmatch(f".+[ =]{own}", word)]
+        flag = given[0].removesuffix(str(own)) if given else "FLAG "
+        way_on = f'give --alone="{flag}{facts.total}"' + IF_NO_FLAG * (not given)
         return Reason(text, way_on)
 
     def alone(self, facts: Facts, kind: str, left_out: tuple = (), **given: Any) -> Alone | Reason:

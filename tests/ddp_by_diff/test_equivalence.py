@@ -1240,7 +1240,7 @@ class Classes:  # 4 batches of all ranks together: 4 of the 8 examples of 6 of 1
 SIZES = "batches = [[j for j in range(24 * k, 24 * k + 24) if j % (n + 1) % n == rank] for k in range(20)]"
 LISTED = "listed = torch.randperm(480, generator=torch.Generator().manual_seed(2)).tolist()"
 LISTS = "DataLoader(data, batch_sampler=[listed[k : k + 24][rank::n] for k in range(0, 480, 24)])"
-ONCE = "examples were read, each once, by one rank"
+ONCE = "examples were read, each once, on one rank"
 
 
 def dealt(every):
@@ -1252,7 +1252,7 @@ def dealt(every):
 EPOCHS = {  # the exit code, and what is said by label; of programs with these parts
     "right": (
         0,
-        {"examples": "480 of 480 examples were read, each once, by one rank", "order": ".* has another order"},
+        {"examples": "480 of 480 examples were read, each once, on one rank", "order": ".* has another order"},
         {},
     ),
     "padded": (0, {"examples": r"475 of 475 examples were read, [12] of them again .padding."}, {"begin": SHORT}),
@@ -1263,7 +1263,7 @@ EPOCHS = {  # the exit code, and what is said by label; of programs with these p
     ),
     "workers": (
         0,
-        {"examples": "480 of 480 examples were read, each once, by one rank"},
+        {"examples": "480 of 480 examples were read, each once, on one rank"},
         {"loader": "DataLoader(data, SIZE, sampler=DistributedSampler(data), num_workers=1, persistent_workers=True)"},
     ),
     "no_set_epoch": (1, {"order": ".* though it is shuffled: call sampler.set_epoch.epoch. .*"}, {"before": ""}),
@@ -1279,7 +1279,7 @@ EPOCHS = {  # the exit code, and what is said by label; of programs with these p
     ),
     "same_examples": (
         1,
-        {"examples": r"(960|1440) examples were read, the same by two ranks: give each rank its own share .*"},
+        {"examples": r"(960|1440) examples were read, the same on two ranks: give each rank its own share .*"},
         {"loader": "DataLoader(data, SIZE, shuffle=True)", "before": ""},
     ),
     "unequal": (  # rank 0 has more; nobody averages, so it does not wait
@@ -1345,7 +1345,7 @@ EPOCHS = {  # the exit code, and what is said by label; of programs with these p
     ),
     "replacement_alike": (
         1,
-        {"examples": "480 examples were read, the same by two ranks: let each rank draw its own examples .*"},
+        {"examples": "480 examples were read, the same on two ranks: let each rank draw its own examples .*"},
         {"loader": f"DataLoader(data, SIZE, sampler={DRAW}(data, True, 480 // n))", "before": ""},
     ),
     "drawn_again": (  # classes, of which some examples are drawn
@@ -1360,7 +1360,7 @@ EPOCHS = {  # the exit code, and what is said by label; of programs with these p
     ),
     "left_out": (  # by the loader
         0,
-        {"examples": r"4[5-8]\d of 479 examples were read, each once, by one rank"},
+        {"examples": r"4[5-8]\d of 479 examples were read, each once, on one rank"},
         {
             "begin": "data = TensorDataset(*data[:479]); rows = range(rank, 479, n)[: 479 // n]",
             "loader": "DataLoader(data, SIZE, sampler=rows, drop_last=True)",
@@ -1384,7 +1384,7 @@ EPOCHS = {  # the exit code, and what is said by label; of programs with these p
     ),
     "looks_at_the_data_first": (  # a shape, an average
         0,
-        {"examples": "480 of 480 examples were read, each once, by one rank", "order": ".* has another order"},
+        {"examples": "480 of 480 examples were read, each once, on one rank", "order": ".* has another order"},
         {"ready": "next(iter(loader))\nfor x, y in loader: net(x)"},
     ),
     "evaluates": (  # the loop is not within no_grad
