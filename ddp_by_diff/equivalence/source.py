@@ -54,7 +54,6 @@ class Source(Observer):
     own_in = -1  # the last step in which a batch was left as it is
     joined_in = -1  # and in which one was replaced
     is_mixed = False
-    is_global = False  # the program itself takes as many examples as all ranks together
 
     def __init__(
         self, facts: Facts, kind: str, per_step: dict[str, int], left_out: tuple, **given: Any
@@ -173,17 +172,14 @@ class Source(Observer):
         """Whether the program's own batch has the same examples: it is better than a joined one."""
         if self.kind == "one share":
             return False
-        is_equal = len(batch.parts) > 1 and len(set(map(digest, batch.parts))) == 1
-        is_constant = is_equal and digest(to_plain(value)) == digest(batch.parts[0])  # a graph
-        if iterator is None and is_equal and (self.is_global or is_constant):  # no examples
-            return True
+        digests = {digest(part) for part in (to_plain(value), *batch.parts)}
+        if iterator is None and len(digests) == 1 < len(batch.parts):
+            return True  # on all ranks and here: a graph, a grid, and no examples
         if self.joined_in != step and batch.is_in(value, examples):
-            self.own_in, self.is_global = step, True
+            self.own_in = step
             return True
         self.joined_in = step
         self.is_mixed |= self.own_in == step
-        if batch.value is not None:
-            self.is_global = count_examples(batch.value) == count_examples(value)
         return False
 
     def set_weight(self, name: str, step: int, tensor: torch.Tensor) -> None:
