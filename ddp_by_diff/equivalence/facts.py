@@ -204,7 +204,7 @@ class Facts:
 
     @property
     def batch_check(self) -> str:
-        """The name of stage 2; another one if the ranks' own gradients were not seen."""
+        """The name of the check `one batch`; another one if local gradients were not seen."""
         return "gradients" if self.gradients == GOT else "one batch"
 
     @cached_property
