@@ -16,10 +16,11 @@ Exit code: 0 the same, up to rounding (or except for BatchNorm or dropout); 1 di
 2 inconclusive, or the program failed.  docs/equivalence.md explains the output.
 """
 
-# A *rank* is one of the N processes, and a run in one process is *alone*.  A local gradient is *own*
-# here, and a received one is what an optimizer has *got*.  A *check* is a question with its answer.  An *event* is data that come in, under
-# a *key* such as "loader 0".  A *look* is the ranks' notes beside a run alone.  It is the *same job*
-# if one process takes as many examples by itself as all ranks do: runs.py gives it flags for that.
+# A *rank* is one of the N processes, and a run in one process is *alone*.  A local gradient is
+# *own* here, and a received one is what an optimizer has *got*.  An *event* is data that come in,
+# under a *key* such as "loader 0".  A *look* is the ranks' notes beside a run alone.  That is the
+# *same job* if it takes as many examples by itself as all ranks do: runs.py gives it the flags.  A
+# *check* is a question with its answer.
 #
 #   __main__.py        the command line
 #   observe.py         observers of a program: inputs.py, gradients.py, layers.py
