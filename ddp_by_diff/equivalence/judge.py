@@ -10,7 +10,7 @@ from ddp_by_diff.equivalence.notes import Alone, Notes
 from ddp_by_diff.equivalence.one_batch import Look
 from ddp_by_diff.equivalence.runs import Runs, with_counterparts
 from ddp_by_diff.equivalence.vectors import only, unequal_names
-from ddp_by_diff.equivalence.verdict import Answer, Check, Reason, inconclusive
+from ddp_by_diff.equivalence.verdict import Answer, Check, Compared, Reason, inconclusive
 from ddp_by_diff.instruments.command import Line
 
 NO_STEP = Reason(
@@ -77,9 +77,9 @@ def judge(ranks: list[Notes], length: int, runs: Runs) -> Answer:
     look = one_batch.look_at(runs, facts) if facts.keys else NO_BATCHES
     if isinstance(look, Look):
         alone: Alone | Reason = look.alone
-        other, notes = one_process(look)
+        compared, notes = compared_with(look)
     else:
-        alone, other, notes = own_data or runs.alone(facts, "own data"), "one process", []
+        alone, compared, notes = own_data or runs.alone(facts, "own data"), Compared(), []
     other_job = runs.other_job(facts, alone) if isinstance(alone, Alone) else None
     three = checks_of(runs, facts, look, alone, weights.options(facts, alone, other_job))
     total = look.total if isinstance(look, Look) else 0
@@ -95,7 +95,8 @@ def judge(ranks: list[Notes], length: int, runs: Runs) -> Answer:
     if isinstance(look, Look) and not is_explained:
         others = weights.buffers(facts, look.alone, batch.limit, bool(batch.is_right))
     but = " (and except for buffers)" * bool(others)
-    found = verdict.conclude(checks, length, but, other, OWN_DATA * has_own_data(facts))
+    compared = compared._replace(but=but, more=OWN_DATA * has_own_data(facts))
+    found = verdict.conclude(checks, length, compared)
     if found.code == verdict.DIFFERENT and isinstance(alone, Alone) and has_resumed(facts, alone):
         return verdict.unknown(RESUMED)
     return Answer(found, checks, others + notes)
@@ -107,23 +108,22 @@ def are_on_their_own(facts: Facts) -> bool:
     return is_apart and not any(rank.has_group for rank in facts.ranks)
 
 
-def one_process(look: Look) -> tuple[str, list[Line]]:
-    """What the processes are compared with; and a note if its batch is not that of its flags."""
+def compared_with(look: Look) -> tuple[Compared, list[Line]]:
+    """One process; and a note, if its batch is not that of its flags."""
     facts, read = look.facts, look.alone.notes.sizes
     flags = {flag: size for flag, size in facts.flags_of_all().items() if read.get(flag) == size}
     if flags and len(facts.distinct) > 1:
         sizes = dict.fromkeys(str(facts.ranks[0].sizes[flag]) for flag in flags)
         given = " ".join(f"{flag} {size}" for flag, size in flags.items())
-        text = f"one process with {given} (with the same flags, it would take"
-        return f"{text} {' and '.join(sizes)})", []
+        numbers = f" (with the same flags, it would take {' and '.join(sizes)})"
+        return Compared(f"one process with {given}", numbers), []
     if facts.is_same_job(look.alone):
-        return "one process", []
+        return Compared(), []
     own, total = facts.own_total(look.alone), facts.total
-    text = (
-        f"one process that takes {total} examples in a step (with the same flags, it takes {own})"
-    )
+    numbers = f" that takes {total} examples in a step (with the same flags, it takes {own})"
     note = f"one process with the same flags takes {own} examples per step"
-    return text, [Line("batch size", f"{note}, the {len(facts.ranks)} processes {total}")]
+    note += f", the {len(facts.ranks)} processes {total}"
+    return Compared(numbers=numbers), [Line("batch size", note)]
 
 
 def has_resumed(facts: Facts, alone: Alone) -> bool:

@@ -11,6 +11,7 @@ from ddp_by_diff.equivalence.batches import count_examples, counts_up, have_othe
 from ddp_by_diff.equivalence.facts import GOT, Facts
 from ddp_by_diff.equivalence.notes import Alone, Event, Notes
 from ddp_by_diff.equivalence.runs import Runs, with_counterparts
+from ddp_by_diff.equivalence.source import SHARES
 from ddp_by_diff.equivalence.vectors import Vector
 from ddp_by_diff.equivalence.verdict import Check, Figures, Reason, inconclusive, some_of, span
 from ddp_by_diff.equivalence.weights import UNMEASURED, other_state
@@ -196,7 +197,7 @@ def one_batch(runs: Runs, look: Look) -> tuple[Check, Look | None]:
     """
     facts, figures, is_direct = look.facts, look.figures, look.facts.gradients == GOT
     whole = whole_in_words(look)
-    if look.is_right and (reason := may_be_told_its_size(runs, look)):
+    if look.is_right and is_no_mean(look) and (reason := other_job(runs, look)):
         return inconclusive(facts.batch_check, reason), None
     if look.is_right:
         text = "the optimizers receive one process's gradients"
@@ -214,7 +215,7 @@ def one_batch(runs: Runs, look: Look) -> tuple[Check, Look | None]:
             reason = Reason(f"the tool's run without {names} failed", f"in a copy, omit {names}")
             return inconclusive(facts.batch_check, reason, text), None
         look, figures, cause = without, without.figures, " and ".join(without.left_out)
-        if look.is_right and (reason := may_be_told_its_size(runs, look)):
+        if look.is_right and is_no_mean(look) and (reason := other_job(runs, look)):
             return inconclusive(facts.batch_check, reason), None
         if look.is_right:
             text = f"ok without {cause} {figures}; with it, {text}"
@@ -233,25 +234,30 @@ def whole_in_words(look: Look) -> str:
     return whole
 
 
-def may_be_told_its_size(runs: Runs, look: Look) -> Reason | None:
-    """A reason if one process's flags are not those of the whole job, and the loss is no mean.
+def other_job(runs: Runs, look: Look) -> Reason | None:
+    """Why nobody is accused if one process has the flags of one rank, and the examples of all.
 
-    It is a sum, or is divided by a constant: sums of unequal numbers are compared.  It is a mean if
-    the gradient of all examples is the mean of those that one process itself computes of the ranks'
-    examples, which are multiples of the ranks' own.
+    None if that can't explain a difference: its gradient stays the same if its examples are
+    repeated, as that of a mean does, and not that of a sum, or of one divided by a constant.
     """
-    facts, step, reason = look.facts, look.steps[0], runs.other_job(look.facts, look.alone)
-    total = sum(step.factors) or 1.0  # no factors: the local gradients were not seen
-    if reason is None or abs(total - 1) < limits.FACTOR:
+    facts, reason = look.facts, runs.other_job(look.facts, look.alone)
+    if reason is None:
         return None
-    reason = reason._replace(sentence=reason.sentence + TOLD)
-    share = runs.alone(facts, "one share", look.left_out, rank=0)
-    if isinstance(share, Reason):
-        return reason
-    own = vectors.only(facts.owns[step.step][0], facts.comparable_names(step.step))
-    one = vectors.only(gradient(facts, share.notes, step.step, "own"), set(own))
-    times = vectors.fit(one, [own]).factors[0]
-    return None if abs(total - times) < limits.FACTOR * times else reason
+    told, gradients = reason._replace(sentence=reason.sentence + TOLD), []
+    for kind in SHARES:
+        share = runs.alone(facts, kind, look.left_out, rank=0)
+        if isinstance(share, Reason):
+            return told
+        what = "got" if facts.gradients == GOT else "own"
+        gradients.append(gradient(facts, share.notes, look.worst.step, what))
+    limit = max(facts.rounding_limit / limits.CLEARLY, limits.EQUAL)
+    return None if vectors.are_near(gradients, limit) else told
+
+
+def is_no_mean(look: Look) -> bool:
+    """Whether one process's gradient is another multiple of the ranks' mean."""
+    total = sum(look.steps[0].factors) or 1.0  # no factors: the local gradients were not seen
+    return abs(total - 1) > limits.FACTOR
 
 
 def combination(factors: list[list[float]]) -> str:
@@ -292,17 +298,19 @@ def unexplained(runs: Runs, look: Look, text: str) -> Check:
     wrong = Check(label, False, f"WRONG: {text}")
     if reason := first_of(NOT_COMPARABLE, runs, look):
         return inconclusive(label, reason, text)
-    other_job = runs.other_job(look.facts, look.alone)
-    if not other_job and (multiple := multiples(look)):  # which no wrongly joined batch makes
+    told = other_job(runs, look)
+    if not told and (multiple := multiples(look)):  # which no wrongly joined batch makes
         what = "what the optimizers receive" if is_direct else "the mean of the ranks' gradients"
         return wrong._replace(text=f"WRONG: {what} is {multiple}")
     goes_on = not look.steps[0].step and look.steps[0].is_right
-    if goes_on and not other_job and (names := buffers_that_differ(runs, look)):
-        return wrong._replace(why=f"{STATE}: {some_of(names)}")
+    if goes_on and (names := buffers_that_differ(runs, look)):
+        state = f"{STATE}: {some_of(names)}"
+        told = told or runs.other_job(look.facts, look.alone)  # it may set a teacher's momentum
+        return inconclusive(label, told, text) if told else wrong._replace(why=state)
     if reason := first_of(NOT_JOINED_WELL, runs, look):
         return inconclusive(label, reason, text)
-    if other_job:
-        return inconclusive(label, other_job._replace(sentence=other_job.sentence + TOLD), text)
+    if told:
+        return inconclusive(label, told, text)
     if is_direct or look.total < look.facts.total:
         return wrong._replace(why="" if is_direct else OF_PARTS)
     if len(look.facts.distinct) == 1:

@@ -18,8 +18,9 @@ from ddp_by_diff.instruments.observer import Observer
 from ddp_by_diff.instruments.program import Refused
 
 # Kinds of runs: those whose optimizer gets the ranks' gradients, ...
-FORCED = ("all examples", "own data", "given state", "one share")
-GIVEN = ("one share", "given state")  # those that get the ranks' buffers in each step
+SHARES = ("one share", "repeated share")
+FORCED = ("all examples", "own data", "given state", *SHARES)
+GIVEN = ("given state", *SHARES)  # those that get the ranks' buffers in each step
 
 
 class Batch(NamedTuple):
@@ -47,6 +48,7 @@ class Source(Observer):
     in float64    the batches of an earlier run, in float64
     other order   all examples, in another order
     one share     one rank's examples, padded to the longest of all
+    repeated share  the same, as often as there are ranks: as many examples as all have
     """
 
     rank = 0  # whose share: its place in Facts.distinct
@@ -140,6 +142,8 @@ class Source(Observer):
             size, name = len(every) // max(1, takes), digest(to_plain(own))
             same = [event for event in every if digest(event.value) == name]  # in another place
             events = same[:1] or every[part * size : (part + 1) * size]
+        if self.kind == "repeated share":
+            events = events[self.rank : self.rank + 1] * len(events)
         only = self.rank if self.kind == "one share" else None
         return self.union(events, only, number) if len(events) > (only or 0) else None
 
@@ -159,7 +163,7 @@ class Source(Observer):
 
     def value(self, what: str, name: str, step: int, shape: torch.Size) -> torch.Tensor | None:
         """A tensor of the ranks' "weights" or "got"; of one rank, if its examples are computed."""
-        if self.kind != "one share":
+        if self.kind not in SHARES:
             return self.facts.whole(what, name, step, shape)
         rank = self.facts.distinct[self.rank]
         if name not in self.facts.trained and rank.has_buffers_of_first:
@@ -170,7 +174,7 @@ class Source(Observer):
         self, batch: Batch, step: int, value: Any, iterator: Any, examples: list | None
     ) -> bool:
         """Whether the program's own batch has the same examples: it is better than a joined one."""
-        if self.kind == "one share":
+        if self.kind in SHARES:
             return False
         digests = {digest(part) for part in (to_plain(value), *batch.parts)}
         if iterator is None and len(digests) == 1 < len(batch.parts):

@@ -112,14 +112,18 @@ def unknown(reason: Reason) -> Answer:
     return Answer(Verdict(UNKNOWN, f"INCONCLUSIVE: {reason.sentence}", (reason.way_on,)), [], [])
 
 
-def conclude(
-    checks: list[Check], steps: int, but: str = "", other: str = "one process", more: str = ""
-) -> Verdict:
-    """The verdict from the checks of so many steps.
+class Compared(NamedTuple):
+    """What the N processes are compared with, in words."""
 
-    but: other exceptions.  other: what the processes are compared with.  more: what was not seen.
-    """
-    if bad := problem(checks, other):
+    other: str = "one process"  # perhaps with flags
+    numbers: str = ""  # of examples, if one process with the same flags takes others
+    but: str = ""  # other exceptions than those that the checks name
+    more: str = ""  # what was not seen
+
+
+def conclude(checks: list[Check], steps: int, compared: Compared = Compared()) -> Verdict:
+    """The verdict from the checks of so many steps."""
+    if bad := problem(checks, compared.other):
         return bad
     limit = max(check.limit for check in checks)
     unseen = f"differences below {limit:.0e} would not be detected"
@@ -131,7 +135,8 @@ def conclude(
     if causes:
         what = f"except for {causes[0]}{BY_DESIGN.get(causes[0], '')}"
         unseen = f"apart from that, {unseen}"
-    text = f"THE SAME as {other}, {what}{but}, in the {steps} steps compared ({unseen})"
+    other, numbers, but, more = compared
+    text = f"THE SAME as {other}{numbers}, {what}{but}, in the {steps} steps compared ({unseen})"
     return Verdict(SAME, text + more)
 
 

@@ -358,7 +358,7 @@ CASES = {
         got="nn.utils.clip_grad_norm_(net.parameters(), 1e-3 * n)",
     ),
     "clip_by_hand": case(  # by this rank's number of examples, which is another one in one process
-        f"DIFFERENT from {THAT.format(24, 8)} in: averaging",
+        DIFFERENT + "averaging",
         {"averaging": "WRONG: 3 times one process's gradients: .*", "batch size": ".* 8 examples .* 24"},
         begin="SIZE = 8",
         got="for p in net.parameters(): p.grad *= 24 / len(x)",
@@ -419,7 +419,7 @@ CASES = {
     # ---- the same job: one process has the flags of the whole, or accuses nobody
     "flag": case(SAME_WITH.format("--batch 24", 8), {"batch size": ""}, begin=FLAG, loss=SUM),
     "flag_of_a_sum": case(
-        f"DIFFERENT from {WITH.format('--batch 24', 8)} in: averaging",
+        "DIFFERENT from one process with --batch 24 in: averaging",
         {"averaging": "WRONG: 3 times one process's gradients: the ranks' sum, not their mean"},
         begin=FLAG,
         loss=SUM,
@@ -473,11 +473,9 @@ CASES = {
     "constant_of_a_sum_added_up": case(  # in both: an agreement of sums of unequal numbers
         TOLD.format(8, 24), begin=CONSTANT, loss=SUM, **ADDED
     ),
-    "constant_and_a_mean_added_up": case(
-        f"DIFFERENT from {THAT.format(24, 8)} in: averaging", nproc=3, begin=CONSTANT, **ADDED
-    ),
+    "constant_and_a_mean_added_up": case(DIFFERENT + "averaging", nproc=3, begin=CONSTANT, **ADDED),
     "constant_and_a_mean_divided": case(
-        f"DIFFERENT from {THAT.format(24, 8)} in: averaging",
+        DIFFERENT + "averaging",
         {"averaging": "WRONG: 1/3 of one process's gradients: .*"},
         begin=CONSTANT,
         loss="F.cross_entropy(model(x), y) / n",
@@ -493,6 +491,11 @@ CASES = {
         begin=CONSTANT,
         optimizer="torch.optim.SGD(net.parameters(), 0.3 / n, momentum=0.9)",
         **ADDED,
+    ),
+    "constant_and_pairs": case(TOGETHER, begin=CONSTANT, **MIXED),  # of a mean: the size is no cause
+    "constant_and_pairs_of_a_sum": case(TOLD.format(8, 24), begin=CONSTANT, loss=SUM, **MIXED),
+    "constant_and_state": case(  # that a batch size might move: a teacher, say
+        TOLD.format(8, 24), nproc=(2, 3), begin=CONSTANT + USUAL.format("", BUFFER)
     ),
     "no_memory": case(
         "INCONCLUSIVE: one batch: one process has no memory for the examples of all ranks",
@@ -1064,7 +1067,7 @@ net.register_buffer('usual', torch.zeros(8))""",
         begin="data.tensors[1].copy_((data.tensors[1] + rank) % 4)",
     ),
     "same_examples": case(
-        f"DIFFERENT from {THAT.format(8, 24)} in: examples",
+        DIFFERENT + "examples",
         {"examples": ".*, but all ranks have the same examples, .*: the ranks' DistributedSamplers have .*"},
         loader=ONE_SAMPLER,
     ),
