@@ -79,7 +79,7 @@ def judge(ranks: list[Notes], length: int, runs: Runs) -> Answer:
         alone: Alone | Reason = look.alone
         compared, notes = compared_with(look)
     else:
-        alone, compared, notes = own_data or runs.alone(facts, "own data"), Compared(), []
+        alone, compared, notes = own_data or runs.alone(facts, "own data"), verdict.ONE_PROCESS, []
     other_job = runs.other_job(facts, alone) if isinstance(alone, Alone) else None
     three = checks_of(runs, facts, look, alone, weights.options(facts, alone, other_job))
     total = look.total if isinstance(look, Look) else 0
@@ -118,7 +118,7 @@ def compared_with(look: Look) -> tuple[Compared, list[Line]]:
         numbers = f" (with the same flags, it would take {' and '.join(sizes)})"
         return Compared(f"one process with {given}", numbers), []
     if facts.is_same_job(look.alone):
-        return Compared(), []
+        return verdict.ONE_PROCESS, []
     own, total = facts.own_total(look.alone), facts.total
     numbers = f" that takes {total} examples in a step (with the same flags, it takes {own})"
     note = f"one process with the same flags takes {own} examples per step"

@@ -121,7 +121,10 @@ class Compared(NamedTuple):
     more: str = ""  # what was not seen
 
 
-def conclude(checks: list[Check], steps: int, compared: Compared = Compared()) -> Verdict:
+ONE_PROCESS = Compared()
+
+
+def conclude(checks: list[Check], steps: int, compared: Compared = ONE_PROCESS) -> Verdict:
     """The verdict from the checks of so many steps."""
     if bad := problem(checks, compared.other):
         return bad
