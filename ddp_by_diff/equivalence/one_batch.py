@@ -197,7 +197,7 @@ def one_batch(runs: Runs, look: Look) -> tuple[Check, Look | None]:
     """
     facts, figures, is_direct = look.facts, look.figures, look.facts.gradients == GOT
     whole = whole_in_words(look)
-    if look.is_right and is_no_mean(look) and (reason := other_job(runs, look)):
+    if look.is_right and (reason := other_job(runs, look)):
         return inconclusive(facts.batch_check, reason), None
     if look.is_right:
         text = "the optimizers receive one process's gradients"
@@ -215,7 +215,7 @@ def one_batch(runs: Runs, look: Look) -> tuple[Check, Look | None]:
             reason = Reason(f"the tool's run without {names} failed", f"in a copy, omit {names}")
             return inconclusive(facts.batch_check, reason, text), None
         look, figures, cause = without, without.figures, " and ".join(without.left_out)
-        if look.is_right and is_no_mean(look) and (reason := other_job(runs, look)):
+        if look.is_right and (reason := other_job(runs, look)):
             return inconclusive(facts.batch_check, reason), None
         if look.is_right:
             text = f"ok without {cause} {figures}; with it, {text}"
@@ -241,7 +241,9 @@ def other_job(runs: Runs, look: Look) -> Reason | None:
     repeated, as that of a mean does, and not that of a sum, or of one divided by a constant.
     """
     facts, reason = look.facts, runs.other_job(look.facts, look.alone)
-    if reason is None:
+    times = sum(look.steps[0].factors) or 1.0  # no factors: the local gradients were not seen
+    is_mean = look.is_right and abs(times - 1) <= limits.FACTOR
+    if reason is None or is_mean:
         return None
     told, gradients = reason._replace(sentence=reason.sentence + TOLD), []
     for kind in SHARES:
@@ -252,12 +254,6 @@ def other_job(runs: Runs, look: Look) -> Reason | None:
         gradients.append(gradient(facts, share.notes, look.worst.step, what))
     limit = max(facts.rounding_limit / limits.CLEARLY, limits.EQUAL)
     return None if vectors.are_near(gradients, limit) else told
-
-
-def is_no_mean(look: Look) -> bool:
-    """Whether one process's gradient is another multiple of the ranks' mean."""
-    total = sum(look.steps[0].factors) or 1.0  # no factors: the local gradients were not seen
-    return abs(total - 1) > limits.FACTOR
 
 
 def combination(factors: list[list[float]]) -> str:
