@@ -301,8 +301,10 @@ def unexplained(runs: Runs, look: Look, text: str) -> Check:
     goes_on = not look.steps[0].step and look.steps[0].is_right
     if goes_on and (names := buffers_that_differ(runs, look)):
         state = f"{STATE}: {some_of(names)}"
-        told = told or runs.other_job(look.facts, look.alone)  # it may set a teacher's momentum
-        return inconclusive(label, told, text) if told else wrong._replace(why=state)
+        if reason := runs.other_job(look.facts, look.alone):  # it may set a teacher's momentum
+            reason = reason._replace(sentence=f"{reason.sentence}, and {state}")
+            return inconclusive(label, reason, text)
+        return wrong._replace(why=state)
     if reason := first_of(NOT_JOINED_WELL, runs, look):
         return inconclusive(label, reason, text)
     if told:
