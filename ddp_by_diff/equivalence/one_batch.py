@@ -300,11 +300,7 @@ def unexplained(runs: Runs, look: Look, text: str) -> Check:
         return wrong._replace(text=f"WRONG: {what} is {multiple}")
     goes_on = not look.steps[0].step and look.steps[0].is_right
     if goes_on and (names := buffers_that_differ(runs, look)):
-        state = f"{STATE}: {some_of(names)}"
-        if reason := runs.other_job(look.facts, look.alone):  # it may set a teacher's momentum
-            reason = reason._replace(sentence=f"{reason.sentence}, and {state}")
-            return inconclusive(label, reason, text)
-        return wrong._replace(why=state)
+        return of_state(runs, look, wrong, f"{STATE}: {some_of(names)}")
     if reason := first_of(NOT_JOINED_WELL, runs, look):
         return inconclusive(label, reason, text)
     if told:
@@ -323,6 +319,15 @@ def unexplained(runs: Runs, look: Look, text: str) -> Check:
     joined = runs.failure if is_own is None else JOINED
     reason = OTHERWISE if look.is_given else joined
     return inconclusive(label, reason, text + "; step 1 is ok" * goes_on)
+
+
+def of_state(runs: Runs, look: Look, wrong: Check, why: str) -> Check:
+    """The check if buffers are the cause: a batch size may set a teacher's momentum, say."""
+    reason = runs.other_job(look.facts, look.alone)
+    if reason is None:
+        return wrong._replace(why=why)
+    text = wrong.text.removeprefix("WRONG: ")
+    return inconclusive(wrong.label, Reason(f"{reason.sentence}, and {why}", reason.way_on), text)
 
 
 def multiples(look: Look) -> str:
