@@ -1,4 +1,4 @@
-"""Stage 1: do the optimizers receive the mean of the ranks' own gradients?
+"""Do the optimizers receive the mean of the ranks' local gradients?
 
 And is that what one process's optimizer would receive, after its own program has clipped it?
 """
@@ -10,7 +10,7 @@ from ddp_by_diff.equivalence.facts import Facts
 from ddp_by_diff.equivalence.notes import Notes, Step
 from ddp_by_diff.equivalence.one_batch import Look, combination
 from ddp_by_diff.equivalence.vectors import Fit, Vector
-from ddp_by_diff.equivalence.verdict import Figures, Link, Reason, inconclusive
+from ddp_by_diff.equivalence.verdict import Check, Figures, Reason, inconclusive
 
 LABEL = "averaging"
 MEAN = "the optimizers receive the mean of the ranks' gradients"
@@ -22,7 +22,7 @@ COARSE_MESSAGES = Reason(
     "the difference may be rounding of messages in 16 bits",
     "in a copy, send gradients in float32 (no hook that compresses; no reduce_dtype)",
 )
-DEPENDS = "whether that is right depends on the loss: stage 2, one batch, would tell"
+DEPENDS = "whether that is right depends on the loss: the check `one batch` would tell"
 UNEVEN = (
     "Do the ranks have different numbers of examples, tokens or labels? Then the mean of their "
     "means is not the overall mean"
@@ -30,31 +30,33 @@ UNEVEN = (
 DIVIDED = "the sum of the ranks' gradients is right for this loss, and the mean divides it by"
 
 
-def averaging(facts: Facts, right: Look | None, weights: Link) -> Link:
-    """Stage 1.  right: the look in which stage 2 is right, if there is one.  weights: stage 3."""
-    link = of_the_mean(facts, right)
+def averaging(facts: Facts, right: Look | None, weights: Check) -> Check:
+    """The check.  right: the look in which `one batch` is right, if any.  weights: that check."""
+    check = of_the_mean(facts, right)
     if right:
-        link = of_the_whole_step(right, link)
-    is_wrong = link.is_right is False and not facts.unequal
+        check = of_the_whole_step(right, check)
+    is_wrong = check.is_right is False and not facts.unequal
     if is_wrong and weights.is_right and not facts.forced:
-        # Weights are averaged after it, or gradients in it.
-        text = "ok: each rank's step begins with its own gradients, and ends as with their mean"
-        return Link(LABEL, True, text, weights.limit)
-    return link
+        # The program averages the weights after the step, or the gradients in it.
+        text = "ok: a step begins with each rank's local gradients, and ends as with their mean"
+        return Check(LABEL, True, text, weights.limit)
+    return check
 
 
-def in_weights(weights: Link) -> Link:
-    """Stage 1 if the optimizers have parameters of their own: the weights alone can tell."""
+def in_weights(weights: Check) -> Check:
+    """The check if the optimizers have parameters of their own: the weights alone can tell."""
     if weights.is_right is None:
         return inconclusive(LABEL, OWN_PARAMETERS)
     text = f"ok: seen in the weights only, as {OWN_PARAMETERS.sentence}"
-    return Link(LABEL, True, text, weights.limit)
+    return Check(LABEL, True, text, weights.limit)
 
 
-def of_the_mean(facts: Facts, right: Look | None) -> Link:
-    """Stage 1 of the gradients before they were clipped: are they the mean?"""
+def of_the_mean(facts: Facts, right: Look | None) -> Check:
+    """Whether the gradients, before they were clipped, are the mean."""
     count = len(facts.owns[0])
-    factors = right.factors if right else [[1 / count] * count for _ in facts.steps]
+    factors = [[1 / count] * count for _ in facts.steps]
+    if right and len(right.factors[0]) == count:  # else the ranks do the same work without dropout
+        factors = right.factors
     goals = [vectors.combine(facts.owns[k], factors[k]) for k in facts.steps]
     steps = [[rank.steps[k] for rank in facts.ranks] for k in facts.steps]
     gots = [[vectors.only(before(one), facts.trained) for one in some] for some in steps]
@@ -65,13 +67,13 @@ def of_the_mean(facts: Facts, right: Look | None) -> Link:
         text = MEAN.replace("mean", combination(factors))
         return ok(text + clipped_in_words(facts.ranks), figures)
     differ = [[vectors.only(got, set(bad)) for got in in_step] for in_step in gots]
-    if link := sent_coarsely(facts, differ, goals, figures):
-        return link
+    if check := sent_coarsely(facts, differ, goals, figures):
+        return check
     names = set().union(*goals)
     place = f" of {len(bad)} of {len(names)} tensors ({verdict.some_of(bad)})"
     place *= len(bad) < len(names)
 
-    def explained(step: int) -> Link:
+    def explained(step: int) -> Check:
         own = [vectors.only(part, set(bad)) for part in facts.owns[step]]
         got = [vectors.only(part, set(bad)) for part in gots[step]]
         text = "" if right else perhaps_right(got, own, vectors.only(goals[step], set(bad)), place)
@@ -82,12 +84,12 @@ def of_the_mean(facts: Facts, right: Look | None) -> Link:
         clipped = [vectors.only(one.got, set(bad)) for one in steps[step] if one.unclipped]
         return wrong(text or unequal_in_words(got, own, clipped, place), figures)
 
-    links = {k: explained(k) for k in facts.steps if not goals[k].keys().isdisjoint(bad)}
-    link = links.get(worst) or explained(worst)
-    if link.is_right is None or len({one.text for one in links.values()}) == 1:
-        return link
-    same = [str(k + 1) for k, one in links.items() if one == link]
-    return link._replace(text=link.text.replace("WRONG:", f"WRONG in step {', '.join(same)}:"))
+    checks = {k: explained(k) for k in facts.steps if not goals[k].keys().isdisjoint(bad)}
+    check = checks.get(worst) or explained(worst)
+    if check.is_right is None or len({one.text for one in checks.values()}) == 1:
+        return check
+    same = [str(k + 1) for k, one in checks.items() if one == check]
+    return check._replace(text=check.text.replace("WRONG:", f"WRONG in step {', '.join(same)}:"))
 
 
 def before(step: Step) -> Vector:
@@ -136,36 +138,35 @@ def clipped_in_words(ranks: list[Notes]) -> str:
     return ""
 
 
-def of_the_whole_step(right: Look, link: Link) -> Link:
-    """Stage 1: do the optimizers receive what one process's optimizer would have received?
+def of_the_whole_step(right: Look, check: Check) -> Check:
+    """Whether the optimizers receive what one process's optimizer would have received.
 
     Its own program has clipped, scaled or masked it, before it was given the ranks' gradients.
     """
     facts = right.facts
-    limit = max(limits.UPDATED, limit_of(facts), link.limit, right.limit)
+    limit = max(limits.UPDATED, limit_of(facts), check.limit, right.limit)
     is_part = any(facts.comparable_names(k) < facts.trained for k in facts.comparable)
-    if not link.is_right:
-        after, *_ = furthest_from_alone(right, is_before=False)
-        far, k, got, wanted = furthest_from_alone(right, is_before=True)
-        if far > limit >= after and not is_part:
-            text = link.text.replace("WRONG: ", "clipping makes them one process's; before it, ")
-            return ok(text, Figures(after, limit))
-        if far > limit:
-            alone, times = right.alone.notes.steps[k], vectors.fit(got, [wanted])
-            is_changed = vectors.distance(wanted, vectors.only(alone.own, set(wanted))) > limit
+    far, k, got, wanted = furthest_from_alone(right, is_before=False)
+    if not check.is_right:
+        earlier, place, sent, made = furthest_from_alone(right, is_before=True)
+        if earlier > limit >= far and not is_part:
+            text = check.text.replace("WRONG: ", "after clipping they are one process's; before, ")
+            return ok(text, Figures(far, limit))
+        if earlier > limit:
+            own, times = right.alone.notes.steps[place].own, vectors.fit(sent, [made])
+            is_changed = vectors.distance(made, vectors.only(own, set(made))) > limit
             text = f"{times.factors[0]:.7g} times what one process's optimizer receives"
             is_multiple = is_changed and times.left < limits.EQUAL
-            return wrong(text, Figures(far, limit)) if is_multiple else link
-    far, k, got, wanted = furthest_from_alone(right, is_before=False)
+            return wrong(text, Figures(earlier, limit)) if is_multiple else check
     figures, times = Figures(far, limit), vectors.fit(got, [wanted])
     if far <= limit:
-        if not link.is_right and is_part:
-            return link  # of the others, these gradients tell nothing
-        if link.is_right and not is_clipped(facts.ranks):
-            return link._replace(limit=max(link.limit, limit))
+        if not check.is_right and is_part:
+            return check  # of the others, these gradients tell nothing
+        if check.is_right and not is_clipped(facts.ranks):
+            return check._replace(limit=max(check.limit, limit))
         return ok(f"{MEAN}, changed as in one process", figures)
     if one_batch.draws_others(right, k):
-        return inconclusive(LABEL, one_batch.NOT_COMPARABLE[0], MEAN, figures)
+        return inconclusive(LABEL, one_batch.DRAWS, MEAN, figures)
     if is_clipped([*facts.ranks, right.alone.notes]):
         lengths = f"{vectors.length(got):.3g}, but {vectors.length(wanted):.3g} in one process"
         return wrong(f"after clipping, the mean has length {lengths} {figures}", figures)
@@ -180,7 +181,8 @@ def furthest_from_alone(right: Look, is_before: bool) -> tuple[float, int, Vecto
 
     is_before: of the gradients before they were clipped.
     """
-    facts, worst = right.facts, (0.0, 0, {}, {})
+    facts = right.facts
+    worst: tuple[float, int, Vector, Vector] = 0.0, 0, {}, {}
     for k in facts.comparable:
         names = facts.comparable_names(k)
         alone = right.alone.notes.steps[k]
@@ -201,21 +203,20 @@ def furthest_from_alone(right: Look, is_before: bool) -> tuple[float, int, Vecto
 
 def sent_coarsely(
     facts: Facts, gots: list[list[Vector]], goals: list[Vector], figures: Figures
-) -> Link | None:
-    """Stage 1, if numbers differ as 16 bits round: right, if all that came is in 16 bits."""
-    count = len(gots[0])
+) -> Check | None:
+    """The check if numbers differ as 16 bits round: right, if all received ones are in 16 bits."""
+    count, every = len(gots[0]), [got for in_step in gots for got in in_step]
     for dtype in torch.float16, torch.bfloat16:
         most = torch.finfo(dtype).eps * max(1.0, count**0.5 / 2)  # each addition rounds
-        are_in = all(is_in(dtype, got, count) for in_step in gots for got in in_step)
-        if figures.difference <= most and are_in:
+        if figures.difference <= most and all(is_in(dtype, got, count) for got in every):
             text = f"{MEAN}, sent as {str(dtype).removeprefix('torch.')}"
             return ok(text, Figures(figures.difference, most))
     eps = torch.finfo(torch.bfloat16).eps  # twice what a message rounds: micro-batches may cancel
     for k, goal in enumerate(goals):
         for got in gots[k]:
-            own = [vectors.only(part, got.keys()) for part in facts.owns[k]]
+            own = [vectors.only(part, set(got)) for part in facts.owns[k]]
             rest = {}
-            some = vectors.only(goal, got.keys())
+            some = vectors.only(goal, set(got))
             for name, far in vectors.combine([got, some], [1, -1]).items():
                 sizes = [vectors.numbers(part[name]).abs() for part in own if name in part]
                 rest[name] = (far.abs() - eps * sum(sizes)).clamp(min=0)
@@ -234,12 +235,12 @@ def is_in(dtype: torch.dtype, got: Vector, count: int) -> bool:
     return True
 
 
-def ok(text: str, figures: Figures) -> Link:
-    return Link(LABEL, True, f"ok: {text} {figures}", figures.threshold, figures=figures)
+def ok(text: str, figures: Figures) -> Check:
+    return Check(LABEL, True, f"ok: {text} {figures}", figures.threshold, figures=figures)
 
 
-def wrong(text: str, figures: Figures) -> Link:
-    return Link(LABEL, False, f"WRONG: {text}", figures=figures)
+def wrong(text: str, figures: Figures) -> Check:
+    return Check(LABEL, False, f"WRONG: {text}", figures=figures)
 
 
 def perhaps_right(got: list[Vector], own: list[Vector], goal: Vector, place: str) -> str:
@@ -321,8 +322,8 @@ def equal_in_words(fit: Fit, proper: list[float], place: str) -> str:
         return f"{text} {verdict.percent(proper)}{rest}" + f". {UNEVEN}" * is_even
     of_one = f"one process's gradients{place}"
     if abs(times - 1) < limits.FACTOR:
-        rest = max(fit.left, *(abs(ratio - 1) for ratio in ratios))
-        return f"{of_one}, but for {rest:.0e} of them"
+        left = max(fit.left, *(abs(ratio - 1) for ratio in ratios))
+        return f"{of_one}, but for {left:.0e} of them"
     if abs(times - count) < limits.FACTOR * count:
         return f"{count} times {of_one}: the ranks' sum, not their mean{rest}"
     if abs(times * count - 1) < limits.FACTOR:

@@ -100,7 +100,7 @@ def mapped(function: Callable[[list, Any], Any], values: list, key: Any = None) 
         return function(values, key)
     made = {}
     for name in parts[0]:
-        made[name] = mapped(function, [some[name] for some in parts], name)
+        made[name] = mapped(function, [some[name] for some in parts if some], name)
     return with_parts(values[0], made)
 
 
@@ -131,7 +131,12 @@ def from_plain(plain: Any, own: Any) -> Any:
     if isinstance(plain, torch.Tensor):
         if isinstance(own, numpy.ndarray):
             return plain.clone().numpy()
-        return plain.to(own.device if isinstance(own, torch.Tensor) else "cpu", copy=True)
+        if not isinstance(own, torch.Tensor):
+            return plain.clone()
+        if own.requires_grad and own.shape == plain.shape:
+            own.data.copy_(plain)  # the program asks for this tensor's gradient
+            return own
+        return plain.to(own.device, copy=True).requires_grad_(own.requires_grad)
     parts = parts_of(own)
     if parts is None or not isinstance(plain, dict):
         return plain

@@ -12,10 +12,10 @@ from ddp_by_diff.equivalence import examples, verdict
 from ddp_by_diff.equivalence.batches import digests_of_examples, to_plain
 from ddp_by_diff.equivalence.examples import LABEL, Counted
 from ddp_by_diff.equivalence.loaders import Loaders
-from ddp_by_diff.equivalence.notes import Loader
+from ddp_by_diff.equivalence.notes import Loader, have_one_dataset
 from ddp_by_diff.equivalence.observe import print_into
 from ddp_by_diff.equivalence.runs import Runs, be_alone
-from ddp_by_diff.equivalence.verdict import Answer, Link, Reason, Verdict, inconclusive
+from ddp_by_diff.equivalence.verdict import Answer, Check, Reason, Verdict, inconclusive
 from ddp_by_diff.instruments.command import show
 from ddp_by_diff.instruments.meeting import Place
 from ddp_by_diff.instruments.observer import Observer
@@ -24,11 +24,11 @@ from ddp_by_diff.instruments.rank import Job
 
 FIRST = 8  # batches that tell whether the second epoch has another order
 NO_LOADER = Reason(
-    "no DataLoader was seen: batches that a program makes in its loop can't be followed",
+    "no DataLoader gave batches to train with: those that a program makes can't be followed",
     "in a copy, load the data with a DataLoader",
 )
 OTHER_LOADERS = Reason(
-    "only the first DataLoader was followed, and others, too, gave batches to train with",
+    "only one DataLoader was followed, and others, too, gave batches before each backward pass",
     "in a copy, train with another one only",
 )
 WHOLE = "let the loop read its DataLoader to the end (no break, no islice), and begin another epoch"
@@ -41,27 +41,54 @@ OWN_DATA = Reason(
     "in a copy, wrap the data set: with ConcatDataset([data]), examples are known by their content",
 )
 UNREAD = Reason(
-    "others may never come, as one process reads fewer, or not to the end",
+    "others may never be read, as one process reads fewer, or not to the end",
     "count the examples of the data; if an epoch is a fixed number of steps, nothing is wrong",
 )
 
 
 @dataclass
+class Round:
+    """One iteration over a loader, on one rank."""
+
+    name: str  # the loader's
+    batches: list[list] = field(default_factory=list)  # the names of each one's examples
+    are_numbers: bool = True  # in the data set; else digests of their contents
+    is_whole: bool = False  # it has come to its end
+    trains: int = 0  # the backward passes that followed a batch of it
+    trains_alone: bool = False  # and no other loader gave a batch before one of them
+
+
+@dataclass
 class Epoch:
-    """One rank's notes on its loader's first epoch, and on the beginning of the second one."""
+    """One rank's notes on its loader's first epoch, and on the beginning of the second one.
+
+    A round counts if a backward pass follows its batches before another loader gives one: before
+    that a program may look at its data, evaluate, or recompute an average.
+    """
 
     rank: int
-    batches: int = 0
-    again: int = 0  # batches of the second epoch
-    largest: int = 0  # batch
-    counts: Counter = field(default_factory=Counter)  # how often each example came
-    first: list = field(default_factory=list)  # examples that the first epoch begins with
-    second: list = field(default_factory=list)  # and those that the second one begins with
-    is_whole: bool = False  # the loader has come to its end
-    is_over: bool = False  # so it has, or it has begun again before that
-    are_numbers: bool = True  # examples are known by their numbers in the data set; else by digests
-    loader: Loader = field(default_factory=Loader)
-    loaders: set[str] = field(default_factory=set)  # that gave batches to train with
+    first: Round
+    second: Round | None
+    loader: Loader
+    loaders: set[str]  # that gave batches to train with
+
+    @property
+    def is_over(self) -> bool:
+        return self.first.is_whole or self.second is not None
+
+    @property
+    def counts(self) -> Counter:
+        """How often each example of the first epoch was read."""
+        return Counter(itertools.chain(*self.first.batches))
+
+    @property
+    def length(self) -> int:
+        """The number of batches."""
+        return len(self.first.batches)
+
+    @property
+    def largest(self) -> int:
+        return max(map(len, self.first.batches), default=0)
 
 
 def observers(place: Place, log: str, *_: Any) -> list[Observer]:
@@ -69,13 +96,13 @@ def observers(place: Place, log: str, *_: Any) -> list[Observer]:
 
 
 class Follower(Observer):
-    """Follows the first loader that gives batches to train with."""
+    """Follows all loaders, until the first one that trains has begun its second epoch."""
 
     def __init__(self, place: Place, log: str) -> None:
         self.place, self.log = place, log
-        self.noted = Epoch(place.rank)
         self.loaders = Loaders({})
-        self.name = ""  # of the loader
+        self.rounds: dict[tuple[str, int], Round] = {}  # by the loader's name, and their number
+        self.pending: list[Round] = []  # that gave batches since the last backward pass
 
     def installed(self) -> None:
         print_into(self.hooks.undo, self.log)
@@ -83,164 +110,186 @@ class Follower(Observer):
     def patches(self) -> list[tuple[Any, str, Callable]]:
         return self.loaders.patches()
 
+    def backward(self, original: Callable) -> Any:
+        for one in self.pending:
+            one.trains += 1
+            one.trains_alone |= one is self.pending[-1]
+        self.pending = []
+        return original()
+
+    def epochs(self) -> list[Round]:
+        """The rounds of the first loader that trains, in which it does."""
+        some = [one for one in self.rounds.values() if one.trains_alone]
+        return [one for one in some if one.name == some[0].name]
+
     def load(self, iterator: Any, original: Callable) -> Any:
         if not torch.is_grad_enabled():
             return original()
-        noted, name = self.noted, self.loaders.name_of(iterator)
-        self.name = self.name or name
-        noted.loaders.add(name)
-        if name != self.name:
-            return original()
-        rounds = self.loaders.rounds[name]
-        noted.is_over |= rounds > 1
-        if noted.is_over and (rounds > 2 or noted.again >= FIRST):  # on all ranks the same step
+        name = self.loaders.name_of(iterator)
+        known = self.rounds.setdefault((name, self.loaders.rounds[name]), Round(name))
+        epochs = self.epochs()
+        is_next = len(epochs) > 1 and (known not in epochs or len(known.batches) >= FIRST)
+        if is_next and known.name == epochs[0].name:  # on all ranks the same step
             raise Finished
         try:
             batch = original()
         except StopIteration:
-            noted.is_whole |= not noted.is_over
-            noted.is_over = True
+            known.is_whole = True
+            self.loaders.rounds[name] += 1  # persistent workers have one iterator for all epochs
             raise
-        self.follow(iterator, batch)
+        indices = self.loaders.indices_of(iterator)
+        names = indices or digests_of_examples(to_plain(batch), self.loaders.examples)
+        known.batches.append([*names])
+        known.are_numbers &= bool(indices)
+        self.pending = [one for one in self.pending if one is not known] + [known]
+        if self.place.rank == 0:
+            count, number = self.place.world_size, len(known.batches)
+            show(f"equivalence: {count} processes, batch {number}")
         return batch
 
-    def follow(self, iterator: Any, batch: Any) -> None:
-        noted, indices = self.noted, self.loaders.indices_of(iterator)
-        names = indices or digests_of_examples(to_plain(batch), self.loaders.examples)
-        if noted.is_over:
-            noted.second += names
-            noted.again += 1
-            return
-        noted.are_numbers &= bool(indices)
-        noted.batches += 1
-        noted.largest = max(noted.largest, len(names))
-        noted.first += names if noted.batches <= FIRST else []
-        noted.counts.update(names)
-        if self.place.rank == 0:
-            show(f"equivalence: {self.place.world_size} processes, batch {noted.batches}")
-
-    def notes(self, is_own_thread: bool) -> Epoch:
-        if is_own_thread and self.name:
+    def notes(self, is_own_thread: bool) -> Epoch | None:
+        """None if no loader has trained."""
+        epochs = self.epochs()
+        if not epochs:
+            return None
+        if is_own_thread:
             self.loaders.look_into_data()
-            self.noted.loader = self.loaders.loaders[self.name]
-        return self.noted
+        first, second = epochs[0], epochs[1] if len(epochs) > 1 else None
+        loaders = {one.name for one in self.rounds.values() if one.trains > 1}
+        return Epoch(self.place.rank, first, second, self.loaders.loaders[first.name], loaders)
 
 
-def answer(ranks: list[Epoch], runs: Runs) -> Answer:
-    if not any(rank.loaders for rank in ranks):
+def are_cut_off(notes: list) -> bool:
+    """Whether ranks failed as others, which have fewer batches, had come to the program's end."""
+    ended = [note.value for note in notes if note.ending != "failed"]
+    failed = [note.value for note in notes if note.ending == "failed"]
+    if not ended or None in (*ended, *failed):
+        return False
+    return max(one.length for one in ended) < min(one.length for one in failed)
+
+
+def answer(ranks: list[Epoch | None], runs: Runs) -> Answer:
+    known = [rank for rank in ranks if rank]
+    if len(known) < len(ranks):
         return verdict.unknown(NO_LOADER)
-    links = [batches(ranks), came(ranks, runs), order(ranks)]
-    if any(len(rank.loaders) > 1 for rank in ranks):
-        links.append(inconclusive("loaders", OTHER_LOADERS))
+    checks = [batches(known), came(known, runs), order(known)]
+    if any(len(rank.loaders) > 1 for rank in known):
+        checks.append(inconclusive("loaders", OTHER_LOADERS))
     text = "the ranks share out the examples"
-    if any(rank.loader.redraws for rank in ranks):
-        text = "the ranks have equally many batches, and draw them with replacement"
-    right = Verdict(verdict.SAME, f"RIGHT in one whole epoch: {text}")
-    found = verdict.problem(links, "one process in an epoch") or right
-    return Answer(found, links, [])
+    if any(rank.loader.redraws for rank in known):
+        text = "the ranks have equally many batches, and draw them at random"
+    same = Verdict(verdict.SAME, f"THE SAME as one process in one whole epoch: {text}")
+    return Answer(verdict.problem(checks, "one process in an epoch") or same, checks, [])
 
 
-def batches(ranks: list[Epoch]) -> Link:
+def batches(ranks: list[Epoch]) -> Check:
     """Whether all ranks have equally many batches; if not, some wait for ever."""
-    text = " + ".join(str(rank.batches) for rank in ranks)
-    cut = [rank for rank in ranks if not rank.is_whole]
-    most = max(ranks, key=lambda rank: rank.batches)
-    least = min(ranks, key=lambda rank: rank.batches)
-    if most.batches != least.batches and len(cut) < len(ranks):
+    counts = [rank.length for rank in ranks]
+    text = " + ".join(map(str, counts))
+    cut = [rank for rank in ranks if not rank.first.is_whole]
+    if len(set(counts)) > 1 and len(cut) < len(ranks):
         waits = not all(rank.is_over for rank in ranks)
-        more = " or more" if waits else ""
-        text += f"{more}: rank {least.rank} has {least.batches}, rank {most.rank} {most.batches}"
+        least, most = counts.index(min(counts)), counts.index(max(counts))
+        text += " or more" * waits
+        text += f": rank {ranks[least].rank} has {counts[least]}, "
+        text += f"rank {ranks[most].rank} {counts[most]}"
         if not waits:
             return inconclusive("batches", UNEQUAL, text)
-        return Link("batches", False, f"{text}; ranks with more wait for the others forever")
+        return Check("batches", False, f"{text}; ranks with more wait for the others forever")
     if cut:
         who = "no rank" if len(cut) == len(ranks) else f"not rank {cut[0].rank}"
         reason = Reason(f"{who} has read its DataLoader to the end", WHOLE)
         return inconclusive("batches", reason, f"{text}, and perhaps there are more")
-    return Link("batches", True, text)
+    return Check("batches", True, text)
 
 
-def came(ranks: list[Epoch], runs: Runs) -> Link:
-    """Whether each example of the data came once, on one rank."""
-    loaders, are_numbers = [rank.loader for rank in ranks], all(rank.are_numbers for rank in ranks)
+def came(ranks: list[Epoch], runs: Runs) -> Check:
+    """Whether each example of the data was read once, by one rank."""
+    loaders = [rank.loader for rank in ranks]
+    are_numbers = all(rank.first.are_numbers for rank in ranks)
     found = examples.counted([rank.counts for rank in ranks])
-    text = f"{found.came} examples came"
-    pairs = itertools.combinations(ranks, 2)
-    is_same = any(one.first and one.first == other.first for one, other in pairs)
-    if is_same and (not are_numbers or examples.have_one_dataset(loaders)):
-        return Link(LABEL, False, f"{text}, the same on two ranks: {examples.remedy(loaders)}")
+    text = f"{found.came} examples were read"
+    pairs = itertools.combinations([rank.first.batches[:FIRST] for rank in ranks], 2)
+    are_known = have_one_dataset(loaders) or not are_numbers
+    if are_known and any(one == other for one, other in pairs):
+        return Check(LABEL, False, f"{text}, the same on two ranks: {examples.remedy(loaders)}")
     if any(loader.redraws for loader in loaders):
-        return Link(LABEL, True, f"{text}, drawn with replacement, so they were not counted")
+        return Check(LABEL, True, f"{text}, drawn at random, so they were not counted")
     if are_numbers:
         return of_numbers(ranks, loaders, found)
-    link = examples.why_not_shared_out(found, f"{text}; ", loaders, False)
-    return link or of_stream(ranks, f"{text}, each once, on one rank", found.came, runs)
+    check = examples.why_not_shared_out(found, f"{text}; ", loaders, False)
+    return check or of_stream(ranks, f"{text}, each once, on one rank", found.came, runs)
 
 
-def of_stream(ranks: list[Epoch], text: str, count: int, runs: Runs) -> Link:
+def of_stream(ranks: list[Epoch], text: str, count: int, runs: Runs) -> Check:
     """The same, if nobody knows how many there are: one process reads the stream, too."""
-    if not all(rank.is_whole for rank in ranks):
-        return Link(LABEL, True, text)
+    if not all(rank.first.is_whole for rank in ranks):
+        return Check(LABEL, True, text)
     log, args = f"{runs.folder}/alone", runs.args
     job = Job("equivalence", [*args.command, *args.alone], args.timeout, observers, (log, log))
     notes, _ = runs.run(be_alone, job, 1)
-    total = sum(note.value.counts.total() for note in notes if note.value.is_whole)
+    read = [note.value for note in notes if note.value and note.value.first.is_whole]
+    total = sum(one.counts.total() for one in read)
     missing, batch = total - count, sum(rank.largest for rank in ranks)
-    text += f"; {total} in one process" * bool(total) + f", so {missing} never come" * (missing > 0)
+    text += f"; {total} in one process" * bool(total)
+    text += f", so {missing} are never read" * (missing > 0)
     if missing < -batch:
         return inconclusive(LABEL, UNREAD, text)
     if 0 < missing <= batch and not all(rank.loader.drops for rank in ranks):
         return inconclusive(LABEL, examples.NEVER, text)
-    return Link(LABEL, missing <= batch, text)
+    return Check(LABEL, missing <= batch, text)
 
 
-def of_numbers(ranks: list[Epoch], loaders: list[Loader], found: Counted) -> Link:
+def of_numbers(ranks: list[Epoch], loaders: list[Loader], found: Counted) -> Check:
     """The same, if examples are known by their numbers in the data."""
     batch = sum(rank.largest for rank in ranks)
     # What a sampler may add as padding, and what it or its loader may leave out.
     slack = len(ranks) + batch * (not all(loader.is_known for loader in loaders))
     rest = len(ranks) - 1 + batch * any(loader.drops for loader in loaders)
     length = examples.pool_of(loaders)
-    text = f"{found.different} of {length} examples came"
+    text = f"{found.different} of {length} examples were read"
     is_part = all(len(rank.counts) < rank.loader.length for rank in ranks)
-    if link := examples.other_number(loaders, is_part and found.shared <= slack):
-        return link._replace(text=f"{text}; {link.text}")
-    if all(loader.picks for loader in loaders) and not examples.have_one_dataset(loaders):
-        text = " + ".join(str(len(rank.counts)) for rank in ranks) + " examples came"
+    is_shared_out = is_part and found.shared <= slack
+    if check := examples.other_number(f"{text}; ", loaders, is_shared_out):
+        return check
+    if len({loader.length for loader in loaders}) > 1 or examples.have_own_data(loaders):
+        text = " + ".join(str(len(rank.counts)) for rank in ranks) + " examples were read"
         return inconclusive(LABEL, OWN_DATA, text)
-    link = examples.why_not_shared_out(found, f"{text}; ", loaders, True, slack)
-    if not link and all(rank.is_whole for rank in ranks):
-        link = examples.never_come(found, text, length, len(ranks), rest)
+    is_proven = have_one_dataset(loaders)
+    check = examples.why_not_shared_out(found, f"{text}; ", loaders, is_proven, slack)
+    if not check and all(rank.first.is_whole for rank in ranks):
+        check = examples.never_come(found, text, length, len(ranks), rest)
     repeated = found.came - found.different
-    second = examples.counted([Counter(rank.second) for rank in ranks])
-    if not link and second.shared > len(ranks) >= repeated:
+    seconds = [rank.second.batches if rank.second else [] for rank in ranks]
+    second = examples.counted([Counter(itertools.chain(*some)) for some in seconds])
+    if not check and second.shared > len(ranks) >= repeated:
         text += f"; but in the second epoch, {second.shared} of the first {second.different} are on"
-        link = Link(LABEL, False, f"{text} more than one rank: {examples.remedy(loaders)}")
-    if link:
-        return link
+        check = Check(LABEL, False, f"{text} more than one rank: {examples.remedy(loaders)}")
+    if check:
+        return check
     if not repeated:
-        return Link(LABEL, True, f"{text}, each once, on one rank")
+        return Check(LABEL, True, f"{text}, each once, on one rank")
     text += f", {repeated} of them again"
-    link = examples.why_not_shared_out(found, f"{text}; ", loaders, False)
-    if link and repeated > len(ranks) and found.different < length:
-        return link  # a sampler that pads leaves out none
-    return Link(LABEL, True, f"{text} (padding)")
+    check = examples.why_not_shared_out(found, f"{text}; ", loaders, False)
+    if check and repeated > len(ranks) and found.different < length:
+        return check  # a sampler that pads leaves out none
+    return Check(LABEL, True, f"{text} (padding)")
 
 
-def order(ranks: list[Epoch]) -> Link:
+def order(ranks: list[Epoch]) -> Check:
     """Whether a shuffled loader has another order in the next epoch."""
-    first = ranks[0].first
-    second = ranks[0].second[: len(first)]
-    if not second:
-        return Link("order", True, "no second epoch was followed")
-    if first[: len(second)] != second:
-        return Link("order", True, "the second epoch has another order")
-    text = "the second epoch has the order of the first"
-    if not ranks[0].are_numbers:
-        return Link("order", True, f"{text}; whether it is shuffled is not known")
-    if first == sorted(first):
-        return Link("order", True, f"{text}, which is not shuffled")
+    first, second = ranks[0].first, ranks[0].second
+    if second is None:
+        return Check("order", True, "no second epoch was followed")
+    count = min(len(first.batches), len(second.batches))
+    if first.batches[:count] != second.batches[:count]:
+        return Check("order", True, "the second epoch has another order")
+    text, names = "the second epoch has the order of the first", [*itertools.chain(*first.batches)]
+    if not first.are_numbers:
+        return Check("order", True, f"{text}; whether it is shuffled is not known")
+    if names == sorted(names):
+        return Check("order", True, f"{text}, which is not shuffled")
     if not ranks[0].loader.sampler:
-        return Link("order", True, f"{text}, and its sampler is no DistributedSampler")
+        return Check("order", True, f"{text}, and its sampler is no DistributedSampler")
     text += ", though it is shuffled: call sampler.set_epoch(epoch) before each epoch"
-    return Link("order", False, text)
+    return Check("order", False, text)

@@ -2,13 +2,14 @@
 
 import itertools
 from collections import Counter
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from ddp_by_diff.equivalence.batches import digests_of_examples, tensors_in
 from ddp_by_diff.equivalence.facts import COPIES, PARTS, UNCLEAR, Facts
 from ddp_by_diff.equivalence.limits import ALIKE, OFTEN
-from ddp_by_diff.equivalence.notes import Event, Loader, Notes
-from ddp_by_diff.equivalence.verdict import Link, Reason, inconclusive, some_of, span
+from ddp_by_diff.equivalence.notes import Event, Loader, Notes, have_one_dataset
+from ddp_by_diff.equivalence.verdict import Check, Reason, inconclusive, some_of, span
 
 LABEL = "examples"
 NO_BATCHES = Reason(
@@ -16,7 +17,7 @@ NO_BATCHES = Reason(
     "in a copy, let one DataLoader give a batch for each step",
 )
 AGAIN = Reason(
-    "some came more than once, and not as padding",
+    "some were read more than once, and not as padding",
     "if they are equal, drawn again or repeated on purpose, nothing is wrong; if not, and loader "
     "workers read a stream, give each its own share (get_worker_info)",
 )
@@ -25,26 +26,30 @@ EQUAL = Reason(
     "if they are equal, or drawn with replacement, nothing is wrong; else give each rank its share",
 )
 NEVER = Reason(
-    "some examples never come",
+    "some examples are never read",
     "if they are left out on purpose (for validation), nothing is wrong",
+)
+CHANGED = Reason(
+    "the data have changed since their loader was made, so their numbers say nothing",
+    "in a copy, draw or change them once, before the first epoch",
 )
 ONE_ORDER = "make data, order and the labels' numbers equal on all ranks (sorted(), or a seed)"
 
 
-def copies(facts: Facts) -> Link:
+def copies(facts: Facts) -> Check:
     """Whether all ranks have equal weights before and after each step, and train equal layers."""
     if facts.model == UNCLEAR:
-        return Link("copies", True)
+        return Check("copies", True)
     if facts.unequal:
         when = f"after step {facts.first_unequal}" if facts.first_unequal else "from the start"
         text = f"the ranks' weights differ {when}: {some_of(facts.unequal)}"
         text += ", which no optimizer trains" * facts.trained.isdisjoint(facts.unequal)
-        return Link("copies", False, text)
+        return Check("copies", False, text)
     if text := other_layers(facts):
-        return Link("layers", False, text)
+        return Check("layers", False, text)
     names = facts.unequal_before(len(facts.steps), is_exact=True)
     text = f"ok, up to rounding in {some_of(names)}; in a long run, copies may drift apart"
-    return Link("copies", True, text if names else "")
+    return Check("copies", True, text if names else "")
 
 
 def other_layers(facts: Facts) -> str:
@@ -77,95 +82,100 @@ def counted(shares: list[Counter]) -> Counted:
 
 
 def why_not_shared_out(
-    found: Counted, text: str, loaders: list[Loader | None], is_proven: bool, slack: float = 0
-) -> Link | None:
-    """The link if examples are repeated, or on two ranks; None if not.  text: begins its line.
+    found: Counted, text: str, loaders: list[Loader], is_proven: bool, slack: float = 0
+) -> Check | None:
+    """The check if examples are repeated, or on two ranks; None if not.  text: begins its line.
 
     is_proven: examples are known by their numbers in data that all ranks share, and come once in
     an epoch; else they may be equal, or drawn again.  slack: so many may come again, as padding.
     """
     if found.again > slack or found.again and found.shared > slack:  # no partition of the data
-        text += f"{found.again} of {found.different} came more than once on their rank"
+        text += f"{found.again} of {found.different} were read more than once by their rank"
         return inconclusive(LABEL, AGAIN, text)
     if found.shared <= slack:
         return None
     text += f"{found.shared} of {found.different} are on more than one rank"
     if is_proven or found.shared > OFTEN * found.different:
-        return Link(LABEL, False, f"{text}: {remedy(loaders)}")
+        return Check(LABEL, False, f"{text}: {remedy(loaders)}")
     return inconclusive(LABEL, EQUAL, text)
 
 
-def remedy(loaders: list[Loader | None]) -> str:
+def remedy(loaders: list[Loader]) -> str:
     """What to do so that each rank has its own examples."""
-    if any(loader and loader.redraws for loader in loaders):
-        return "seed the ranks' samplers differently"
-    samplers = [loader.sampler if loader else "" for loader in loaders]
-    subsets = [sorted(loader.pool or []) if loader else [] for loader in loaders]
+    if any(loader.redraws for loader in loaders):
+        return "let each rank draw its own examples (another seed on each rank)"
+    samplers = [loader.sampler for loader in loaders]
+    subsets = [sorted(loader.pool or []) for loader in loaders]
     if any(subset != subsets[0] for subset in subsets) and all(samplers):
         return "the ranks' Subsets have different examples (random_split: seed it equally)"
     if all(samplers):
         return f"the ranks' DistributedSamplers have {', '.join(samplers)}"
-    has_length = any(loader and loader.length for loader in loaders)  # a stream has none
+    has_length = any(loader.length for loader in loaders)  # a stream has none
     return "give each rank its own share" + " (DistributedSampler)" * has_length
 
 
-def other_number(loaders: list[Loader | None], is_shared_out: bool) -> Link | None:
-    """The link if number k of the data is another example on some rank; None if it is the same.
+def other_number(text: str, loaders: list[Loader], is_shared_out: bool) -> Check | None:
+    """The check if number k of the data is another example on some rank; None if it is the same.
 
-    is_shared_out: each rank takes other numbers, so they are meant to be those of one data set.
+    text: begins its line.  is_shared_out: each rank takes other numbers, so they are meant to be
+    those of one data set.
     """
-    picks = [loader.picks for loader in loaders if loader and loader.picks]
-    if not is_shared_out or len(picks) < len(loaders):
-        return None
-    for rank, some in enumerate(picks):
+    picks = [loader.picks for loader in loaders]
+    for rank, some in enumerate(picks if is_shared_out else []):
         for number in some.keys() & picks[0].keys():
             if some[number] != picks[0][number]:
-                text = f"example {number} of the data is not the same on rank {rank} as on rank 0: "
-                return Link(LABEL, False, f"{text}{ONE_ORDER}")
+                text += f"example {number} of the data is not the same on rank {rank} as on rank 0"
+                if any(loader.has_changed for loader in loaders):
+                    return inconclusive(LABEL, CHANGED, text)
+                return Check(LABEL, False, f"{text}: {ONE_ORDER}")
     return None
 
 
-def have_one_dataset(loaders: list[Loader | None]) -> bool:
-    """Whether an example's number means the same on all ranks."""
-    picks = [loader.picks if loader else {} for loader in loaders]
-    return bool(picks[0]) and all(some == picks[0] for some in picks)
+def have_own_data(loaders: list[Loader]) -> bool:
+    """Whether an example's number means something else on some rank."""
+    return all(loader.picks for loader in loaders) and not have_one_dataset(loaders)
+
+
+def has_own_data(facts: Facts) -> bool:
+    """Whether each rank has a data set of its own."""
+    return any(have_own_data(facts.loaders(key)) for key in facts.keys)
 
 
 def pool_of(loaders: list[Loader]) -> int:
     """The number of examples that the ranks' data sets have together."""
-    pools = [loader.pool for loader in loaders]
-    return max(loader.length for loader in loaders) if None in pools else len(set().union(*pools))
+    pools = [loader.pool for loader in loaders if loader.pool is not None]
+    is_of_parts = len(pools) == len(loaders)
+    return len(set().union(*pools)) if is_of_parts else max(one.length for one in loaders)
 
 
-def never_come(found: Counted, text: str, length: int, ranks: int, slack: float) -> Link | None:
-    """The link if some of so many examples are on no rank."""
+def never_come(found: Counted, text: str, length: int, ranks: int, slack: float) -> Check | None:
+    """The check if some of so many examples are on no rank."""
     missing = length - found.different
     if missing <= slack:
         return None
-    text += f", {missing:.0f} never come"
+    text += f", {missing:.0f} are never read"
     if abs(found.different * ranks - length) > slack * ranks:
         return inconclusive(LABEL, NEVER, text)
-    return Link(LABEL, False, f"{text}: as if each rank took its share of its share")
+    return Check(LABEL, False, f"{text}: as if each rank took its share of its share")
 
 
-def examples(facts: Facts, total: int = 0) -> Link:
+def examples(facts: Facts, total: int = 0) -> Check:
     """Whether each example is on one rank.  total: examples of one process in a step, or 0."""
     if not facts.keys:
-        return Link(LABEL, True, NO_BATCHES.sentence)
+        return Check(LABEL, True, NO_BATCHES.sentence)
     text = in_words(facts, facts.ranks if facts.model == COPIES else facts.distinct)
-    if facts.model != COPIES:  # stage 2 tells whether they are right
+    if facts.model != COPIES:  # `one batch` tells whether they are right
         shared = "all" if len(facts.distinct) == 1 else "some"
         same = f", the same on {shared} ranks" + ", which share one model" * (facts.model == PARTS)
-        return Link(LABEL, True, text + same * (len(facts.distinct) < len(facts.ranks)))
+        return Check(LABEL, True, text + same * (len(facts.distinct) < len(facts.ranks)))
     if facts.is_same_work:
         who = "some ranks" if len(facts.distinct) > 1 else "all ranks"
-        loaders = [rank.loaders.get(facts.keys[0]) for rank in facts.ranks]
         text += f", but {who} have the same {facts.unit}, so the work is done again"
-        return Link(LABEL, False, f"{text}: {remedy(loaders)}")
+        return Check(LABEL, False, f"{text}: {remedy(facts.loaders(facts.keys[0]))}")
     if len(facts.distinct) < len(facts.ranks):
-        return Link(LABEL, True, f"{text}: each rank takes its part of the same batch")
+        return Check(LABEL, True, f"{text}: each rank takes its part of the same batch")
     if 0 < total < facts.total:
-        return Link(LABEL, True, f"{text}: each rank takes its part of the same batch")
+        return Check(LABEL, True, f"{text}: each rank takes its part of the same batch")
     return of_shares(facts, text)
 
 
@@ -175,49 +185,47 @@ def in_words(facts: Facts, ranks: list[Notes]) -> str:
     return " + ".join(counts) + " rows" * (facts.unit == "rows") + " per step"
 
 
-def of_shares(facts: Facts, text: str) -> Link:
+def of_shares(facts: Facts, text: str) -> Check:
     """Whether an example is on two ranks, in these steps or in an epoch: data parallelism."""
-    done = "; they may come again, so they were not counted"
+    done = "; whether some are on two ranks is not known"
     for key in facts.keys:
         # The text has the first one's counts.
         begin = text if key == facts.keys[0] else key.replace("loader", "DataLoader number")
-        loaders = [rank.loaders.get(key) for rank in facts.ranks]
-        if any(loader and loader.redraws for loader in loaders):
+        loaders = facts.loaders(key)
+        if any(loader.redraws for loader in loaders):
             continue  # they may take an example again
         are_numbers = have_one_dataset(loaders)
-        link, is_listed = in_an_epoch(facts, begin, loaders, are_numbers)
+        check, is_listed = in_an_epoch(facts, begin, loaders, are_numbers)
         found, slack = in_the_steps(facts, key, are_numbers)
-        if not link and found.again and max(found.again, found.shared) > slack:
-            continue  # drawn again, or equal: these tell nothing
+        if not check and (not found.came or found.again and max(found[2:]) > slack):
+            continue  # not known, drawn again, or equal: these tell nothing
         start = f"{begin}; in {len(facts.steps)} steps, "
         is_proven = are_numbers and all(loader.is_known for loader in loaders)
-        if link := link or why_not_shared_out(found, start, loaders, is_proven, slack):
-            return link
+        if check := check or why_not_shared_out(found, start, loaders, is_proven, slack):
+            return check
         if key == facts.keys[0]:
             done = f", {found.shared or 'none'} of them on two ranks "
             done += f"(checked for {len(facts.steps)} steps{', and in an epoch' * is_listed})"
-            if not are_numbers and all(loader and loader.picks for loader in loaders):
-                done += "; each rank's data set is its own: not compared with one process's"
-    return Link(LABEL, True, text + done)
+    return Check(LABEL, True, text + done)
 
 
 def in_an_epoch(
-    facts: Facts, text: str, loaders: list[Loader | None], are_numbers: bool
-) -> tuple[Link | None, bool]:
-    """The link if a whole epoch is not shared out; and whether its examples are known."""
-    epochs = [Counter(loader.epoch) if loader else Counter() for loader in loaders]
+    facts: Facts, text: str, loaders: list[Loader], are_numbers: bool
+) -> tuple[Check | None, bool]:
+    """The check if a whole epoch is not shared out; and whether its examples are known."""
+    epochs = [Counter(loader.epoch) for loader in loaders]
     found, slack = counted(epochs), len(loaders)  # padding, or what is left out
     is_listed = all(epochs) and not found.again
     is_shared_out = is_listed and found.shared <= slack
-    if link := other_number(loaders, is_shared_out):
-        return link._replace(text=f"{text}, but {link.text}"), False
+    if check := other_number(f"{text}, but ", loaders, is_shared_out):
+        return check, False
     if not (is_listed and are_numbers):
         return None, False
     text += "; in an epoch, "
     length = pool_of(loaders)
-    came = f"{text}{found.different} of {length} examples come"
-    link = why_not_shared_out(found, text, loaders, True, slack)
-    return link or never_come(found, came, length, len(loaders), slack), True
+    came = f"{text}{found.different} of {length} examples are read"
+    check = why_not_shared_out(found, text, loaders, True, slack)
+    return check or never_come(found, came, length, len(loaders), slack), True
 
 
 def in_the_steps(facts: Facts, key: str, are_numbers: bool) -> tuple[Counted, float]:
@@ -236,11 +244,10 @@ def named(facts: Facts, rank: Notes, key: str, are_numbers: bool) -> Counter:
     names: Counter = Counter()
     for step in facts.steps:
         for event in facts.events(rank, key, step):
-            digests = digests_of_examples(event.value, event.examples)
-            count = len(digests)
+            digests: Sequence = digests_of_examples(event.value, event.examples)
             if are_numbers and event.indices:
                 digests = event.indices
-            elif not event.examples and not has_rows(event, count):
+            elif not event.examples and not has_rows(event, len(digests)):
                 continue
             names.update((event.round, one) for one in digests)
     return names

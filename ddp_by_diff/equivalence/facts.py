@@ -4,12 +4,13 @@ import dataclasses
 import itertools
 from collections import ChainMap
 from functools import cached_property
+from typing import Any
 
 import torch
 
 from ddp_by_diff.equivalence import limits, vectors
 from ddp_by_diff.equivalence.batches import count_examples, digest
-from ddp_by_diff.equivalence.notes import Alone, Event, Notes, Step
+from ddp_by_diff.equivalence.notes import Alone, Event, Loader, Notes, Step, have_one_dataset
 from ddp_by_diff.equivalence.vectors import Vector, only, put_together, unequal_names
 
 # What the ranks have:
@@ -41,9 +42,17 @@ class Facts:
         for rank in self.ranks:
             names, last = {}, rank.counts[-1] if rank.counts else {}
             for key, events in sorted(rank.events.items()):
-                names[key] = [digest(event.value) for event in events[: last.get(key, 0)]]
+                names[key] = [self.name_of(key, one) for one in events[: last.get(key, 0)]]
             groups.setdefault(str(names), []).append(rank)
         return list(groups.values())
+
+    def name_of(self, key: str, event: Event) -> str:
+        """A name of a batch; equal contents are no equal examples, if their numbers are known."""
+        return digest(event.value) + str(event.indices) * have_one_dataset(self.loaders(key))
+
+    def loaders(self, key: str) -> list[Loader]:
+        """The ranks' loaders of this name; an empty one if the key is another one."""
+        return [rank.loaders.get(key, Loader()) for rank in self.ranks]
 
     @cached_property
     def distinct(self) -> list[Notes]:
@@ -70,11 +79,10 @@ class Facts:
     @cached_property
     def unit(self) -> str:
         """What is counted: "examples", or a tensor's "rows", if these may be steps in time."""
-        counts = set()
+        first, counts = self.ranks[0], set()
         for key in self.keys:
-            counts |= {count_examples(event.value) for event in self.events(self.ranks[0], key, 0)}
-        is_sure = self.keys[0].startswith("loader") or len(counts) == 1
-        return "examples" if is_sure else "rows"
+            counts |= {count_examples(event.value) for event in self.events(first, key, 0)}
+        return "examples" if self.keys[0].startswith("loader") or len(counts) == 1 else "rows"
 
     def examples(self, rank: Notes, step: int) -> int:
         """The number of a rank's examples in a step, of the first key: rows, if that is all."""
@@ -82,8 +90,8 @@ class Facts:
         if rank.steps[step].is_repeated:  # then some are of the step before
             events = events[-rank.counts[0].get(self.keys[0], 0) :]
         for event in events:
-            count = len(event.examples or event.indices) or count_examples(event.value)
-            counts[digest(event.value) if len(events) > 1 else ""] = count  # once: LBFGS repeats it
+            name = self.name_of(self.keys[0], event) if len(events) > 1 else ""
+            counts[name] = count_in(event)  # once: LBFGS repeats it
         return sum(counts.values())
 
     @cached_property
@@ -96,6 +104,26 @@ class Facts:
     @property
     def total(self) -> int:
         return max(self.totals)
+
+    def own_total(self, alone: Alone) -> int:
+        """The examples that one process takes in a step by itself; 0: not known."""
+        return alone.rows.get(self.keys[0], 0) if self.keys else 0
+
+    def is_same_job(self, alone: Alone) -> bool:
+        """Whether it takes as many as all ranks: then its flags, too, are those of the whole."""
+        return not alone.is_joined or self.own_total(alone) in self.totals
+
+    def flags_of_all(self) -> dict[str, int]:
+        """The flags with which one process should take the examples of all ranks by itself.
+
+        They are the program's flags for batch sizes that equal a rank's batch, or its examples in a
+        step; and they have the global batch's value.
+        """
+        first, count = self.ranks[0], len(self.distinct)
+        taken = {self.examples(first, 0)}
+        for key in self.keys:
+            taken |= {count_in(event) for event in self.events(first, key, 0)}
+        return {flag: size * count for flag, size in first.sizes.items() if size in taken}
 
     @cached_property
     def is_same_work(self) -> bool:
@@ -139,10 +167,9 @@ class Facts:
 
     def unequal_before(self, step: int, is_exact: bool = False) -> list[str]:
         """Names of the parameters whose copies differ: by more than rounding, if gradients do."""
-        is_exact = is_exact or self.forced.issuperset(range(step))
         names, first = [], self.ranks[0].steps[step].weights
+        limit = 0.0 if is_exact or self.forced.issuperset(range(step)) else limits.COPIES
         for rank in self.ranks[1:]:
-            limit = 0.0 if is_exact else limits.COPIES
             names += unequal_names(first, rank.steps[step].weights, limit)
         return [name for name in self.ranks[0].parameters if name in set(names) - self.parts]
 
@@ -160,9 +187,12 @@ class Facts:
         return [[] if self.model == PARTS else self.own_in(k) for k in self.steps]
 
     def own_in(self, step: int) -> list[Vector]:
-        ranks = self.distinct if self.is_same_work else self.ranks
-        own = [only(rank.steps[step].own, self.trained) for rank in ranks]
-        got = {name for name, tensor in ranks[0].steps[step].got.items() if bool(tensor.any())}
+        groups = self.groups if self.is_same_work else [[rank] for rank in self.ranks]
+        owns = [[only(rank.steps[step].own, self.trained) for rank in group] for group in groups]
+        if not all(vectors.are_near(some, limits.EQUAL) for some in owns):  # dropout, say
+            owns = [[only(rank.steps[step].own, self.trained)] for rank in self.ranks]
+        own = [some[0] for some in owns]
+        got = {name for name, one in self.ranks[0].steps[step].got.items() if bool(one.any())}
         return own if all(own) and set().union(*own) >= got else []
 
     @cached_property
@@ -173,16 +203,13 @@ class Facts:
         return OWN if any(rank.steps[0].got for rank in self.ranks) else NONE_GOT
 
     @property
-    def stage_2(self) -> str:
-        """The name of stage 2; another one if the ranks' own gradients were not seen."""
+    def batch_check(self) -> str:
+        """The name of the check `one batch`; another one if local gradients were not seen."""
         return "gradients" if self.gradients == GOT else "one batch"
 
     @cached_property
     def forced(self) -> set[int]:
-        """The steps in which all ranks' optimizers got the same gradients, once.
-
-        One process's optimizer is given these.
-        """
+        """The steps in which all optimizers got equal gradients, once: one process's gets them."""
         steps: set[int] = set()
         for k in self.steps if not any(step.is_repeated for step in self.ranks[0].steps) else []:
             first, *others = [rank.steps[k].got for rank in self.ranks]
@@ -222,6 +249,11 @@ class Facts:
         return None
 
 
+def count_in(event: Event) -> int:
+    """The number of a batch's examples: rows, if that is all that is known."""
+    return len(event.examples or event.indices) or count_examples(event.value)
+
+
 def facts_of(ranks: list[Notes], length: int, known: Facts | None = None) -> Facts:
     """The facts of these ranks.  known: facts of an earlier run with the same model."""
     completed = [complete(step) for step in zip(*[rank.steps for rank in ranks], strict=False)]
@@ -236,23 +268,23 @@ def facts_of(ranks: list[Notes], length: int, known: Facts | None = None) -> Fac
 
 def names_with_other_shapes(ranks: list[Notes]) -> set[str]:
     """Names of the parameters whose shapes differ, or that some ranks lack."""
-    shapes = []
+    shapes: list[set] = []
     for rank in ranks:
         shapes.append({(name, one.shape) for name, one in rank.steps[0].weights.items()})
     names = {name for name, _ in set.union(*shapes) - set.intersection(*shapes)}
     return names & set().union(*(rank.parameters for rank in ranks))
 
 
-def copies_or_parts(facts: Facts, alone: Alone | None) -> Facts:
+def copies_or_parts(facts: Facts, alone: Alone) -> Facts:
     """Facts that say, from a run in one process, whether weights that differ are parts."""
     first, parts = facts.ranks[0].steps[0].weights, set(facts.parts)
-    for name, tensor in alone.notes.steps[0].weights.items() if alone else []:
+    for name, tensor in alone.notes.steps[0].weights.items():
         is_other = name not in first or first[name].shape != tensor.shape
         if is_other and name in alone.notes.parameters:
             parts.add(name)
-    if alone and not parts:
+    if not parts:
         return dataclasses.replace(facts, model=COPIES)
-    model = PARTS if alone and not alone.unmatched else UNCLEAR
+    model = UNCLEAR if alone.unmatched else PARTS
     return dataclasses.replace(facts, model=model, parts=frozenset(parts))
 
 
@@ -261,9 +293,9 @@ def complete(ranks: tuple[Step, ...]) -> list[Step]:
     completed, stepped = [], set().union(*(rank.options for rank in ranks))
     for rank in ranks:
         others = rank.weights.keys() - rank.options.keys()
-        received = {"own": only(rank.own, stepped)}  # others are thrown away, or come later
+        received: dict[str, Any] = {"own": only(rank.own, stepped)}  # others come later, or never
         for kind in "got", "unclipped":
-            every = ChainMap(*(getattr(owner, kind) for owner in ranks))
+            every = dict(ChainMap(*(getattr(owner, kind) for owner in ranks)))
             received[kind] = only(every, others) | getattr(rank, kind)
         completed.append(dataclasses.replace(rank, **received))
     return completed

@@ -29,7 +29,7 @@ class InFloat64(TorchDispatchMode):
             function(drawn, *args[1:], **kwargs)
             return args[0].copy_(drawn)
         if name in DRAWN:
-            args = [in_float32(value) for value in args]
+            args = tuple(in_float32(value) for value in args)
             is_new = not any(isinstance(value, torch.Tensor) for value in args)
             if is_new and kwargs.get("dtype") in (None, torch.float64):
                 kwargs["dtype"] = torch.float32

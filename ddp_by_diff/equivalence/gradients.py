@@ -32,7 +32,7 @@ class Gradients(Observer):
         self.hooks.undo.callback(handle.remove)
 
     def patches(self) -> list[tuple[Any, str, Callable]]:
-        patches = [
+        patches: list[tuple[Any, str, Callable]] = [
             (torch.amp.GradScaler, "scale", self.scaled),
             (torch.optim.Optimizer, "add_param_group", self.parameters_are_known),
         ]
@@ -54,18 +54,21 @@ class Gradients(Observer):
             self.watch(tensor)
         for layer in module.modules():
             for name, parameter in layer._parameters.items():
-                self.slots.setdefault((id(layer), name), parameter)
+                if parameter is not None:
+                    self.slots.setdefault((id(layer), name), parameter)
 
     def watch_unsharded(self, module: nn.Module, args: tuple, output: Any) -> None:
         """FSDP2's layers have whole parameters while they compute."""
         if self.hooks.is_elsewhere():
             return
-        for name, tensor in module._parameters.items():
-            sharded = self.slots.get((id(module), name))
-            if tensor is not sharded and hasattr(sharded, "to_local"):
-                self.watch(tensor, sharded)
-            if any(placement.is_shard() for placement in getattr(tensor, "placements", ())):
-                self.parts.add(id(sharded))  # tensor parallel: the layer computes with a part
+        for layer in module.modules():  # it may use weights of one that it doesn't call
+            for name, tensor in layer._parameters.items():
+                sharded = self.slots.get((id(layer), name))
+                if tensor is not None and tensor is not sharded and hasattr(sharded, "to_local"):
+                    self.watch(tensor, sharded)
+                placements = getattr(tensor, "placements", ()) if layer is module else ()
+                if any(placement.is_shard() for placement in placements):
+                    self.parts.add(id(sharded))  # tensor parallel: the layer computes with a part
 
     def backward(self, original: Callable) -> Any:
         """Forget the sums of gradients that the program has removed, or set to 0."""
@@ -86,7 +89,7 @@ class Gradients(Observer):
             return  # its gradient may be a sum that is not yet made
         self.watched[id(tensor)] = parameter
         tensor.register_hook(lambda gradient: self.add(parameter, gradient))
-        hooks = tensor._backward_hooks  # the program's own may send messages: this one comes first
+        hooks: Any = tensor._backward_hooks  # the program's may send messages: this one comes first
         others = list(hooks.items())
         hooks.clear()
         hooks.update([others[-1], *others[:-1]])

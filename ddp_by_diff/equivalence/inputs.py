@@ -1,11 +1,13 @@
 """Data that come into the program: batches of DataLoaders, a model's inputs, a loss's targets."""
 
+import argparse
 import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import distributed as torch_dist
 from torch import nn
 
 from ddp_by_diff.distributed import unwrap_model
@@ -23,12 +25,22 @@ class Data(Observer):
 
     def __init__(self, steps: Any) -> None:
         self.steps = steps
-        self.loaders = Loaders(steps.noted.loaders)
+        self.loaders = Loaders(steps.noted.loaders, looks=not steps.source)
         self.outputs: dict[int, list] = {}  # by model: the tensors that its last call has returned
 
     def patches(self) -> list[tuple[Any, str, Callable]]:
         losses = [(F, name, functools.partial(self.loss, name)) for name in LOSSES]
-        return self.loaders.patches() + losses
+        parse = (argparse.ArgumentParser, "parse_known_args", self.parsed)
+        return [*self.loaders.patches(), *losses, parse]
+
+    def parsed(self, original: Callable, parser: Any, *args: Any, **kwargs: Any) -> Any:
+        """Note the flags that may be batch sizes: whole numbers with "batch" in their name."""
+        found = original(parser, *args, **kwargs)
+        for action in parser._actions:
+            value, flags = getattr(found[0], action.dest, None), action.option_strings
+            if flags and type(value) is int and "batch" in f"{action.dest} {flags}".lower():
+                self.steps.noted.sizes[flags[-1]] = value
+        return found
 
     def note_draws(self) -> None:
         """Note which random generators were used since the last event of this step."""
@@ -43,7 +55,7 @@ class Data(Observer):
         given = None
         if self.steps.source:
             number, step = self.steps.seen[key] - 1, len(self.steps.noted.steps)
-            given = self.steps.source.batch(key, number, step, value, iterator, examples)
+            given = self.steps.source.batch(key, number, step, value, iterator, examples or indices)
         if given is not None:
             value, self.steps.now.known_state = given
             set_random_state(self.steps.now.known_state)
@@ -85,7 +97,9 @@ class Data(Observer):
             return None
         replaced = None
         tensors = list(tensors_in((args, kwargs)))
-        is_data = bool(tensors) and not any(tensor.requires_grad for tensor in tensors)
+        is_data = bool(tensors) and all(
+            one.is_leaf and type(one) is not nn.Parameter for one in tensors
+        )
         if not self.steps.has_loader and is_data:  # and not what another model has computed
             self.note_draws()
             name = f"inputs of {type(unwrap_model(module)).__name__}"
@@ -111,7 +125,8 @@ class Data(Observer):
         if not is_again:
             self.note_draws()
             self.steps.step.after = random_state()
+            self.steps.noted.has_group |= torch_dist.is_initialized()
 
     def notes(self, is_own_thread: bool) -> None:
-        if is_own_thread and not self.steps.source:
+        if is_own_thread:
             self.loaders.look_into_data()

@@ -1,16 +1,16 @@
-"""The questions, one after the other: what can be seen of a program says which links are asked."""
+"""The questions, one after the other: what can be seen of a program says which checks are made."""
 
 import itertools
-from typing import Any
 
 from ddp_by_diff.equivalence import limits, one_batch, verdict, weights
 from ddp_by_diff.equivalence.averaging import averaging, in_weights
-from ddp_by_diff.equivalence.examples import NO_BATCHES, copies, examples
+from ddp_by_diff.equivalence.examples import NO_BATCHES, copies, examples, has_own_data
 from ddp_by_diff.equivalence.facts import NONE_GOT, OWN, UNCLEAR, Facts, copies_or_parts, facts_of
 from ddp_by_diff.equivalence.notes import Alone, Notes
 from ddp_by_diff.equivalence.one_batch import Look
+from ddp_by_diff.equivalence.runs import Runs, with_counterparts
 from ddp_by_diff.equivalence.vectors import only, unequal_names
-from ddp_by_diff.equivalence.verdict import Answer, Link, Reason, inconclusive
+from ddp_by_diff.equivalence.verdict import Answer, Check, Compared, Reason, inconclusive
 from ddp_by_diff.instruments.command import Line
 
 NO_STEP = Reason(
@@ -24,7 +24,9 @@ PARTS_UNCLEAR = Reason(
 )
 NO_GRADIENTS = Reason("not compared, as equal gradients were not found", "settle the others first")
 WRONG_GRADIENTS = Reason("not compared, as the gradients are wrong", "")
-NO_COUNTERPART = "in a copy, call the same modules in both (with fully_shard in place of FSDP1)"
+ON_THEIR_OWN = "no process has started a process group, so each of them trains on its own"
+PORT_IT = "call init_process_group, and wrap the model in DDP (docs/porting.md)"
+OWN_DATA = "; each rank's dataset is its own, so what it makes of its values was not compared"
 RESUMED = Reason(
     "one process began with weights that the ranks had later, so it has read their checkpoint",
     'give it another folder, such as --alone="--out elsewhere", or switch resuming off',
@@ -42,9 +44,9 @@ def few_steps(ranks: list[Notes], length: int) -> Answer:
     if bad := first_infinite(ranks, min(made)):
         return verdict.unknown(Reason(f"gradients: {bad.sentence}; {few}", bad.way_on))
     if min(made) > 1 and len(ranks) > 1:
-        link = copies(facts_of(ranks, min(made) - 1))
-        if not link.is_right:
-            return Answer(verdict.problem([link], "one process"), [link], [Line("note", few)])
+        check = copies(facts_of(ranks, min(made) - 1))
+        if not check.is_right:
+            return Answer(verdict.conclude([check], length), [check], [Line("note", few)])
     way_on = "let the program train longer, or give fewer --steps"
     if len(set(made)) > 1:
         way_on = "let all ranks make a step, or none, so that each makes as many"
@@ -60,36 +62,68 @@ def first_infinite(ranks: list[Notes], length: int) -> Reason | None:
     return None
 
 
-def judge(ranks: list[Notes], length: int, runs: Any, command: list[str]) -> Answer:
-    """All links, the verdict from them, and notes on buffers and random numbers."""
+def judge(ranks: list[Notes], length: int, runs: Runs) -> Answer:
+    """All checks, the verdict from them, and notes on buffers and random numbers."""
     facts, own_data = facts_of(ranks, length), None
     if bad := first_infinite(ranks, length):
-        links = [examples(facts), copies(facts), inconclusive("gradients", bad)]
-        return Answer(verdict.conclude(links, length), links, [])
+        checks = [examples(facts), copies(facts), inconclusive("gradients", bad)]
+        return Answer(verdict.conclude(checks, length), checks, [])
+    if are_on_their_own(facts):
+        check = Check("processes", False, f"{ON_THEIR_OWN}: {PORT_IT}", why=ON_THEIR_OWN)
+        return Answer(verdict.conclude([check], length), [check], [])
     if facts.model == UNCLEAR:
         own_data = runs.alone(facts, "own data")
-        facts = copies_or_parts(facts, own_data)
-    look = one_batch.look_at(runs, facts) if facts.keys else None
-    reason = why_no_run(runs, look.alone) if look else NO_BATCHES
-    alone = look.alone if not reason else own_data or runs.alone(facts, "own data")
-    total, own_total = (0, 0) if reason else (look.total, look.own_total)
-    settings = weights.options(facts, alone.notes if alone else None, command, own_total)
-    stages = stages_of(runs, facts, look, alone, settings)
-    links = [examples(facts, total), copies(facts), *stages]
+        facts = copies_or_parts(facts, own_data) if isinstance(own_data, Alone) else facts
+    look = one_batch.look_at(runs, facts) if facts.keys else NO_BATCHES
+    if isinstance(look, Look):
+        alone: Alone | Reason = look.alone
+        compared, notes = compared_with(look)
+    else:
+        alone, compared, notes = own_data or runs.alone(facts, "own data"), verdict.ONE_PROCESS, []
+    other_job = runs.other_job(facts, alone) if isinstance(alone, Alone) else None
+    three = checks_of(runs, facts, look, alone, weights.options(facts, alone, other_job))
+    total = look.total if isinstance(look, Look) else 0
+    checks = [examples(facts, total), copies(facts), *three]
+    if not isinstance(look, Look) or one_batch.draws_others(look, 0):  # else the masks are equal
+        notes += random_numbers(facts)
     left_out = [name for name in facts.ranks[0].trainable if name not in facts.trained]
-    draws_others = reason or one_batch.draws_others(look, 0)  # else it has the same masks, too
-    notes, others = random_numbers(facts) if draws_others else [], []
     text = f"{verdict.some_of(left_out)}: no optimizer changed them in these steps"
     notes += [Line("not checked", text)] * bool(left_out)
-    if not reason:
-        notes = batch_sizes(look) + notes
-        batch = next(link for link in stages if link.label == facts.stage_2)
-        if stages[1] is batch or stages[1].is_right is not False:  # else averaging explains it
-            others = weights.buffers(facts, alone, batch.limit, bool(batch.is_right))
-    found = verdict.conclude(links, length, " (and except for buffers)" * bool(others))
-    if found.code == verdict.DIFFERENT and alone and has_resumed(facts, alone):
+    others: list[Line] = []
+    batch = next(check for check in three if check.label == facts.batch_check)
+    is_explained = three[1] is not batch and three[1].is_right is False  # by averaging
+    if isinstance(look, Look) and not is_explained:
+        others = weights.buffers(facts, look.alone, batch.limit, bool(batch.is_right))
+    but = " (and except for buffers)" * bool(others)
+    compared = compared._replace(but=but, more=OWN_DATA * has_own_data(facts))
+    found = verdict.conclude(checks, length, compared)
+    if found.code == verdict.DIFFERENT and isinstance(alone, Alone) and has_resumed(facts, alone):
         return verdict.unknown(RESUMED)
-    return Answer(found, links, others + notes)
+    return Answer(found, checks, others + notes)
+
+
+def are_on_their_own(facts: Facts) -> bool:
+    """Whether the ranks send nothing: an unported program, which each process runs for itself."""
+    is_apart = facts.model == UNCLEAR or bool(facts.unequal) or facts.is_same_work
+    return is_apart and not any(rank.has_group for rank in facts.ranks)
+
+
+def compared_with(look: Look) -> tuple[Compared, list[Line]]:
+    """One process; and a note, if its batch is not that of its flags."""
+    facts, read = look.facts, look.alone.notes.sizes
+    flags = {flag: size for flag, size in facts.flags_of_all().items() if read.get(flag) == size}
+    if flags and len(facts.distinct) > 1:
+        sizes = dict.fromkeys(str(facts.ranks[0].sizes[flag]) for flag in flags)
+        given = " ".join(f"{flag} {size}" for flag, size in flags.items())
+        numbers = f" (with the same flags, it would take {' and '.join(sizes)})"
+        return Compared(f"one process with {given}", numbers), []
+    if facts.is_same_job(look.alone):
+        return verdict.ONE_PROCESS, []
+    own, total = facts.own_total(look.alone), facts.total
+    numbers = f" that takes {total} examples in a step (with the same flags, it takes {own})"
+    note = f"one process with the same flags takes {own} examples per step"
+    note += f", the {len(facts.ranks)} processes {total}"
+    return Compared(numbers=numbers), [Line("batch size", note)]
 
 
 def has_resumed(facts: Facts, alone: Alone) -> bool:
@@ -99,17 +133,18 @@ def has_resumed(facts: Facts, alone: Alone) -> bool:
     return bool(unequal_names(own, first)) and any(not unequal_names(own, some) for some in later)
 
 
-def stages_of(
-    runs: Any, facts: Facts, look: Look | None, alone: Alone | None, settings: Link
-) -> list[Link]:
-    """The options and the three stages; the first one tells if the gradients are right."""
+def checks_of(
+    runs: Runs, facts: Facts, look: Look | Reason, alone: Alone | Reason, settings: Check
+) -> list[Check]:
+    """The options and the three checks; the first one tells if the gradients are right."""
     if facts.model == UNCLEAR:
-        names = "averaging", facts.stage_2, "weights"
-        reason = PARTS_UNCLEAR if alone else runs.failure
+        names = "averaging", facts.batch_check, "weights"
+        reason = alone if isinstance(alone, Reason) else PARTS_UNCLEAR
         return [settings, *[inconclusive(name, reason) for name in names]]
     batch, right = batch_and_look(runs, facts, look)
-    if reason := why_no_run(runs, alone):
-        last = inconclusive(weights.LABEL, reason)
+    alone = with_counterparts(alone)
+    if isinstance(alone, Reason):
+        last = inconclusive(weights.LABEL, alone)
     elif facts.are_forced:
         last = weights.weights(facts, alone, None, settings)
     elif right is None:
@@ -117,48 +152,35 @@ def stages_of(
     else:
         right = one_batch.with_rounding(runs, right)
         last = weights.weights(right.facts, right.alone, right.exact, settings)
-    links = [batch]
+    checks = [batch]
     if facts.gradients == OWN:
-        links = [averaging(facts, right, last), batch]
+        checks = [averaging(facts, right, last), batch]
     if facts.gradients == NONE_GOT:
-        links = [in_weights(last), batch]
-    if links[0].is_right is False and settings.is_right is False and right:
+        checks = [in_weights(last), batch]
+    if checks[0].is_right is False and not settings.is_right and right:
         exact = one_batch.with_rounding(runs, right).exact
         if exact and weights.change_as_in_float64(right.facts, exact):  # such as a sum, and lr / n
-            text = links[0].text.replace("WRONG:", "ok:") + ", but at other learning rates"
-            links[0] = links[0]._replace(is_right=True, text=text)
+            text = checks[0].text.replace("WRONG:", "ok:") + ", but at other learning rates"
+            checks[0] = checks[0]._replace(is_right=True, text=text)
             text = "ok: the weights change as in one process with its own gradients and options"
-            last = Link(weights.LABEL, True, text, limits.UPDATED)
+            last = Check(weights.LABEL, True, text, limits.UPDATED)
             settings = settings._replace(is_right=True)
-    if links[0].is_right is False and last.is_right is False:  # with wrong gradients they differ
+    if checks[0].is_right is False and last.is_right is False:  # with wrong gradients they differ
         last = inconclusive(weights.LABEL, WRONG_GRADIENTS)
-    return [settings, *links, last]
+    return [settings, *checks, last]
 
 
-def why_no_run(runs: Any, alone: Alone | None) -> Reason | None:
-    """Why a run in one process can't be compared; None if it can."""
-    if alone is None:
-        return runs.failure
-    if not alone.unmatched:
-        return None
-    text = "the ranks have no weights with the names and shapes of one process's "
-    return Reason(text + verdict.some_of(alone.unmatched), NO_COUNTERPART)
-
-
-def batch_and_look(runs: Any, facts: Facts, look: Look | None) -> tuple[Link, Look | None]:
-    """Stage 2, and the look in which it is right: perhaps one without BatchNorm or dropout."""
-    if look is None:
-        return inconclusive(facts.stage_2, NO_BATCHES), None
-    reason = why_no_run(runs, look.alone)
-    if reason or not look.is_given:
+def batch_and_look(runs: Runs, facts: Facts, look: Look | Reason) -> tuple[Check, Look | None]:
+    """The check, and the look in which it is right: perhaps one without BatchNorm or dropout."""
+    reason = look if isinstance(look, Reason) else None
+    if facts.keys and not (isinstance(look, Look) and look.is_given):
         reason = one_batch.why_not_joined(facts) or reason
-    if not reason and not runs.per_step:
-        reason = why_other_steps(look)
-    if not reason and not look.steps:
-        reason = NO_GRADIENTS
-    if reason:
-        return inconclusive(facts.stage_2, reason), None
-    return one_batch.one_batch(runs, look)
+    if isinstance(look, Look) and not reason:
+        reason = why_other_steps(look) if not runs.per_step else None
+        reason = reason or (None if look.steps else NO_GRADIENTS)
+        if not reason:
+            return one_batch.one_batch(runs, look)
+    return inconclusive(facts.batch_check, reason or NO_BATCHES), None
 
 
 def why_other_steps(look: Look) -> Reason | None:
@@ -176,18 +198,6 @@ def why_other_steps(look: Look) -> Reason | None:
     return Reason(sentence, "in a copy, let each batch make a step: no GradScaler, no accumulation")
 
 
-def batch_sizes(look: Look) -> list[Line]:
-    """A note, if one process with the same flags takes another number of examples in a step."""
-    if not look.alone.is_joined or look.own_total in (0, look.total):
-        return []
-    text = f"one process with the same flags takes {look.own_total} examples per step"
-    text += f", the {len(look.facts.ranks)} processes {look.total}"
-    first, *others = [look.facts.ranks[0].steps[k].options for k in look.facts.steps]
-    if any(options != first for options in others):
-        text += "; a schedule that counts the steps of an epoch was not tested (--alone)"
-    return [Line("batch size", text)]
-
-
 def random_numbers(facts: Facts) -> list[Line]:
     """A note, if ranks with different examples draw the same random numbers (dropout)."""
     ranks = facts.distinct
@@ -196,5 +206,6 @@ def random_numbers(facts: Facts) -> list[Line]:
     others = set().union(*(state.other_than(states[0]) for state in states[1:]))
     if len(states) < 2 or not drawn or drawn & others:
         return []
-    text = "all ranks draw the same random numbers, so they have the same dropout masks (or noise)"
+    text = "all ranks draw the same random numbers in a step"
+    text += ", so they have the same dropout masks" * ("dropout" in facts.kinds)
     return [Line("note", f"{text}: seed them differently")]

@@ -2,12 +2,12 @@
 
 import torch
 
-# Link 1: how far each tensor that the optimizer got is from the mean of the ranks' own gradients.
+# Check 1: how far each tensor that the optimizer got is from the mean of the ranks' own gradients.
 AVERAGED = 2e-6  # float32: a sum of so few numbers, divided before or after
 AVERAGED_COARSE = 1e-2  # gradients in bfloat16 or float16: their last digit is up to 8e-3
 FACTOR = 2e-3  # a factor of a rank's gradient that is nearer to 0 or 1 counts as 0 or 1
 
-# Link 2: how far each tensor of the gradient of one batch is from the mean of the ranks' own.
+# Check 2: how far each tensor of the gradient of one batch is from the mean of the ranks' own.
 ROUNDING = 4 * torch.finfo(torch.float32).eps  # times the root of the number of examples
 YARDSTICKS = 10  # a measured rounding may be small by chance: up to 10 times as much is rounding
 MOST = 1e-3  # no larger difference is rounding, whatever was measured
@@ -17,13 +17,13 @@ SMALL_COARSE = 1.0  # in bfloat16 or float16, where a small tensor is mostly rou
 CLEARLY = 10  # other factors explain a difference, if they leave a tenth of it or less
 EQUAL = 1e-4  # gradients computed twice, from the same examples, are nearer than this
 
-# Link 3: the change of each weight.
+# Check 3: the change of each weight.
 UPDATED = 1e-5  # the gradients are equal, but an optimizer may add up numbers in another order
 DIGITS = 2  # a weight may differ by this many units in its last digit
 SCHEDULE = 1e-2  # a learning rate, in a few steps, if an epoch has another number of steps
 
 COPIES = 4 * torch.finfo(torch.float32).eps  # so far apart are sums that each rank makes itself
-SEEN = 5e-2  # THE SAME is said only if each link would notice a difference as large as this
+SEEN = 5e-2  # THE SAME is said only if each check would notice a difference as large as this
 COARSE = 1e-4  # a number format with a larger last digit is coarse
 ALIKE = 0.05  # this part of the examples that a program draws may be alike by chance
 OFTEN = 0.2  # more than this part of the examples on two ranks, in each step, is no chance

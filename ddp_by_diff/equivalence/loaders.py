@@ -10,7 +10,7 @@ from torch.utils.data import ConcatDataset, Subset, dataloader
 from torch.utils.data._utils import collate, fetch
 
 from ddp_by_diff.equivalence.batches import plain_copy
-from ddp_by_diff.equivalence.notes import Loader, pick_some, random_state
+from ddp_by_diff.equivalence.notes import Loader, draws, pick_in_a_child, pick_some, random_state
 
 FIXED = (torch_data.SequentialSampler, torch_data.DistributedSampler)  # order known without a draw
 KEPT = "equivalence: a batch, and its examples"  # a class of ours could not be sent
@@ -20,9 +20,9 @@ TORCHS_COLLATE = (collate.default_collate, collate.default_convert)
 class Loaders:
     """Names of the program's DataLoaders ("loader 0" gave the first batch), and their examples."""
 
-    def __init__(self, loaders: dict[str, Loader]) -> None:
-        """loaders: by name, which are noted here."""
-        self.loaders = loaders
+    def __init__(self, loaders: dict[str, Loader], looks: bool = True) -> None:
+        """loaders: by name, which are noted here.  looks: into their data sets, too."""
+        self.loaders, self.looks = loaders, looks
         self.owners: list[weakref.ref] = []  # a loader's sampler, or its iterator
         self.rounds: dict[str, int] = {}
         self.datasets: dict[str, Any] = {}
@@ -40,7 +40,7 @@ class Loaders:
         ]
 
     def name_of(self, iterator: Any) -> str:
-        """The loader's name; a loader of a new epoch takes the name of the one that is gone."""
+        """The loader's name; one that is made anew for an epoch has the name of the one before."""
         if iterator in self.names:
             return self.names[iterator]
         sampler = iterator._index_sampler
@@ -48,23 +48,36 @@ class Loaders:
         own = iterator if is_list else sampler
         known = [owner() for owner in self.owners]
         same = [number for number, owner in enumerate(known) if owner is own]
+        noted = loader_of(iterator)
         gone = [number for number, owner in enumerate(known) if owner is None]
-        number = [*same, *gone, len(known)][0]
+        again = [number for number in gone if self.reads(number, iterator._dataset, noted)]
+        again.sort(key=lambda number: self.datasets[f"loader {number}"] is not iterator._dataset)
+        number = [*same, *again, len(known)][0]
         self.owners[number : number + 1] = [weakref.ref(own)]
         name = f"loader {number}"
         self.rounds[name] = self.rounds.get(name, 0) + 1
         self.names[iterator] = name
         if name not in self.datasets:
             self.datasets[name] = iterator._dataset
-            self.loaders[name] = loader_of(iterator)
+            self.loaders[name] = noted
+            if self.looks and noted.length:
+                noted.begun = pick_in_a_child(without_subsets(iterator._dataset, [])[0])
         return name
+
+    def reads(self, number: int, dataset: Any, noted: Loader) -> bool:
+        """Whether the loader of this number reads such a data set, too."""
+        name = f"loader {number}"
+        other, is_alike = self.loaders[name], type(self.datasets[name]) is type(dataset)
+        return is_alike and (other.length, other.pool) == (noted.length, noted.pool)
 
     def look_into_data(self) -> None:
         """Note a few examples of each data set; called when the program is over."""
         for name, dataset in self.datasets.items():
             loader, (whole, _) = self.loaders[name], without_subsets(dataset, [])
-            if loader.length and type(whole) is not ConcatDataset:
+            if self.looks and loader.length and type(whole) is not ConcatDataset:
                 loader.picks = pick_some(whole)
+                if draws(whole, loader.picks):  # then numbers say nothing
+                    loader.redraws, loader.picks = True, {}
 
     def draw(self, original: Callable, iterator: Any) -> Any:
         """Note the indices of a batch, which may be loaded later."""
@@ -149,5 +162,5 @@ def loader_of(iterator: Any) -> Loader:
         sampler = torch_data.SequentialSampler(sampler.data_source)  # the same, in order
     noted.is_known = type(batches) is torch_data.BatchSampler and type(sampler) in FIXED
     if noted.is_known:
-        _, noted.epoch = without_subsets(dataset, list(sampler))
+        _, noted.epoch = without_subsets(dataset, list(sampler or ()))
     return noted

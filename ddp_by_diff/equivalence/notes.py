@@ -1,8 +1,10 @@
 """Notes of one process on each step; states of its random generators."""
 
+import contextlib
 import hashlib
 import io
 import itertools
+import multiprocessing
 import pickle
 import random
 import re
@@ -16,6 +18,8 @@ from ddp_by_diff.equivalence.batches import bytes_of
 from ddp_by_diff.equivalence.limits import AHEAD
 from ddp_by_diff.equivalence.vectors import Vector
 
+PICKING = 10  # seconds to wait for the examples of a data set
+
 
 class RandomState(NamedTuple):
     """States of the generators of torch (the CPU's and this GPU's), Python and numpy."""
@@ -23,7 +27,7 @@ class RandomState(NamedTuple):
     cpu: numpy.ndarray
     gpu: numpy.ndarray | None
     python: tuple
-    numpy: tuple
+    numpy: Any
 
     def other_than(self, other: "RandomState") -> set[str]:
         """Names of the generators that are in another state."""
@@ -61,19 +65,31 @@ class Loader:
 
     sampler: str = ""  # a DistributedSampler's options, in words
     is_known: bool = False  # the sampler is torch's own, and takes each example once in an epoch
-    redraws: bool = False  # the sampler may take an example again
+    redraws: bool = False  # the sampler may take an example again, or the data set draws them
     drops: bool = True  # the last batch, if it is not full; or its sampler may do so
     epoch: list[int] = field(default_factory=list)  # all numbers of one, if they can be listed
     length: int = 0  # of the data set, without its Subsets; 0: it has none
     pool: list[int] | None = None  # the numbers that a Subset has of it
-    picks: dict[int, str] = field(default_factory=dict)  # a few examples; {}: not known
+    begun: dict[int, str] = field(default_factory=dict)  # a few examples, before the first batch
+    picks: dict[int, str] = field(default_factory=dict)  # the same at the end; {}: not known
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether the data set has other examples than when its first epoch began."""
+        return bool(self.begun and self.picks) and self.begun != self.picks
 
 
-def pick(dataset: Any, number: int) -> str:
+def have_one_dataset(loaders: list[Loader]) -> bool:
+    """Whether an example's number means the same on all ranks."""
+    first = loaders[0].picks
+    return bool(first) and all(loader.picks == first for loader in loaders)
+
+
+def pick(dataset: Any, number: int, seed: int = 0) -> str:
     """The digest of an example: equal on ranks that have the same data."""
-    random.seed(0)
-    numpy.random.seed(0)
-    torch.manual_seed(0)
+    random.seed(seed)
+    numpy.random.seed(seed)
+    torch.manual_seed(seed)
     content = io.BytesIO()
     Content(content).dump(dataset[number])
     return hashlib.blake2b(content.getvalue(), digest_size=16).hexdigest()
@@ -81,14 +97,32 @@ def pick(dataset: Any, number: int) -> str:
 
 def pick_some(dataset: Any) -> dict[int, str]:
     """A few examples of a data set by their numbers; {} if they are never the same."""
-    state, last = random_state(), len(dataset) - 1
     try:
+        last = len(dataset) - 1
         picks = {last * k // 8: pick(dataset, last * k // 8) for k in range(9)}
         return picks if pick(dataset, 0) == picks[0] else {}
     except Exception:  # the program's own code, or what can't be pickled
         return {}
-    finally:
-        set_random_state(state)
+
+
+def pick_in_a_child(dataset: Any) -> dict[int, str]:
+    """pick_some in a forked process, as a data set may keep what it does (a cache, open files)."""
+    fork = multiprocessing.get_context("fork")
+    receiver, sender = fork.Pipe(duplex=False)
+    child = fork.Process(target=lambda: sender.send(pick_some(dataset)), daemon=True)
+    picks: dict[int, str] = {}
+    with contextlib.suppress(Exception):  # no process may be forked here
+        child.start()
+        picks = receiver.recv() if receiver.poll(PICKING) else {}
+        child.kill()
+        child.join()
+    return picks
+
+
+def draws(dataset: Any, picks: dict[int, str]) -> bool:
+    """Whether a data set draws its examples, whatever their numbers."""
+    are_alike = len(picks) > 1 and len(set(picks.values())) == 1
+    return are_alike and pick(dataset, 0, seed=1) != picks[0]
 
 
 class Event(NamedTuple):
@@ -137,6 +171,8 @@ class Notes:
     is_coarse: bool = False  # a module computes in bfloat16 or float16
     has_coarse_optimizer: bool = False  # an optimizer does (see formats.py)
     loaders: dict[str, Loader] = field(default_factory=dict)
+    sizes: dict[str, int] = field(default_factory=dict)  # flags that may be batch sizes (argparse)
+    has_group: bool = False  # of torch.distributed
 
     def in_each_step(self, key: str) -> list[int]:
         """The number of events between each step of the optimizer and the next."""
@@ -167,7 +203,7 @@ class Alone(NamedTuple):
 
     notes: Notes  # the weights are its own, before it was given the ranks'
     unmatched: list[str]  # weights that the ranks don't have, or not in this shape
-    is_joined: bool  # it was given the ranks' batches as one; else its own were the same
+    is_joined: bool  # it was given the ranks' batches as one, or has others; else its own were they
     is_mixed: bool  # both in one step
     rows: dict[str, int]  # examples that it would take itself in the first step, by key
     batches: dict  # what the program got, by key and number, and the random state after it

@@ -167,11 +167,8 @@ class Weights(Observer):
                 self.note(names[tensor], tensor)
 
     def gradients_are_there(self, optimizer: Any, is_again: bool) -> None:
-        names = self.names()
         for owned in [] if is_again else self.owned_by(optimizer):
             self.note(owned.name, owned.parameter)
-            if owned.parameter not in names:
-                self.spares[owned.parameter] = owned.name
 
     def note(self, name: str, tensor: torch.Tensor) -> None:
         """Note a tensor once in a step; in one process, set it to the ranks' value."""
@@ -197,13 +194,15 @@ class Weights(Observer):
 
     def owned_by(self, optimizer: Any) -> list[Owned]:
         """An optimizer's parameters; or all models', if none of its parameters is a model's."""
-        names, owned = self.trained(), []
+        names = self.trained()
+        owned: list[Owned] = []
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if not is_lazy(parameter):
                     spare = f"{type(optimizer).__name__}'s parameter {len(owned)}"
                     owned.append(Owned(names.get(parameter, spare), parameter, group, True))
         if not names or any(one.parameter in names for one in owned):
+            self.spares |= {one.parameter: one.name for one in owned if one.parameter not in names}
             return owned
         group = optimizer.param_groups[0]
         return [Owned(name, parameter, group, False) for parameter, name in names.items()]

@@ -1,24 +1,27 @@
-"""Stage 2: is the mean of the ranks' own gradients the gradient of all examples in one batch?"""
+"""Is the mean of the ranks' local gradients the gradient of all examples in one batch?"""
 
 import dataclasses
+import itertools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from ddp_by_diff.equivalence import limits, vectors
-from ddp_by_diff.equivalence.batches import counts_up, have_other_rows, mapped
+from ddp_by_diff.equivalence.batches import count_examples, counts_up, have_other_rows, mapped
 from ddp_by_diff.equivalence.facts import GOT, Facts
 from ddp_by_diff.equivalence.notes import Alone, Event, Notes
+from ddp_by_diff.equivalence.runs import Runs, with_counterparts
+from ddp_by_diff.equivalence.source import SHARES
 from ddp_by_diff.equivalence.vectors import Vector
-from ddp_by_diff.equivalence.verdict import Figures, Link, Reason, inconclusive, some_of, span
+from ddp_by_diff.equivalence.verdict import Check, Figures, Reason, inconclusive, some_of, span
 from ddp_by_diff.equivalence.weights import UNMEASURED, other_state
 
+TOLD = ", and the loss may be a sum, or divided by a batch size that the program is told"
 TOGETHER = "the loss, a layer or the step depends on the composition or the size of the batch"
 NUMBERS = "; or on numbers that differ by rank"
 OF_PARTS = "the ranks compute parts of one batch, and their gradients don't add up to the batch's"
 ALONE_RIGHT = "each rank's examples, computed alone, give that rank's gradient"
 OWN_DIFFERS = "a rank's examples, computed in one process, don't give that rank's gradient"
-GLOBAL_BATCH = "let one process take the global batch: --alone, with its flag for the batch size"
 STATE = "training reads what each process changes by its own examples"
 
 
@@ -41,7 +44,7 @@ class Look(NamedTuple):
 
     facts: Facts
     left_out: tuple  # kinds of layers that were switched off in both
-    alone: Alone | None
+    alone: Alone
     exact: Alone | None = None  # a run with the same batches, in float64
     steps: tuple[Apart, ...] = ()  # the ranks' gradients and one process's, in each step
 
@@ -65,12 +68,8 @@ class Look(NamedTuple):
     @property
     def total(self) -> int:
         """The number of examples in a step of one process."""
-        return self.facts.total if self.alone.is_joined else self.own_total or self.facts.total
-
-    @property
-    def own_total(self) -> int:
-        """The number of examples that one process takes by itself; 0 if it is not known."""
-        return self.alone.rows.get(self.facts.keys[0], 0)
+        own_total = 0 if self.alone.is_joined else self.facts.own_total(self.alone)
+        return own_total or self.facts.total
 
     @property
     def limit(self) -> float:
@@ -83,24 +82,29 @@ class Look(NamedTuple):
         return factors + [factors[-1]] * (len(self.facts.steps) - len(factors))
 
 
-def look_at(runs: Any, facts: Facts, left_out: tuple = ()) -> Look:
+# Reasons that are asked in turn, each with whether it holds.
+Tests = list[tuple[Reason, Callable[[Runs, Look], bool]]]
+
+
+def look_at(runs: Runs, facts: Facts, left_out: tuple = ()) -> Look | Reason:
     """The look at a run with all examples; with rounding, if it may explain a difference."""
-    look = Look(facts, left_out, runs.alone(facts, "all examples", left_out))
-    if look.alone is None or look.alone.unmatched:
-        return look
-    look = with_measurements(look)
+    alone = runs.alone(facts, "all examples", left_out) if left_out else runs.of_the_same_job(facts)
+    alone = with_counterparts(alone)
+    if isinstance(alone, Reason):
+        return alone
+    look = with_measurements(Look(facts, left_out, alone))
     if not look.steps or look.is_right:
         return look
     is_far = look.worst.far > facts.rounding_limit
     return look if is_far and kinds_that_differ(look) else with_rounding(runs, look)
 
 
-def with_rounding(runs: Any, look: Look) -> Look:
+def with_rounding(runs: Runs, look: Look) -> Look:
     """The look, with rounding measured in float64; the same look if float64 can't be had."""
     if look.exact or look.facts.is_coarse:
         return look
     exact = runs.alone(look.facts, "in float64", look.left_out, batches=look.alone.batches)
-    return with_measurements(look._replace(exact=exact)) if exact else look
+    return look if isinstance(exact, Reason) else with_measurements(look._replace(exact=exact))
 
 
 def with_measurements(look: Look) -> Look:
@@ -114,11 +118,12 @@ def roundings(look: Look) -> dict[str, float]:
 
     A tensor that changes more than that is not measured: the program does something else there.
     """
-    facts, most = look.facts, {}
+    facts, runs = look.facts, [look.exact] if look.exact else []
+    most: dict[str, float] = {}
     what = "got" if facts.gradients == GOT else "own"
-    for k in facts.comparable if look.exact else []:
+    for k, run in itertools.product(facts.comparable, runs):
         _, wanted = sides(facts, look.alone.notes, k)
-        exact = gradient(facts, look.exact.notes, k, what)
+        exact = gradient(facts, run.notes, k, what)
         size = scales(facts, wanted, facts.owns[k] if what == "own" else [])
         for name, far in vectors.distances(exact, wanted, size).items():
             most[name] = max(most.get(name, 0.0), far)
@@ -185,38 +190,70 @@ def gradient(facts: Facts, notes: Notes, step: int, what: str) -> Vector:
     return vectors.only(getattr(noted, what), facts.trained & noted.options.keys())
 
 
-def one_batch(runs: Any, look: Look) -> tuple[Link, Look | None]:
-    """Stage 2, and the look in which it is right: perhaps one without BatchNorm or dropout.
+def one_batch(runs: Runs, look: Look) -> tuple[Check, Look | None]:
+    """The check, and the look in which it is right: perhaps one without BatchNorm or dropout.
 
     A kind of layers is named as the cause only if the difference is gone without it alone.
     """
     facts, figures, is_direct = look.facts, look.figures, look.facts.gradients == GOT
-    whole = "the gradient of the whole batch"
-    if look.total == facts.total and len(facts.keys) == 1:
-        whole = f"the gradient of all {span(facts.totals)} {facts.unit} in one batch"
-    if len(look.steps) < len(facts.steps):
-        steps = "step" + "s" * (len(look.steps) > 1)
-        whole += f" ({steps} {span([1, len(look.steps)])}, before the ranks' weights differ)"
+    whole = whole_in_words(look)
+    if look.is_right and (reason := other_job(runs, look)):
+        return inconclusive(facts.batch_check, reason), None
     if look.is_right:
         text = "the optimizers receive one process's gradients"
         if not is_direct:
             text = f"this {combination(look.factors)} equals {whole}"
-        return Link(facts.stage_2, True, f"ok: {text} {figures}", look.limit, "", "", figures), look
+        text = f"ok: {text} {figures}"
+        return Check(facts.batch_check, True, text, look.limit, figures=figures), look
     text = f"this mean differs from {whole}"
     if is_direct:
         text = "what the optimizers receive differs from one process's gradients"
     text += f" {figures}" + f", in {look.worst.name}" * bool(look.worst.name)
     if kinds := kinds_that_differ(look):
-        names, look = " and ".join(kinds), without_kinds(runs, facts, kinds)
-        if look is None:
+        names, without = " and ".join(kinds), without_kinds(runs, facts, kinds)
+        if without is None:
             reason = Reason(f"the tool's run without {names} failed", f"in a copy, omit {names}")
-            return inconclusive(facts.stage_2, reason, text), None
-        figures, cause = look.figures, " and ".join(look.left_out)
+            return inconclusive(facts.batch_check, reason, text), None
+        look, figures, cause = without, without.figures, " and ".join(without.left_out)
+        if look.is_right and (reason := other_job(runs, look)):
+            return inconclusive(facts.batch_check, reason), None
         if look.is_right:
             text = f"ok without {cause} {figures}; with it, {text}"
-            return Link(look.facts.stage_2, True, text, look.limit, cause, "", figures), look
+            return Check(look.facts.batch_check, True, text, look.limit, cause, "", figures), look
         text += f"; it differs without {names}, too {figures}"
     return unexplained(runs, look, text)._replace(figures=figures), None
+
+
+def whole_in_words(look: Look) -> str:
+    facts, whole = look.facts, "the gradient of the whole batch"
+    if look.total == facts.total and len(facts.keys) == 1:
+        whole = f"the gradient of all {span(facts.totals)} {facts.unit} in one batch"
+    if len(look.steps) < len(facts.steps):
+        steps = "step" + "s" * (len(look.steps) > 1)
+        whole += f" ({steps} {span([1, len(look.steps)])}, before the ranks' weights differ)"
+    return whole
+
+
+def other_job(runs: Runs, look: Look) -> Reason | None:
+    """Why nobody is accused if one process has the flags of one rank, and the examples of all.
+
+    None if that can't explain a difference: its gradient stays the same if its examples are
+    repeated, as that of a mean does, and not that of a sum, or of one divided by a constant.
+    """
+    facts, reason = look.facts, runs.other_job(look.facts, look.alone)
+    times = sum(look.steps[0].factors) or 1.0  # no factors: the local gradients were not seen
+    is_mean = look.is_right and abs(times - 1) <= limits.FACTOR
+    if reason is None or is_mean:
+        return None
+    told, gradients = reason._replace(sentence=reason.sentence + TOLD), []
+    for kind in SHARES:
+        share = runs.alone(facts, kind, look.left_out, rank=0)
+        if isinstance(share, Reason):
+            return told
+        what = "got" if facts.gradients == GOT else "own"
+        gradients.append(gradient(facts, share.notes, look.worst.step, what))
+    limit = max(facts.rounding_limit / limits.CLEARLY, limits.EQUAL)
+    return None if vectors.are_near(gradients, limit) else told
 
 
 def combination(factors: list[list[float]]) -> str:
@@ -236,13 +273,13 @@ def kinds_that_differ(look: Look) -> list[str]:
     return sorted(kinds)
 
 
-def without_kinds(runs: Any, facts: Facts, kinds: list[str]) -> Look | None:
+def without_kinds(runs: Runs, facts: Facts, kinds: list[str]) -> Look | None:
     """The look without all these layers; or without one kind, if that alone is the cause."""
 
     def without(*some: str) -> Look | None:
         other = runs.with_all_ranks(some, facts)
         look = look_at(runs, other, some) if other else None
-        return look if look and look.steps else None
+        return look if isinstance(look, Look) and look.steps else None
 
     without_all = without(*kinds)
     if without_all is None or not without_all.is_right or len(kinds) == 1:
@@ -251,22 +288,28 @@ def without_kinds(runs: Any, facts: Facts, kinds: list[str]) -> Look | None:
     return next((look for look in looks if look is None or look.is_right), without_all)
 
 
-def unexplained(runs: Any, look: Look, text: str) -> Link:
-    """Stage 2 if layers don't explain the difference."""
-    label, is_direct = look.facts.stage_2, look.facts.gradients == GOT
-    wrong = Link(label, False, f"WRONG: {text}")
+def unexplained(runs: Runs, look: Look, text: str) -> Check:
+    """The check if layers don't explain the difference."""
+    label, is_direct = look.facts.batch_check, look.facts.gradients == GOT
+    wrong = Check(label, False, f"WRONG: {text}")
     if reason := first_of(NOT_COMPARABLE, runs, look):
         return inconclusive(label, reason, text)
-    if multiple := multiples(look):  # no batch that was joined wrongly makes these
+    told = other_job(runs, look)
+    if not told and (multiple := multiples(look)):  # which no wrongly joined batch makes
         what = "what the optimizers receive" if is_direct else "the mean of the ranks' gradients"
         return wrong._replace(text=f"WRONG: {what} is {multiple}")
     goes_on = not look.steps[0].step and look.steps[0].is_right
     if goes_on and (names := buffers_that_differ(runs, look)):
-        return wrong._replace(why=f"{STATE}: {some_of(names)}")
+        return of_state(runs, look, wrong, f"{STATE}: {some_of(names)}")
     if reason := first_of(NOT_JOINED_WELL, runs, look):
         return inconclusive(label, reason, text)
-    if is_direct or len(look.facts.distinct) == 1 or look.total < look.facts.total:
+    if told:
+        return inconclusive(label, told, text)
+    if is_direct or look.total < look.facts.total:
         return wrong._replace(why="" if is_direct else OF_PARTS)
+    if len(look.facts.distinct) == 1:
+        is_same = computes_the_same_again(runs, look)  # else the step uses what was not seen
+        return wrong._replace(why=OF_PARTS) if is_same else inconclusive(label, OTHERWISE, text)
     is_own = None if runs.per_step else shares_give_their_own(runs, look)
     if is_own:
         why = TOGETHER + f"; or {STATE}" * goes_on + NUMBERS * has_other_parts(look.facts)
@@ -276,6 +319,15 @@ def unexplained(runs: Any, look: Look, text: str) -> Link:
     joined = runs.failure if is_own is None else JOINED
     reason = OTHERWISE if look.is_given else joined
     return inconclusive(label, reason, text + "; step 1 is ok" * goes_on)
+
+
+def of_state(runs: Runs, look: Look, wrong: Check, why: str) -> Check:
+    """The check if buffers are the cause: a batch size may set a teacher's momentum, say."""
+    reason = runs.other_job(look.facts, look.alone)
+    if reason is None:
+        return wrong._replace(why=why)
+    text = wrong.text.removeprefix("WRONG: ")
+    return inconclusive(wrong.label, Reason(f"{reason.sentence}, and {why}", reason.way_on), text)
 
 
 def multiples(look: Look) -> str:
@@ -296,16 +348,17 @@ def multiples(look: Look) -> str:
     return " and ".join(texts) + " (the others are right)" * bool(texts and right)
 
 
-def buffers_that_differ(runs: Any, look: Look) -> list[str]:
+def buffers_that_differ(runs: Runs, look: Look) -> list[str]:
     """Buffers that are the cause: with those of the ranks, given in each step, all is right."""
     facts, batches = look.facts, look.alone.batches
     given = runs.alone(facts, "given state", look.left_out, batches=batches)
-    is_cause = given and with_measurements(look._replace(alone=given)).is_right
-    others = other_state(facts, look.alone, limits.MOST) if is_cause else {}
+    if isinstance(given, Reason) or not with_measurements(look._replace(alone=given)).is_right:
+        return []
+    others = other_state(facts, look.alone, limits.MOST)
     return [name for name in others if name not in facts.ranks[0].norm_buffers]
 
 
-def shares_give_their_own(runs: Any, look: Look) -> bool | None:
+def shares_give_their_own(runs: Runs, look: Look) -> bool | None:
     """Whether each rank's examples, alone in one process, give its own gradient; None: not run.
 
     Or a multiple of it.  If not, padding or joining may be wrong.
@@ -314,7 +367,7 @@ def shares_give_their_own(runs: Any, look: Look) -> bool | None:
     limit = max(facts.rounding_limit / limits.CLEARLY, limits.EQUAL)
     for place, rank in enumerate(facts.distinct):
         share = runs.alone(facts, "one share", look.left_out, rank=place)
-        if share is None:
+        if isinstance(share, Reason):
             return None
         for k in facts.comparable:
             own = vectors.only(rank.steps[k].own, facts.comparable_names(k))
@@ -324,7 +377,7 @@ def shares_give_their_own(runs: Any, look: Look) -> bool | None:
     return True
 
 
-def computes_the_same_again(runs: Any, look: Look) -> bool:
+def computes_the_same_again(runs: Runs, look: Look) -> bool:
     """Whether one process, with the first step's weights and batch in each step, repeats it."""
     ranks = [dataclasses.replace(r, steps=r.steps[:1] * len(r.steps)) for r in look.facts.ranks]
     facts = dataclasses.replace(look.facts, ranks=ranks)
@@ -332,28 +385,39 @@ def computes_the_same_again(runs: Any, look: Look) -> bool:
     every = look.alone.batches
     batches = {(key, k): every[key, k % counts[key]] for key, k in every if counts[key]}
     again = runs.alone(facts, "given state", look.left_out, batches=batches)
-    gradients = [gradient(facts, again.notes, k, "own") for k in facts.steps] if again else []
-    return bool(gradients) and vectors.are_near(gradients, limits.EQUAL)
+    if isinstance(again, Reason):
+        return False
+    gradients = [gradient(facts, again.notes, k, "own") for k in facts.steps]
+    return vectors.are_near(gradients, limits.EQUAL)
 
 
-def may_be_rounding(runs: Any, look: Look) -> bool:
+def may_be_rounding(runs: Runs, look: Look) -> bool:
     is_measured = look.facts.is_coarse or look.worst.name in roundings(look)
     return not is_measured and look.worst.far <= look.facts.rounding_limit
+
+
+def draws_at_first(runs: Runs, look: Look) -> bool:
+    return draws_others(look, 0)
 
 
 def draws_others(look: Look, step: int) -> bool:
     """Whether one process draws other random numbers in a step than a rank."""
     after = look.alone.notes.steps[step].after
-    steps = [rank.steps[step] for rank in look.facts.ranks]
-    return any(one.draws and one.draws & one.after.other_than(after) for one in steps)
+    for one in [rank.steps[step] for rank in look.facts.ranks]:
+        if one.draws and one.after and after and one.draws & one.after.other_than(after):
+            return True
+    return False
 
 
-def depends_on_order(runs: Any, look: Look) -> bool:
+def depends_on_order(runs: Runs, look: Look) -> bool:
     """Whether the same examples have another gradient in another order, in a step that differs."""
-    step = next(step for step in look.steps if not step.is_right)
-    other = None if look.is_given else runs.alone(look.facts, "other order", look.left_out)
-    if other is None:
+    events = [event for some in side_by_side(look.facts) for event in some]
+    if look.is_given or all(map(are_rows_examples, events)):
+        return False  # then it is the program that depends on the order
+    other = runs.alone(look.facts, "other order", look.left_out)
+    if isinstance(other, Reason):
         return False
+    step = next(step for step in look.steps if not step.is_right)
     _, wanted = sides(look.facts, look.alone.notes, step.step)
     _, reordered = sides(look.facts, other.notes, step.step)
     size = scales(look.facts, wanted, [])
@@ -361,19 +425,26 @@ def depends_on_order(runs: Any, look: Look) -> bool:
     return not apart.is_right and step.far <= limits.YARDSTICKS * apart.far
 
 
-def takes_other_batches(runs: Any, look: Look) -> bool:
+def are_rows_examples(event: Event) -> bool:
+    """Whether numbers, or the program's own collate_fn, prove that each row is one example."""
+    count, value = len(event.indices), event.value
+    is_list = isinstance(value, dict) and [*value] == [*range(count)]  # of objects, perhaps
+    return bool(event.examples) or count == count_examples(value) and not is_list
+
+
+def takes_other_batches(runs: Runs, look: Look) -> bool:
     is_other = look.facts.gradients == GOT or bool(runs.per_step) or look.alone.is_mixed
     return is_other and not look.is_given
 
 
-def are_joined_rightly(facts: Facts, alone: Alone) -> bool:
-    """Whether the parts, put together, are the weights with which one process begins."""
-    theirs = alone.notes.steps[0].weights
-    for name in facts.parts & theirs.keys():
+def has_other_weights(runs: Runs, look: Look) -> bool:
+    """Whether the parts, put together, are not the weights with which one process begins."""
+    facts, theirs = look.facts, look.alone.notes.steps[0].weights
+    for name in facts.parts & theirs.keys() if facts.gradients == GOT else ():
         whole = facts.whole("weights", name, 0, theirs[name].shape)
         if whole is None or not whole.equal(theirs[name]):
-            return False
-    return True
+            return True
+    return False
 
 
 def has_other_parts(facts: Facts) -> bool:
@@ -392,59 +463,50 @@ def number_in(leaves: list, key: Any) -> Any:
     return leaves[0] if is_one else 0
 
 
-def first_of(reasons: list[Reason], runs: Any, look: Look) -> Reason | None:
-    return next((reason for reason in reasons if reason.test(runs, look)), None)
+def first_of(reasons: Tests, runs: Runs, look: Look) -> Reason | None:
+    return next((reason for reason, holds in reasons if holds(runs, look)), None)
 
 
 # If one of these holds, no difference is a mistake of the program: each with what settles it.
-NOT_COMPARABLE = [
-    Reason(
-        "each step draws random numbers, and one process draws others",
-        "in a copy, replace each random draw of a step (noise, time steps, indices) by a constant",
-        lambda runs, look: draws_others(look, 0),
-    ),
-    UNMEASURED._replace(test=may_be_rounding),
-]
-ROWS = Reason(
-    "a batch has parts that have not one row for each example",
-    "in a copy, make each row of each tensor one example (batch_first=True), or let a collate_fn "
-    "make the batch of single examples",
+DRAWS = Reason(
+    "each step draws random numbers, and one process draws others",
+    "in a copy, replace each random draw of a step (noise, time steps, indices) by a constant",
 )
+ROWS = Reason(
+    "a batch has parts that don't have one row for each example",
+    "in a copy, let a collate_fn make the batch of tensors with one row for each example",
+)
+UNSEEN = Reason(
+    "the ranks' local gradients were not seen",
+    "in a copy, call loss.backward() for the optimizer's own parameters, and do not compile",
+)
+OTHER_BATCHES = Reason(
+    "one process takes other batches in a step than the ranks together",
+    "in a copy, take one batch in each step, and the examples in their order (shuffle=False)",
+)
+OTHER_WEIGHTS = Reason(
+    "one process begins with other weights than the ranks' parts make",
+    "in a copy, draw the whole model's weights on each rank, and let it keep its part",
+)
+ORDER = Reason(
+    "the same examples have another gradient in another order",
+    "in a copy, make each row of each tensor one example (batch_first=True)",
+)
+NOT_COMPARABLE: Tests = [(DRAWS, draws_at_first), (UNMEASURED, may_be_rounding)]
 # Then the one batch that was made of the ranks' batches, or the one model of their parts, may be
 # wrong.
-NOT_JOINED_WELL = [
-    Reason(
-        "the ranks' own gradients were not seen",
-        "in a copy, call loss.backward() for the optimizer's own parameters, and do not compile",
-        lambda runs, look: look.facts.gradients == GOT and not look.facts.parts,
-    ),
-    Reason(
-        "one process takes other batches in a step than the ranks together",
-        GLOBAL_BATCH,
-        takes_other_batches,
-    ),
-    Reason(
-        "one process begins with other weights than the ranks' parts make",
-        "in a copy, draw the whole model's weights on each rank, and let it keep its part",
-        lambda runs, look: (
-            look.facts.gradients == GOT and not are_joined_rightly(look.facts, look.alone)
-        ),
-    ),
-    ROWS._replace(test=lambda runs, look: not look.is_given and has_other_parts(look.facts)),
-    Reason(
-        "the same examples have another gradient in another order",
-        "in a copy, make each row of each tensor one example (batch_first=True)",
-        depends_on_order,
-    ),
+NOT_JOINED_WELL: Tests = [
+    (UNSEEN, lambda runs, look: look.facts.gradients == GOT and not look.facts.parts),
+    (OTHER_BATCHES, takes_other_batches),
+    (OTHER_WEIGHTS, has_other_weights),
+    (ROWS, lambda runs, look: not look.is_given and has_other_parts(look.facts)),
+    (ORDER, depends_on_order),
 ]
 OTHERWISE = Reason(
     "a step may use more than weights, buffers and the batches seen (a generator, rows it picks)",
     "in a copy, let a DataLoader give all it uses, draw no random numbers, keep state in buffers",
 )
-JOINED = Reason(
-    f"{OTHERWISE.sentence}, or these are joined wrongly",
-    f"{GLOBAL_BATCH}; or, {OTHERWISE.way_on}",
-)
+JOINED = Reason(f"{OTHERWISE.sentence}, or these are joined wrongly", OTHERWISE.way_on)
 
 
 def why_not_joined(facts: Facts) -> Reason | None:

@@ -1,7 +1,9 @@
 """Runs: more of them, after run A, in one process or with all ranks."""
 
 import argparse
+import itertools
 import os
+import re
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ from ddp_by_diff.equivalence.facts import Facts, facts_of
 from ddp_by_diff.equivalence.notes import Alone
 from ddp_by_diff.equivalence.observe import observers
 from ddp_by_diff.equivalence.source import Source
-from ddp_by_diff.equivalence.verdict import Reason, refusal_in
+from ddp_by_diff.equivalence.verdict import Reason, refusal_in, some_of
 from ddp_by_diff.instruments.meeting import Folder, Place
 from ddp_by_diff.instruments.rank import Job, be_rank, collect, leave
 from ddp_by_diff.instruments.ranks import be_started_rank
@@ -20,6 +22,16 @@ RUN_IT = (
     "run the program in one process, with --alone and the flags that it needs there (--json FILE "
     "holds the whole error); if it works, let a DataLoader give all that a step uses, in a copy"
 )
+IF_NO_FLAG = (
+    " with its flag for the batch size; if it has none, let argparse read --batch-size in a copy, "
+    "because one process is then given that of all ranks"
+)
+NO_COUNTERPART = "in a copy, call the same modules in both (with fully_shard in place of FSDP1)"
+NO_MEMORY = Reason(
+    "one process has no memory for the examples of all ranks",
+    "give the program a smaller batch size, in both runs",
+)
+OUT_OF_MEMORY = re.compile("out of memory|can't allocate memory|MemoryError|SIGKILL")
 
 
 class Runs:
@@ -27,6 +39,7 @@ class Runs:
 
     def __init__(self, args: argparse.Namespace, folder: Path, processes: int) -> None:
         self.args, self.folder, self.processes = args, folder, processes
+        self.flags: dict[str, int] = {}  # with which one process takes the batches of all ranks
         self.per_step: dict[str, int] = {}  # batches in one process, if other than with all ranks
         self.problem = ""  # what the program printed, if it failed
         self.failure = Reason("the tool's own run in one process made too few steps", RUN_IT)
@@ -41,23 +54,61 @@ class Runs:
         complete = [rank for rank in ranks if len(rank.counts) > self.args.steps]
         return facts_of(ranks, self.args.steps, known) if len(complete) == self.processes else None
 
-    def alone(self, facts: Facts, kind: str, left_out: tuple = (), **given: Any) -> Alone | None:
-        """A run in one process; None if the program failed, or made too few steps."""
+    def of_the_same_job(self, facts: Facts) -> Alone | Reason:
+        """A run with all examples, and with flags that say so, if the program has any.
+
+        Otherwise a loss that is divided by --batch, say, would be another one: the flags with which
+        N processes run describe one rank's share.
+        """
+        alone = self.alone(facts, "all examples")
+        flags = facts.flags_of_all()
+        given = " ".join(self.args.alone).replace("=", " ").split()
+        flags = {flag: size for flag, size in flags.items() if flag not in given}
+        if not flags or self.is_hopeless or isinstance(alone, Alone) and facts.is_same_job(alone):
+            return alone
+        before = dict(vars(self))
+        self.flags, self.per_step, self.problem = flags, {}, ""
+        larger = self.alone(facts, "all examples")
+        if isinstance(larger, Alone) and facts.is_same_job(larger):
+            return larger
+        vars(self).update(before)
+        return alone
+
+    def other_job(self, facts: Facts, alone: Alone) -> Reason | None:
+        """Why no difference is a mistake that a batch size may make; None if it can't be one.
+
+        One process has the flags of one rank, and the examples of all.
+        """
+        if facts.is_same_job(alone):
+            return None
+        own = facts.own_total(alone) or "other"
+        text = f"one process takes {own} examples per step by itself, all ranks {facts.total}"
+        command = self.args.command
+        words = [*map(" ".join, itertools.pairwise(command)), *command]
+        given = [word for word in words if re.fullmatch(f".+[ =]{own}", word)]
+        flag = given[0].removesuffix(str(own)) if given else "FLAG "
+        way_on = f'give --alone="{flag}{facts.total}"' + IF_NO_FLAG * (not given)
+        return Reason(text, way_on)
+
+    def alone(self, facts: Facts, kind: str, left_out: tuple = (), **given: Any) -> Alone | Reason:
+        """A run in one process; a reason if the program failed, or made too few steps."""
         result = self.run_alone(Source(facts, kind, self.per_step, left_out, **given))
-        if result is not None and not self.per_step:
+        if isinstance(result, Alone) and not self.per_step:
             many, alone = facts.ranks[0], result.notes
             per_step = {key: alone.per_step(key) for key in many.events}
             if any(per_step[key] not in (0, many.per_step(key)) for key in per_step):
                 self.per_step = per_step
                 result = self.run_alone(Source(facts, kind, self.per_step, left_out, **given))
-        if result is None or len(result.notes.counts) <= self.args.steps:
-            return None
+        if isinstance(result, Alone) and len(result.notes.counts) <= self.args.steps:
+            return self.failure
         return result
 
-    def run_alone(self, source: Source) -> Alone | None:
+    def run_alone(self, source: Source) -> Alone | Reason:
         if self.is_hopeless:
-            return None
+            return self.failure
         command = [*self.args.command, *self.args.alone]
+        for flag, size in self.flags.items() if source.kind != "one share" else ():
+            command += [flag, str(size)]
         out = tempfile.mkdtemp(prefix="alone-", dir=self.folder)
         arguments = (self.args.steps, f"{out}/out", source.left_out, source)
         job = Job("equivalence", command, self.args.timeout, observers, arguments)
@@ -71,8 +122,9 @@ class Runs:
             self.problem = "\n".join(text[-3000:] for text in (*printed, error))
             last = error.strip().rpartition("\n")[2]
             failure = Reason(f"the tool's own run failed: {last}", RUN_IT)
+            failure = NO_MEMORY if OUT_OF_MEMORY.search(error) else failure
             self.failure = Reason(refusal, "") if refusal else failure
-        return notes[0].value if notes else None
+        return notes[0].value if notes else self.failure
 
     def run(self, be_process: object, job: Job, count: int) -> tuple[list, str]:
         """The notes that the processes left, and the launcher's error."""
@@ -85,6 +137,14 @@ class Runs:
                     raise  # after Ctrl-C or SIGTERM
                 error = str(end.code)
             return collect(Folder(place), count), error
+
+
+def with_counterparts(alone: Alone | Reason) -> Alone | Reason:
+    """The run, if it can be compared; a reason if the ranks have no such weights."""
+    if isinstance(alone, Reason) or not alone.unmatched:
+        return alone
+    text = "the ranks have no weights with the names and shapes of one process's "
+    return Reason(text + some_of(alone.unmatched), NO_COUNTERPART)
 
 
 def be_alone(job: Job, folder: str) -> None:

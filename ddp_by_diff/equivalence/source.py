@@ -18,8 +18,9 @@ from ddp_by_diff.instruments.observer import Observer
 from ddp_by_diff.instruments.program import Refused
 
 # Kinds of runs: those whose optimizer gets the ranks' gradients, ...
-FORCED = ("all examples", "own data", "given state")
-GIVEN = ("one share", "given state")  # those that get the ranks' buffers in each step
+SHARES = ("one share", "repeated share")
+FORCED = ("all examples", "own data", "given state", *SHARES)
+GIVEN = ("given state", *SHARES)  # those that get the ranks' buffers in each step
 
 
 class Batch(NamedTuple):
@@ -47,6 +48,7 @@ class Source(Observer):
     in float64    the batches of an earlier run, in float64
     other order   all examples, in another order
     one share     one rank's examples, padded to the longest of all
+    repeated share  the same, as often as there are ranks: as many examples as all have
     """
 
     rank = 0  # whose share: its place in Facts.distinct
@@ -54,7 +56,6 @@ class Source(Observer):
     own_in = -1  # the last step in which a batch was left as it is
     joined_in = -1  # and in which one was replaced
     is_mixed = False
-    is_global = False  # the program itself takes as many examples as all ranks together
 
     def __init__(
         self, facts: Facts, kind: str, per_step: dict[str, int], left_out: tuple, **given: Any
@@ -87,21 +88,24 @@ class Source(Observer):
         original(*args, **kwargs)
 
     def batch(
-        self, key: str, number: int, step: int, value: Any, iterator: Any, examples: list | None
+        self, key: str, number: int, step: int, value: Any, iterator: Any, known: list | tuple
     ) -> tuple[Any, RandomState] | None:
-        """The batch in place of the run's own, and the random state after it; None: its own."""
+        """The batch in place of the run's own, and the random state after it; None: its own.
+
+        known: the examples that the program's collate_fn has joined, or the numbers of the batch's.
+        """
         if (key, number) in self.batches:
             plain, state = self.batches[key, number]
             return self.in_format(batches.from_plain(plain, own=value)), state
         if number < self.per_step.get(key, self.facts.per_step(key)):  # of the first step
-            count = len(examples or []) or count_examples(value)
+            count = len(known) or count_examples(value)
             self.rows.setdefault(key, {})[digest(value)] = count
         batch = self.joined(key, number, value)
         if batch is None:
             if not self.facts.per_step(key) and step <= len(self.facts.steps):
                 self.joined_in = step  # whether it has the ranks' examples is not known
             return None
-        if self.keeps_own(batch, step, value, iterator, examples):
+        if self.keeps_own(batch, step, value, iterator, known if type(known) is list else None):
             given = None
         elif batch.examples:
             given = iterator._collate_fn(batches.plain_copy(batch.examples)), batch.state
@@ -138,6 +142,8 @@ class Source(Observer):
             size, name = len(every) // max(1, takes), digest(to_plain(own))
             same = [event for event in every if digest(event.value) == name]  # in another place
             events = same[:1] or every[part * size : (part + 1) * size]
+        if self.kind == "repeated share":
+            events = events[self.rank : self.rank + 1] * len(events)
         only = self.rank if self.kind == "one share" else None
         return self.union(events, only, number) if len(events) > (only or 0) else None
 
@@ -148,16 +154,16 @@ class Source(Observer):
         values = [event.value for event in events]
         if not all(event.examples for event in events):
             return Batch(batches.join(values, only, order), None, state, values)
-        examples = []
+        examples: list = []
         for event in events if only is None else [events[only]]:
-            examples += event.examples
+            examples += event.examples or []
         if order is not None:
             examples = [examples[row] for row in torch.randperm(len(examples), generator=order)]
         return Batch(None, examples, state, values)
 
     def value(self, what: str, name: str, step: int, shape: torch.Size) -> torch.Tensor | None:
         """A tensor of the ranks' "weights" or "got"; of one rank, if its examples are computed."""
-        if self.kind != "one share":
+        if self.kind not in SHARES:
             return self.facts.whole(what, name, step, shape)
         rank = self.facts.distinct[self.rank]
         if name not in self.facts.trained and rank.has_buffers_of_first:
@@ -168,18 +174,16 @@ class Source(Observer):
         self, batch: Batch, step: int, value: Any, iterator: Any, examples: list | None
     ) -> bool:
         """Whether the program's own batch has the same examples: it is better than a joined one."""
-        if self.kind == "one share":
+        if self.kind in SHARES:
             return False
-        is_equal = len(batch.parts) > 1 and len(set(map(digest, batch.parts))) == 1
-        if iterator is None and is_equal and self.is_global:  # such as numbers of rows: no examples
-            return True
+        digests = {digest(part) for part in (to_plain(value), *batch.parts)}
+        if iterator is None and len(digests) == 1 < len(batch.parts):
+            return True  # on all ranks and here: a graph, a grid, and no examples
         if self.joined_in != step and batch.is_in(value, examples):
-            self.own_in, self.is_global = step, True
+            self.own_in = step
             return True
         self.joined_in = step
         self.is_mixed |= self.own_in == step
-        if batch.value is not None:
-            self.is_global = count_examples(batch.value) == count_examples(value)
         return False
 
     def set_weight(self, name: str, step: int, tensor: torch.Tensor) -> None:
@@ -208,7 +212,8 @@ class Source(Observer):
         noted.events = {}
         unmatched = sorted(name for name, is_matched in self.matched.items() if not is_matched)
         rows = {key: sum(counts.values()) for key, counts in self.rows.items()}
-        return Alone(noted, unmatched, self.joined_in >= 0, self.is_mixed, rows, self.noted)
+        is_joined = self.joined_in >= 0 or self.kind == "own data"
+        return Alone(noted, unmatched, is_joined, self.is_mixed, rows, self.noted)
 
 
 def put_gradient(parameter: torch.Tensor, value: torch.Tensor) -> None:

@@ -1,7 +1,6 @@
-"""Links with their answers, the verdict from all of them, and words for names and numbers."""
+"""Checks with their answers, the verdict from all of them, and words for names and numbers."""
 
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ddp_by_diff.equivalence import limits
@@ -33,10 +32,9 @@ class Reason(NamedTuple):
 
     sentence: str
     way_on: str
-    test: Callable[..., bool] | None = None  # whether it holds, where several are asked in turn
 
 
-class Link(NamedTuple):
+class Check(NamedTuple):
     """A question with its answer."""
 
     label: str  # the question's name
@@ -49,14 +47,14 @@ class Link(NamedTuple):
     way_on: str = ""  # what settles it, if it is inconclusive
 
 
-def inconclusive(label: str, reason: Reason, text: str = "", figures: Any = None) -> Link:
-    """A link without an answer.  text: what was measured all the same."""
+def inconclusive(label: str, reason: Reason, text: str = "", figures: Any = None) -> Check:
+    """A check without an answer.  text: what was measured all the same."""
     text = f"inconclusive: {text}" if text else ""
-    return Link(label, None, text, why=reason.sentence, figures=figures, way_on=reason.way_on)
+    return Check(label, None, text, why=reason.sentence, figures=figures, way_on=reason.way_on)
 
 
 class Verdict(NamedTuple):
-    """The verdict from all links."""
+    """The verdict from all checks."""
 
     code: int  # the exit code: SAME, DIFFERENT or UNKNOWN
     text: str
@@ -67,44 +65,46 @@ class Answer(NamedTuple):
     """The whole answer, as lines or as one object of JSON."""
 
     verdict: Verdict
-    links: list[Link]
+    checks: list[Check]
     notes: list[Line]
     error: str = ""  # of a run of the tool's own
 
     def lines(self) -> list[Line]:
         lines = [Line("verdict", self.verdict.text)]
         lines += [Line("to settle it", way_on) for way_on in self.verdict.ways_on]
-        lines += [Line(link.label, link.text) for link in self.links if link.text]
+        lines += [Line(check.label, check.text) for check in self.checks if check.text]
         return lines + self.notes
 
     def as_json(self) -> dict[str, Any]:
         """The object that --json writes; docs/equivalence.md explains its names, which stay."""
-        links, states = [], {True: "right", False: "wrong", None: "not found out"}
-        for link in self.links:
-            answer = {"name": link.label, "state": states[link.is_right], "text": link.text}
-            for field, value in zip(Figures._fields, link.figures or (None, None), strict=True):
+        states = {True: "right", False: "wrong", None: "not found out"}
+        checks: list[dict[str, Any]] = []
+        for check in self.checks:
+            state: str = states[check.is_right]
+            answer: dict[str, Any] = {"name": check.label, "state": state, "text": check.text}
+            for field, value in zip(Figures._fields, check.figures or (None, None), strict=True):
                 answer[field] = value if value is None or math.isfinite(value) else None
-            links.append(answer | {"but_for": link.but or None, "why": link.why or None})
+            checks.append(answer | {"but_for": check.but or None, "why": check.why or None})
         name = ["same", "different", "not found out"][self.verdict.code]
-        notices = max((link.limit for link in self.links), default=0.0) or None
-        found = {"verdict": name, "text": self.verdict.text, "links": links, "notices": notices}
+        notices = max((check.limit for check in self.checks), default=0.0) or None
+        found = {"verdict": name, "text": self.verdict.text, "links": checks, "notices": notices}
         notes = [note.text for note in self.notes]
         more = {"to_settle_it": self.verdict.ways_on, "error_of_own_run": self.error or None}
         return found | {"notes": notes} | more
 
 
-def problem(links: list[Link], other: str) -> Verdict | None:
-    """The verdict if a link is wrong, or else if one is not known; None if all are right."""
-    if wrong := [link for link in links if link.is_right is False]:
-        names = " in: " + ", ".join(link.label for link in wrong)
+def problem(checks: list[Check], other: str) -> Verdict | None:
+    """The verdict if a check is wrong, or else if one is not known; None if all are right."""
+    if wrong := [check for check in checks if check.is_right is False]:
+        names = " in: " + ", ".join(check.label for check in wrong)
         what = f": {wrong[0].why}" if len(wrong) == 1 and wrong[0].why else names
         return Verdict(DIFFERENT, f"DIFFERENT from {other}{what}")
     labels: dict[str, list[str]] = {}  # by what is not known
-    open_links = [link for link in links if link.is_right is None]
-    for link in open_links:
-        labels.setdefault(link.why, []).append(link.label)
+    open_checks = [check for check in checks if check.is_right is None]
+    for check in open_checks:
+        labels.setdefault(check.why, []).append(check.label)
     reasons = [f"{', '.join(labels[why])}: {why}" for why in labels]
-    ways_on = tuple(dict.fromkeys(link.way_on for link in open_links if link.way_on))
+    ways_on = tuple(dict.fromkeys(check.way_on for check in open_checks if check.way_on))
     return Verdict(UNKNOWN, f"INCONCLUSIVE: {'; '.join(reasons)}", ways_on) if reasons else None
 
 
@@ -112,22 +112,35 @@ def unknown(reason: Reason) -> Answer:
     return Answer(Verdict(UNKNOWN, f"INCONCLUSIVE: {reason.sentence}", (reason.way_on,)), [], [])
 
 
-def conclude(links: list[Link], steps: int, but: str = "") -> Verdict:
-    """The verdict from the links of so many steps.  but: other exceptions, in words."""
-    if bad := problem(links, "one process"):
+class Compared(NamedTuple):
+    """What the N processes are compared with, in words."""
+
+    other: str = "one process"  # perhaps with flags
+    numbers: str = ""  # of examples, if one process with the same flags takes others
+    but: str = ""  # other exceptions than those that the checks name
+    more: str = ""  # what was not seen
+
+
+ONE_PROCESS = Compared()
+
+
+def conclude(checks: list[Check], steps: int, compared: Compared = ONE_PROCESS) -> Verdict:
+    """The verdict from the checks of so many steps."""
+    if bad := problem(checks, compared.other):
         return bad
-    limit = max(link.limit for link in links)
+    limit = max(check.limit for check in checks)
     unseen = f"differences below {limit:.0e} would not be detected"
     if limit > limits.SEEN:
         way_on = "compare a copy that computes in float32, with another optimizer (torch.optim.SGD)"
         return Verdict(UNKNOWN, f"INCONCLUSIVE: nothing differs, but {unseen}", (way_on,))
-    causes = [link.but for link in links if link.but]
+    causes = [check.but for check in checks if check.but]
     what = "up to rounding"
     if causes:
         what = f"except for {causes[0]}{BY_DESIGN.get(causes[0], '')}"
         unseen = f"apart from that, {unseen}"
-    text = f"THE SAME as one process, {what}{but}, in the {steps} steps compared ({unseen})"
-    return Verdict(SAME, text)
+    other, numbers, but, more = compared
+    text = f"THE SAME as {other}{numbers}, {what}{but}, in the {steps} steps compared ({unseen})"
+    return Verdict(SAME, text + more)
 
 
 def refusal_in(error: str) -> str:

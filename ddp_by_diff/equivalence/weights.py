@@ -1,6 +1,5 @@
-"""Stage 3: do weights change as in one process with the same gradients?  And equal options?"""
+"""Are the options equal, and do weights change as in one process with the same gradients?"""
 
-import itertools
 import math
 from collections import ChainMap
 from collections.abc import Iterator, Mapping
@@ -10,8 +9,8 @@ import torch
 
 from ddp_by_diff.equivalence import limits, vectors
 from ddp_by_diff.equivalence.facts import Facts
-from ddp_by_diff.equivalence.notes import Alone, Notes
-from ddp_by_diff.equivalence.verdict import Figures, Link, Reason, inconclusive, some_of
+from ddp_by_diff.equivalence.notes import Alone
+from ddp_by_diff.equivalence.verdict import Check, Figures, Reason, inconclusive, some_of
 from ddp_by_diff.instruments.command import Line
 
 LABEL = "weights"
@@ -24,7 +23,7 @@ COARSE = Reason(
     "the optimizer computes in bfloat16 or float16",
     "compare a copy with torch.optim.SGD: then only this optimizer's own step is not compared",
 )
-SCHEDULE = Reason("not compared, as a schedule may differ", "")
+SCHEDULE = Reason("not compared, as the learning rate may differ", "")
 
 
 class Change(NamedTuple):
@@ -37,8 +36,8 @@ class Change(NamedTuple):
     step: int = 0
 
 
-def weights(facts: Facts, alone: Alone, exact: Alone | None, settings: Link) -> Link:
-    """Stage 3.  exact: the same run in float64.  settings: equal learning rates?"""
+def weights(facts: Facts, alone: Alone, exact: Alone | None, settings: Check) -> Check:
+    """The check.  exact: the same run in float64.  settings: equal learning rates?"""
     limit = limits.UPDATED
     if not facts.are_forced:  # one process had gradients of its own, with other rounding errors
         rounding = between(facts, exact, alone) if exact else facts.rounding_limit
@@ -57,7 +56,7 @@ def weights(facts: Facts, alone: Alone, exact: Alone | None, settings: Link) -> 
     if worst.far <= limit:
         text = f"ok: {start} change as in one process{where}"
         limit = max(limit, *(change.hidden for change in changes))
-        return Link(LABEL, True, text, limit, figures=figures)
+        return Check(LABEL, True, text, limit, figures=figures)
     text = f"{start} do not change as in one process{where}; worst: {worst.name}"
     if alone.notes.has_coarse_optimizer:
         return inconclusive(LABEL, COARSE, text, figures)
@@ -65,8 +64,8 @@ def weights(facts: Facts, alone: Alone, exact: Alone | None, settings: Link) -> 
         return inconclusive(LABEL, SCHEDULE)
     if settings.is_right and settings.text and worst.far <= 2 * limits.SCHEDULE:
         text = "ok: the weights change as in one process, except for the schedule's learning rates"
-        return Link(LABEL, True, f"{text} {figures}", worst.far, figures=figures)
-    return Link(LABEL, False, f"WRONG: {text}", worst.far, figures=figures)
+        return Check(LABEL, True, f"{text} {figures}", worst.far, figures=figures)
+    return Check(LABEL, False, f"WRONG: {text}", worst.far, figures=figures)
 
 
 def change_as_in_float64(facts: Facts, exact: Alone) -> bool:
@@ -94,13 +93,13 @@ def values(
     for name, value_alone in alone.notes.steps[step + 1].weights.items():
         shape = value_alone.shape
         old = facts.whole("weights", name, step, shape)
-        news = [rank.steps[step + 1].weights.get(name) for rank in facts.ranks]
-        news = [new for new in news if new is not None]
-        if any(new.shape != shape for new in news):
-            news = [facts.whole("weights", name, step + 1, shape)]
-        elif step >= facts.first_unequal:
+        afters = [rank.steps[step + 1].weights.get(name) for rank in facts.ranks]
+        if any(new is not None and new.shape != shape for new in afters):
+            afters = [facts.whole("weights", name, step + 1, shape)]
+        news = [new for new in afters if new is not None]
+        if step >= facts.first_unequal:
             news = news[:1]  # one process had rank 0's
-        if old is not None and news and news[0] is not None:
+        if old is not None and news:
             yield name, old, news, value_alone
 
 
@@ -161,46 +160,45 @@ def other_state(facts: Facts, alone: Alone, limit: float) -> dict[str, float]:
     return {name: far for name, far in furthest.items() if far > limit}
 
 
-def options(facts: Facts, alone: Notes | None, command: list[str], own_total: int = 0) -> Link:
+def options(facts: Facts, alone: Alone | Reason, other_job: Reason | None) -> Check:
     """The optimizers' options; right, but with a text, if only a schedule differs a little.
 
-    own_total: the examples that one process takes in a step by itself; 0: not known.
+    other_job: why one process may have others, without a mistake.
     """
     for k in facts.steps:
         first = facts.ranks[0].steps[k].options
         for rank in facts.ranks[1:]:
             for name, key, value, theirs in unlike(first, rank.steps[k].options):
                 text = f"{key} of {name} is {value} on rank 0, {theirs} on rank {rank.rank}"
-                return Link(label(key), False, f"{text}, in step {k + 1}")
-    found = []
-    for k in facts.steps if alone else []:
-        found += [(k, *one) for one in unlike(of_all(facts, k), alone.steps[k].options)]
+                return Check(label(key), False, f"{text}, in step {k + 1}")
+    found, steps = [], alone.notes.steps if isinstance(alone, Alone) else []
+    for k, step in zip(facts.steps, steps, strict=False):
+        for two in unlike(of_all(facts, k), step.options):
+            if far_apart(*two[2:]) > limits.UPDATED:
+                found.append((k, *two))
     if not found:
-        return Link("options", True)
+        return Check("options", True)
     k, name, key, value, one = max(found, key=lambda difference: far_apart(*difference[3:]))
     text = "" if key == "lr" else f"{key} of {name} is "
     text += f"{show(value)} with {len(facts.ranks)} processes, {show(one)} with one"
     text += f" ({value / one:.4g} times)" if key == "lr" and one else ""
     text += f", in step {k + 1}"
-    tables = [(of_all(facts, step), alone.steps[step].options) for step in facts.steps]
-    values = {(table[name][key], ones[name][key]) for table, ones in tables}
-    if len(values) == 1 or own_total in (0, facts.total):  # it does not change: no schedule
-        return Link(label(key), False, text)
-    text += f"; one process takes {own_total} examples per step, all ranks {facts.total}"
+    if other_job is None:
+        return Check(label(key), False, text)
     if far_apart(value, one) <= limits.SCHEDULE:
-        return Link(label(key), True, f"{text}: a schedule counts the steps of an epoch")
-    flags = [flag for flag, size in itertools.pairwise(command) if size == str(own_total)]
-    way_on = f"give --alone with the flag for its batch size, and {facts.total}"
-    if flags:
-        way_on = f'give --alone="{flags[0]} {facts.total}"'
-    reason = Reason("a schedule may count the steps of an epoch", way_on)
-    return inconclusive(label(key), reason, text)
+        return Check(label(key), True, f"{text}: a schedule counts the steps of an epoch")
+    reason = f"{other_job.sentence}, which may set it, or the number of steps in an epoch"
+    return inconclusive(label(key), other_job._replace(sentence=reason), text)
 
 
 def far_apart(value: Any, other: Any) -> float:
-    """The relative difference of two values of an option."""
+    """The relative difference of two values of an option: of Adam's betas, the largest."""
+    if isinstance(value, tuple) and isinstance(other, tuple) and len(value) == len(other):
+        return max(map(far_apart, value, other), default=0.0)
     are_numbers = isinstance(value, int | float) and isinstance(other, int | float)
-    return abs(value - other) / abs(other) if are_numbers and other else math.inf
+    if value == other or not are_numbers:
+        return 0.0 if value == other else math.inf
+    return abs(value - other) / max(abs(value), abs(other))
 
 
 def of_all(facts: Facts, step: int) -> Mapping[str, dict[str, Any]]:

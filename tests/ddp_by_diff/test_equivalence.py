@@ -25,6 +25,13 @@ NORM = EXCEPT.format("BatchNorm .its statistics are not those of one batch.", "1
 DROPOUT = EXCEPT.format("dropout .each process draws its own masks.", "1e-05")
 NOT_AVERAGED = "the gradients{} are not averaged; each rank's optimizer receives only its own rank's gradients"
 OWN = NOT_AVERAGED.format("")
+# One process has the flags of the whole, or its flags give it fewer examples than all ranks have.
+WITH = "one process with {} .with the same flags, it would take {}."
+THAT = "one process that takes {} examples in a step .with the same flags, it takes {}."
+SAME_WITH, SAME_THAT = (f"THE SAME as {other}, up to rounding, in the 3 steps .*" for other in (WITH, THAT))
+TOLD = (
+    "INCONCLUSIVE: .*one batch: one process takes {} examples per step by itself, all ranks {}, and the loss may be .*"
+)
 NONE_TWICE = r"8 \+ 8 \+ 8 per step, none of them on two ranks .checked for 3 steps."
 FORGOTTEN = "WRONG: " + NOT_AVERAGED.format(" of 2 of 4 tensors .2.weight, 2.bias.")
 
@@ -291,6 +298,44 @@ MANY = {
     "loss": "F.mse_loss(model(x), y)",
 }
 TYPED = "\nnet = nn.Sequential(nn.Linear(8, 32, dtype=torch.float32), nn.Tanh(), nn.Linear(32, 4, dtype=torch.float32))"
+
+
+def flags(**sizes):
+    """Lines of a program that read these flags by argparse: the first one is the batch of one process."""
+    lines = ["import argparse", "parser = argparse.ArgumentParser()"]
+    lines += [f"parser.add_argument('--{name}', type=int, default={size})" for name, size in sizes.items()]
+    return "\n".join([*lines, "args, _ = parser.parse_known_args()", f"SIZE = args.{next(iter(sizes))}"])
+
+
+FLAG, CONSTANT = flags(batch=8), "SIZE = 8"
+SUM = "F.cross_entropy(model(x), y, reduction='sum') / SIZE"
+ADDED = {"model": "net", "got": "average(net.parameters(), n)"}  # up, and not divided
+FULL = """
+class Full(nn.Linear):
+    def forward(self, x):
+        if len(x) > 8: raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2.00 GiB.')
+        return super().forward(x)
+net[0] = Full(8, 32)"""
+ITEMS = """
+class Item:
+    def __init__(self, pair): self.x, self.y = pair[0].expand(5, 8), pair[1]
+class Items(torch.utils.data.Dataset):
+    def __len__(self): return 480
+    def __getitem__(self, k): return Item(data[k])
+def whole(items): return torch.stack([one.x for one in items]).mean(1), torch.stack([one.y for one in items])
+def listed(items): return [items, 0]"""
+ANEW = """
+class Anew:  # a new loader for each epoch
+    epoch = 0
+    def __iter__(self):
+        self.epoch += 1
+        return iter(DataLoader(data, SIZE, sampler=DistributedSampler(data, seed=self.epoch)))"""
+DRAWS = """
+class Draws(torch.utils.data.Dataset):
+    def __len__(self): return 480
+    def __getitem__(self, k): return torch.randn(8), torch.randint(4, ())
+data = Draws()"""
+MIXED = {"before": "x = 0.7 * x + 0.3 * x.flip(0)"}
 ONE_SAMPLER = "DataLoader(data, SIZE, sampler=DistributedSampler(data, num_replicas=1, rank=0))"
 
 CASES = {
@@ -371,6 +416,161 @@ CASES = {
         {"averaging": "ok: .*", "to settle it": ".*float64.*"},
         **MANY | {"loss": "F.mse_loss(model(x), y) * {torch.float32: 1}[x.dtype]"},
     ),
+    # ---- the same job: one process has the flags of the whole, or accuses nobody
+    "flag": case(SAME_WITH.format("--batch 24", 8), {"batch size": ""}, begin=FLAG, loss=SUM),
+    "flag_of_a_sum": case(
+        "DIFFERENT from one process with --batch 24 in: averaging",
+        {"averaging": "WRONG: 3 times one process's gradients: the ranks' sum, not their mean"},
+        begin=FLAG,
+        loss=SUM,
+        **ADDED,
+    ),
+    "flag_sets_the_rate": case(
+        SAME_WITH.format("--batch 24", 8), begin=FLAG, optimizer="torch.optim.SGD(net.parameters(), 0.01 * SIZE * n)"
+    ),
+    "flag_sets_a_length": case(  # with the same flags, the run in one process fails
+        SAME_WITH.format("--batch 24", 8),
+        begin=FLAG,
+        loss="(model(x)[torch.arange(SIZE), y] * torch.ones(SIZE)).mean()",
+    ),
+    "flag_that_alone_has": case(
+        SAME_WITH.format("--batch 24", 8), begin=FLAG, loss=SUM, options=("--alone", "--batch 24")
+    ),
+    "flag_that_alone_keeps": case(TOLD.format(8, 24), begin=FLAG, loss=SUM, options=("--alone=--batch=8",)),
+    "flags_of_two_batches": case(  # the same value: both grow; another one stays
+        SAME_WITH.format("--train_batch 24 --eval_batch 24", 8),
+        begin=flags(train_batch=8, eval_batch=8, log_batches=5),
+        loss=SUM,
+    ),
+    "flag_of_a_micro_batch": case(
+        SAME_WITH.format("--batch 24", 8),
+        begin=flags(batch=8, micro_batch=4),
+        loss="0",
+        backward="for a, b in zip(x.split(4), y.split(4)): (F.cross_entropy(model(a), b) * 4 / SIZE).backward()",
+    ),
+    "flag_and_accumulation": case(
+        SAME_WITH.format("--batch 12", 4),
+        {"examples": r"8 \+ 8 \+ 8 per step, .*"},
+        begin=flags(batch=4),
+        loss="F.cross_entropy(model(x), y, reduction='sum') / (2 * SIZE)",
+        backward="if step % 2 == 0: model.zero_grad()\nloss.backward()",
+        before="optimizer.zero_grad = lambda: None",
+        step="step % 2 and optimizer.step()",
+    ),
+    "constant": case(
+        SAME_THAT.format(24, 8),
+        {"batch size": "one process with the same flags takes 8 examples per step, the 3 processes 24"},
+        begin=CONSTANT,
+    ),
+    "constant_divides": case(TOLD.format(8, 24), {"averaging": "ok: .*"}, begin=CONSTANT, loss=SUM),
+    "constant_of_all_divides": case(TOLD.format(8, 24), begin=CONSTANT, loss=f"{SUM} / n", **ADDED),
+    "constant_divides_and_norm": case(
+        TOLD.format(8, 24), begin=CONSTANT + "; net.insert(1, nn.BatchNorm1d(32))", loss=SUM
+    ),
+    "constant_and_a_penalty": case(  # so that no multiple of the mean is one process's gradient
+        TOLD.format(8, 24), begin=CONSTANT, loss=SUM + " + sum(p.square().sum() for p in net.parameters())"
+    ),
+    "constant_of_a_sum_added_up": case(  # in both: an agreement of sums of unequal numbers
+        TOLD.format(8, 24), begin=CONSTANT, loss=SUM, **ADDED
+    ),
+    "constant_and_a_mean_added_up": case(DIFFERENT + "averaging", nproc=3, begin=CONSTANT, **ADDED),
+    "constant_and_a_mean_divided": case(
+        DIFFERENT + "averaging",
+        {"averaging": "WRONG: 1/3 of one process's gradients: .*"},
+        begin=CONSTANT,
+        loss="F.cross_entropy(model(x), y) / n",
+    ),
+    "constant_sets_the_rate": case(
+        "INCONCLUSIVE: learning rate: one process takes 8 examples per step by itself, all ranks 24, .*",
+        {"averaging": "ok: .*", "one batch": "ok: .*"},
+        begin=CONSTANT,
+        optimizer="torch.optim.SGD(net.parameters(), 0.01 * SIZE * n)",
+    ),
+    "constant_and_rates_that_undo_a_sum": case(
+        SAME_THAT.format(24, 8),
+        begin=CONSTANT,
+        optimizer="torch.optim.SGD(net.parameters(), 0.3 / n, momentum=0.9)",
+        **ADDED,
+    ),
+    "constant_and_pairs": case(TOGETHER, begin=CONSTANT, **MIXED),  # of a mean: the size is no cause
+    "constant_and_pairs_of_a_sum": case(TOLD.format(8, 24), begin=CONSTANT, loss=SUM, **MIXED),
+    "constant_and_state": case(  # that a batch size might move: a teacher, say
+        "INCONCLUSIVE: one batch: one process takes 8 .*, and training reads what each process changes .*: 0.usual",
+        nproc=(2, 3),
+        begin=CONSTANT + USUAL.format("", BUFFER),
+    ),
+    "no_memory": case(
+        "INCONCLUSIVE: one batch: one process has no memory for the examples of all ranks",
+        {"to settle it": "give the program a smaller batch size, in both runs"},
+        begin=CONSTANT + FULL,
+    ),
+    # ---- numbers, and what has none
+    "rate_of_a_sum": case(  # whose last digits depend on the order
+        SAME_UP_TO.format(".*"),
+        nproc=(2, 3),
+        stepped="""part = x.abs().sum() / 1e3
+dist.all_reduce(part)
+optimizer.param_groups[0]['lr'] *= 1 - float(part)
+optimizer.param_groups[0]['momentum'] = float(part)""",
+    ),
+    "inputs_with_gradients": case(
+        SAME,
+        loader="[(slice(24 * k + rank, 24 * k + 24, n), 0) for k in range(20)]",
+        before="x = data.tensors[0][x].clone().requires_grad_()",
+        loss="torch.autograd.grad(model(x).square().sum(), x, create_graph=True)[0].square().mean()",
+        model="net",
+        got=AVERAGE,
+    ),
+    "one_graph": case(  # is the same on all ranks, and no batch
+        SAME,
+        begin="graph, labels = torch.randn(24, 8), torch.randint(4, (24,))",
+        loader="[(k, 0) for k in range(20)]",
+        loss="F.cross_entropy(model(graph)[rank::n], labels[rank::n])",
+    ),
+    "equal_examples": case(
+        SAME,
+        {"examples": NONE_TWICE[:-1] + ", and in an epoch."},
+        begin="data = TensorDataset(torch.ones(480, 8), torch.ones(480).long())",
+    ),
+    "drawn_examples": case(
+        SAME,
+        {"examples": ".* per step; whether some are on two ranks is not known"},
+        begin=DRAWS + "\nSIZE = 24 // n; torch.manual_seed(rank)",
+        loader="DataLoader(data, SIZE)",
+    ),
+    "objects_in_a_list": case(
+        "INCONCLUSIVE: one batch: a batch has parts that don't have one row for each example",
+        {"examples": r"8 \+ 8 \+ 8 per step; whether some are on two ranks is not known"},
+        begin=ITEMS,
+        loader="DataLoader(Items(), SIZE, sampler=DistributedSampler(data), collate_fn=listed)",
+        before="x, y = whole(x)",
+    ),
+    "mixed_pairs": case(TOGETHER, nproc=(2, 3), **MIXED),  # whose rows are known to be examples
+    "maker_mixes_pairs": case(  # after another optimizer's step
+        TOGETHER,
+        **CRITIC
+        | {"stepped": CRITIC["stepped"].replace("maker(x)", "maker(x + x.flip(0))").replace("if step % 2: ", "")},
+    ),
+    "same_batch_and_dropout": case(  # whose masks differ by rank
+        DIFFERENT + "examples",
+        {"averaging": "ok: the optimizers receive the mean of the ranks' gradients .*"},
+        begin="net.append(nn.Dropout(0.5)); torch.manual_seed(rank)",
+        loader="DataLoader(data, 24)",
+    ),
+    "fsdp2_and_attention": case(  # a layer's weights are used, and the layer is not called
+        SAME,
+        {"averaging": "ok: .*"},
+        begin="""from torch.distributed.fsdp import fully_shard
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention, self.last = nn.MultiheadAttention(8, 2, batch_first=True), nn.Linear(8, 4)
+    def forward(self, x): return self.last(self.attention(x[:, None], x[:, None], x[:, None])[0][:, 0])
+net = Net()
+if n > 1: fully_shard(net.attention)
+if n > 1: fully_shard(net)""",
+        model="net",
+    ),
     # ---- stage 1: averaging
     "repeated": case(  # one process's optimizer can't be given several gradients in a step
         SAME_UP_TO.format(".*"),
@@ -414,7 +614,7 @@ CASES = {
     ),
     "sum_then_clip": case(  # which hides the factor
         SAME_UP_TO.format(".*"),
-        {"averaging": "ok: clipping makes them one process's; before it, 3 times one process's gradients: .*"},
+        {"averaging": "ok: after clipping they are one process's; before, 3 times one process's gradients: .*"},
         model="net",
         got="average(net.parameters(), n)" + CLIP + CLAMP,
     ),
@@ -576,7 +776,7 @@ def turned(x):
         loss="F.cross_entropy(model(data[x][0], 1 + rank), data[x][1])",
     ),
     "numbers_and_other_batches": case(  # in one process, so that its batch is joined of the ranks'
-        "INCONCLUSIVE: one batch: a batch has parts that have not one row for each example",
+        "INCONCLUSIVE: one batch: a batch has parts that don't have one row for each example",
         begin=TIMES,
         loader="[(slice(rank + 8 * n * k, 8 * n * (k + 1), n), 0) for k in range(20)]",
         loss="F.cross_entropy(model(data[x][0], 1 + rank), data[x][1])",
@@ -626,7 +826,7 @@ def turned(x):
         loss="model(x)[0][-1].square().mean()",
     ),
     "graphs": case(
-        "INCONCLUSIVE: one batch: a batch has parts that have not one row for each example",
+        "INCONCLUSIVE: one batch: a batch has parts that don't have one row for each example",
         {"averaging": "ok: .*", "weights": "ok: .*"},
         begin=GRAPHS,
         loader="batches",
@@ -699,15 +899,15 @@ def turned(x):
     ),
     "averaged_weights": case(  # after a step that is linear in the gradients
         SAME_UP_TO.format(r"\de-05"),  # measured, and not only below the hard limit
-        {"averaging": "ok: each rank's step begins with its own gradients, and ends as with their mean"},
+        {"averaging": "ok: a step begins with each rank's local gradients, and ends as with their mean"},
         model="net",
         stepped="for p in net.parameters(): dist.all_reduce(p.data); p.data /= n",
     ),
     "warm_up": case(  # each rank has data of its own; and a buffer of averages
-        "THE SAME as one process, up to rounding .and except for buffers., .*",
+        "THE SAME as one process, up to rounding .and except for buffers., .*; each rank's dataset is its own, .*",
         {
             "weights": "ok: .*; not in step 1, where nothing changes",
-            "examples": NONE_TWICE + "; each rank's data set is its own: .*",
+            "examples": NONE_TWICE,
             "buffers": "usual does not change as in one process .*, but all gradients agree in these steps",
         },
         begin="""data = TensorDataset(*(one[rank::n] for one in data.tensors))
@@ -729,15 +929,15 @@ net.register_buffer('usual', torch.zeros(8))""",
         optimizer="torch.optim.SGD(net.parameters(), 0.1 + 0.1 * (rank == 1))",
     ),
     "schedule": case(  # with a batch per rank: it counts an epoch's steps
-        "INCONCLUSIVE: learning rate: a schedule may count the steps of an epoch; .*",
-        {"learning rate": ".*; one process takes 8 examples per step, all .* 24", "to settle it": 'give .*"--size 24"'},
+        "INCONCLUSIVE: learning rate: one process takes 8 .* all ranks 24, .* the number of steps in an epoch; .*",
+        {"learning rate": "inconclusive: .* with 3 processes, .* with one .*", "to settle it": 'give .*"--size 24"'},
         begin="SIZE = int(sys.argv[-1])",
         stepped="import math; optimizer.param_groups[0]['lr'] = math.cos(1.57 * (step + 1) / len(loader)) ** 2 / 10",
     ),
     "schedule_of_a_part": case(
-        SAME,
+        SAME_THAT.format(24, 8),
         {
-            "batch size": ".* 24; a schedule .* was not tested .--alone.",
+            "batch size": "one process with the same flags takes 8 examples per step, the 3 processes 24",
             "not checked": "0.weight, 0.bias: no optimizer changed them in these steps",
         },
         begin="SIZE = 8",
@@ -856,7 +1056,7 @@ net.register_buffer('usual', torch.zeros(8))""",
         got=AVERAGE,
     ),
     "alike_by_chance": case(
-        SAME,
+        SAME_THAT.format(120, 60),
         {"examples": r"60 \+ 60 per step, \d+ of them on two ranks .*"},
         nproc=2,
         begin="rows = torch.randn(4000, 8); torch.manual_seed(rank)",
@@ -933,7 +1133,7 @@ net[0] = nn.Linear(8, 32, bias=False)  # so that its parts are padded""",
     ),
 }
 QUICK = ["right", "sum_then_clip", "forgotten_layer_and_clip", "norm", "noise", "objects", "decay", "own_order"]
-QUICK += ["closure"]
+QUICK += ["closure", "flag", "constant_divides"]
 CODES = {"THE SAME": 0, "DIFFERENT": 1, "INCONCLUSIVE": 2}
 
 
@@ -981,7 +1181,11 @@ SAYS = {  # of the wrong ways: the verdict, and a line that names the cause
     "uneven": ("averaging", "averaging", "WRONG.*: the ranks are weighted .*, but in one process .*"),
     "tokens": ("averaging", "averaging", "WRONG.*: the ranks are weighted .*, but in one process .*"),
     "no_sync": ("copies, averaging", "averaging", f"WRONG: {OWN}"),
-    "dropout_seed": (None, "note", "all ranks draw the same random numbers, .*: seed them differently"),
+    "dropout_seed": (
+        None,
+        "note",
+        "all ranks draw the same random numbers in a step, so they have .* masks: seed them differently",
+    ),
     "clip": (
         "averaging",
         "averaging",
@@ -1041,7 +1245,7 @@ class Classes:  # 4 batches of all ranks together: 4 of the 8 examples of 6 of 1
 SIZES = "batches = [[j for j in range(24 * k, 24 * k + 24) if j % (n + 1) % n == rank] for k in range(20)]"
 LISTED = "listed = torch.randperm(480, generator=torch.Generator().manual_seed(2)).tolist()"
 LISTS = "DataLoader(data, batch_sampler=[listed[k : k + 24][rank::n] for k in range(0, 480, 24)])"
-ONCE = "examples came, each once, on one rank"
+ONCE = "examples were read, each once, on one rank"
 
 
 def dealt(every):
@@ -1051,8 +1255,12 @@ def dealt(every):
 
 
 EPOCHS = {  # the exit code, and what is said by label; of programs with these parts
-    "right": (0, {"examples": "480 of 480 examples came, each once, on one rank", "order": ".* has another order"}, {}),
-    "padded": (0, {"examples": r"475 of 475 examples came, [12] of them again .padding."}, {"begin": SHORT}),
+    "right": (
+        0,
+        {"examples": "480 of 480 examples were read, each once, on one rank", "order": ".* has another order"},
+        {},
+    ),
+    "padded": (0, {"examples": r"475 of 475 examples were read, [12] of them again .padding."}, {"begin": SHORT}),
     "in_turn": (
         0,
         {"order": "the second epoch has the order of the first, which is not shuffled"},
@@ -1060,14 +1268,14 @@ EPOCHS = {  # the exit code, and what is said by label; of programs with these p
     ),
     "workers": (
         0,
-        {"examples": "480 of 480 examples came, each once, on one rank"},
+        {"examples": "480 of 480 examples were read, each once, on one rank"},
         {"loader": "DataLoader(data, SIZE, sampler=DistributedSampler(data), num_workers=1, persistent_workers=True)"},
     ),
     "no_set_epoch": (1, {"order": ".* though it is shuffled: call sampler.set_epoch.epoch. .*"}, {"before": ""}),
     "batches_of_a_list": (0, {"order": ".* no DistributedSampler"}, {"begin": LISTED, "loader": LISTS, "before": ""}),
     "sharded_twice": (
         1,
-        {"examples": r"(240|160) of 480 examples came, (240|320) never come: as if each rank took .*"},
+        {"examples": r"(240|160) of 480 examples were read, (240|320) are never read: as if each rank took .*"},
         {
             "begin": TWICE,
             "loader": "DataLoader(data, SIZE, sampler=Shard(DistributedSampler(data)))",
@@ -1076,7 +1284,7 @@ EPOCHS = {  # the exit code, and what is said by label; of programs with these p
     ),
     "same_examples": (
         1,
-        {"examples": r"(960|1440) examples came, the same on two ranks: give each rank its own share .*"},
+        {"examples": r"(960|1440) examples were read, the same on two ranks: give each rank its own share .*"},
         {"loader": "DataLoader(data, SIZE, shuffle=True)", "before": ""},
     ),
     "unequal": (  # rank 0 has more; nobody averages, so it does not wait
@@ -1098,16 +1306,20 @@ EPOCHS = {  # the exit code, and what is said by label; of programs with these p
     ),
     "stream": (
         1,
-        {"examples": "(960|1440) examples came; 480 of 480 are on more than one rank: .*"},
+        {"examples": "(960|1440) examples were read; 480 of 480 are on more than one rank: .*"},
         {"begin": STREAM, "loader": "DataLoader(Stream(), SIZE)", "before": ""},
     ),
     "stream_dealt_out": (0, {"examples": f"480 {ONCE}; 480 in one process"}, dealt("n")),
-    "stream_with_gaps": (1, {"examples": rf".* {ONCE}; 480 in .*, so 1[26]0 never come"}, dealt("n + (n > 1)")),
-    "stream_with_gaps_alone": (2, {"verdict": "INCONCLUSIVE: examples: others may never come, as .*"}, dealt("n + 1")),
+    "stream_with_gaps": (1, {"examples": rf".* {ONCE}; 480 in .*, so 1[26]0 are never read"}, dealt("n + (n > 1)")),
+    "stream_with_gaps_alone": (
+        2,
+        {"verdict": "INCONCLUSIVE: examples: others may never be read, as .*"},
+        dealt("n + 1"),
+    ),
     "stream_that_fails_alone": (2, {"verdict": ".* or not to the end"}, dealt("n if n > 1 else 1 / 0")),
     "stream_twice": (
         2,
-        {"verdict": "INCONCLUSIVE: examples: some came more than once, and not as padding"},
+        {"verdict": "INCONCLUSIVE: examples: some were read more than once, and not as padding"},
         {
             "begin": STREAM.replace(
                 "(data[(k + 4 * rank) % 480] for k in range(480))",
@@ -1128,32 +1340,32 @@ EPOCHS = {  # the exit code, and what is said by label; of programs with these p
     ),
     "subset_and_sampler": (
         1,
-        {"examples": r"\d+ of 480 examples came, \d+ never come: as if each rank took its share .*"},
+        {"examples": r"\d+ of 480 examples were read, \d+ are never read: as if each rank took its share .*"},
         {"begin": "data = torch.utils.data.Subset(data, range(rank, 480, n))"},
     ),
     "replacement": (
         0,
-        {"examples": "480 examples came, drawn with replacement, so they were not counted"},
+        {"examples": "480 examples were read, drawn at random, so they were not counted"},
         {"loader": f"DataLoader(data, SIZE, sampler={DRAW}(data, True, 480 // n))", "before": "", "begin": SEED},
     ),
     "replacement_alike": (
         1,
-        {"examples": "480 examples came, the same on two ranks: seed the ranks' samplers differently"},
+        {"examples": "480 examples were read, the same on two ranks: let each rank draw its own examples .*"},
         {"loader": f"DataLoader(data, SIZE, sampler={DRAW}(data, True, 480 // n))", "before": ""},
     ),
     "drawn_again": (  # classes, of which some examples are drawn
         2,
-        {"verdict": "INCONCLUSIVE: examples: some came more than once, and not as padding"},
+        {"verdict": "INCONCLUSIVE: examples: some were read more than once, and not as padding"},
         {"begin": CLASSES, "loader": "DataLoader(data, batch_sampler=Classes())", "before": ""},
     ),
     "lost": (  # the last example of each rank, and its last batch is not full
         2,
-        {"examples": r"inconclusive: 47[78] of 480 examples came, [23] never come"},
+        {"examples": r"inconclusive: 47[78] of 480 examples were read, [23] are never read"},
         {"begin": "rows = [*range(rank, 480, n)][:-1]", "loader": "DataLoader(data, SIZE, sampler=rows)", "before": ""},
     ),
     "left_out": (  # by the loader
         0,
-        {"examples": r"4[5-8]\d of 479 examples came, each once, on one rank"},
+        {"examples": r"4[5-8]\d of 479 examples were read, each once, on one rank"},
         {
             "begin": "data = TensorDataset(*data[:479]); rows = range(rank, 479, n)[: 479 // n]",
             "loader": "DataLoader(data, SIZE, sampler=rows, drop_last=True)",
@@ -1167,13 +1379,66 @@ EPOCHS = {  # the exit code, and what is said by label; of programs with these p
     ),
     "second_epoch": (  # the ranks' generators go different ways
         1,
-        {"examples": r"480 of 480 examples came; but in the second epoch, \d+ of the first \d+ are on more .*"},
+        {"examples": r"480 of 480 examples were read; but in the second epoch, \d+ of the first \d+ are on more .*"},
         {"begin": PERMUTED, "loader": "DataLoader(data, SIZE, sampler=Share())", "before": "rank or torch.rand(1)"},
     ),
     "two_loaders": (
         2,
-        {"verdict": "INCONCLUSIVE: loaders: only the first DataLoader was followed, and others, too, .*"},
+        {"verdict": "INCONCLUSIVE: loaders: only one DataLoader was followed, and others, too, .*"},
         {"begin": "more = iter(DataLoader(data, 1))", "stepped": "next(more)"},
+    ),
+    "looks_at_the_data_first": (  # a shape, an average
+        0,
+        {"examples": "480 of 480 examples were read, each once, on one rank", "order": ".* has another order"},
+        {"ready": "next(iter(loader))\nfor x, y in loader: net(x)"},
+    ),
+    "evaluates": (  # the loop is not within no_grad
+        0,
+        {"order": ".* has another order"},
+        {"ready": "test = DataLoader(data, 100)", "stepped": "if step == 0: [net(a) for a, _ in test]"},
+    ),
+    "a_loader_for_each_epoch": (
+        0,
+        {"order": ".* has another order"},
+        {"begin": ANEW, "loader": "Anew()", "before": ""},
+    ),
+    "a_loader_for_each_epoch_after_another": (
+        0,
+        {"order": ".* has another order"},
+        {
+            "begin": ANEW,
+            "ready": "for (x,) in DataLoader(TensorDataset(torch.ones(32, 8)), 8): net(x)",
+            "loader": "Anew()",
+            "before": "",
+        },
+    ),
+    "draws": (
+        0,
+        {"examples": "(960|1440) examples were read, drawn at random, so they were not counted"},
+        {
+            "begin": DRAWS + "\ndata = Draws()",
+            "loader": "DataLoader(data, 480 // n)",
+            "before": "",
+            "ready": "torch.manual_seed(rank)",
+        },
+    ),
+    "changes": (
+        2,
+        {"verdict": "INCONCLUSIVE: examples: the data have changed since their loader was made, .*"},
+        {
+            "begin": ANEW.replace("return", "data.tensors[0].add_(rank * torch.randn(8))\n        return"),
+            "loader": "Anew()",
+            "before": "",
+        },
+    ),
+    "shards_of_unequal_length": (
+        2,
+        {"verdict": "INCONCLUSIVE: examples: each rank has a data set of its own: .*"},
+        {
+            "begin": "data = TensorDataset(*(one[rank::n][: 160 - rank] for one in data.tensors))",
+            "loader": "DataLoader(data, 8, shuffle=True)",
+            "before": "",
+        },
     ),
     "leaves": (
         2,
@@ -1182,7 +1447,7 @@ EPOCHS = {  # the exit code, and what is said by label; of programs with these p
     ),
     "in_the_loop": (
         2,
-        {"verdict": "INCONCLUSIVE: no DataLoader was seen: batches that a program makes in its loop .*"},
+        {"verdict": "INCONCLUSIVE: no DataLoader gave batches to train with: .*"},
         {"loader": "[(torch.randn(8, 8), torch.randint(4, (8,))) for _ in range(20)]", "before": ""},
     ),
 }
@@ -1200,6 +1465,14 @@ def test_one_epoch(name, tmp_path):
         assert ("made no step" in err) == (name == "hangs"), err
         if code == 1:
             assert lines["verdict"] == f"DIFFERENT from one process in an epoch in: {next(iter(patterns))}"
+
+
+@pytest.mark.slow
+def test_a_rank_that_reaches_the_end_first(tmp_path):
+    text = program(begin=UNEQUAL, loader="DataLoader(data, SIZE, sampler=rows)").replace("range(5)", "range(1)")
+    for nproc in 2, 3:
+        _, lines, _ = answer(text=text, nproc=nproc, cwd=tmp_path, code=1, options=("--epoch",))
+        assert re.fullmatch(".* or more: .*; ranks with more wait for the others forever", lines["batches"]), lines
 
 
 # -------------------------------------------------------------------------------------- how small a difference
@@ -1330,6 +1603,44 @@ def test_the_answer_as_json(tmp_path):
                 for link in links.values()
                 if link["difference"] and link["state"] == "right"
             ), found
+
+
+UNPORTED = program(model="net", loader="DataLoader(data, 8, shuffle=True)").replace("dist.init_process_group", "str")
+UNPORTED = UNPORTED.replace("dist.get_rank()", "0").replace("dist.get_world_size()", "3")
+ADVICE = {  # a program, and one that follows what `to settle it` says (or --alone); what the verdict then begins with
+    "the global batch": (program(begin=CONSTANT, loss=SUM), program(begin=FLAG, loss=SUM), "THE SAME"),
+    "a rate": (
+        program(begin=CONSTANT, optimizer="torch.optim.SGD(net.parameters(), 0.01 * SIZE * n)"),
+        program(begin=FLAG, optimizer="torch.optim.SGD(net.parameters(), 0.01 * SIZE * n)"),
+        "THE SAME",
+    ),
+    "a smaller batch": (program(begin=CONSTANT + FULL), program(begin="SIZE = 2" + FULL), "THE SAME"),
+    "tensors": (
+        program(
+            begin=ITEMS,
+            loader="DataLoader(Items(), SIZE, sampler=DistributedSampler(data), collate_fn=listed)",
+            before="x, y = whole(x)",
+        ),
+        program(begin=ITEMS, loader="DataLoader(Items(), SIZE, sampler=DistributedSampler(data), collate_fn=whole)"),
+        "THE SAME",
+    ),
+    "a fixed order": (CASES["other_layers"][3], CASES["right"][3], "THE SAME"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ADVICE)
+def test_an_advice_settles_it(name, tmp_path):
+    before, after, verdict = ADVICE[name]
+    assert "to settle it" in answer(text=before, nproc=3, cwd=tmp_path, code=2)[1]
+    assert answer(text=after, nproc=3, cwd=tmp_path)[1]["verdict"].startswith(verdict)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", ["torch.manual_seed(0)", "torch.seed()"])
+def test_a_program_that_sends_nothing(seed, tmp_path):
+    _, lines, _ = answer(text=UNPORTED.replace("torch.manual_seed(0)", seed), cwd=tmp_path, code=1)
+    assert re.fullmatch("DIFFERENT .*: no process has started a process group, so each .* on its own", lines["verdict"])
 
 
 def test_bad_flags_are_one_line(tmp_path):
