@@ -45,6 +45,7 @@ class Recording(NamedTuple):
     events: list[Event]
     until: int  # ns: when its last line was still running, or had ended
     gap: str = ""  # what is missing, and what to do about it
+    inside: str = ""  # the function that its last line has called
 
 
 def make_folder(is_launched: bool) -> str:
