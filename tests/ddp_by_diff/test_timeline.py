@@ -32,7 +32,7 @@ from ddp_by_diff.instruments.meeting import Place
 from ddp_by_diff.instruments.program import Finished
 from ddp_by_diff.timeline import draw, lanes, profiler, record, waits
 from ddp_by_diff.timeline.data import KINDS, Block, Message, Span
-from ddp_by_diff.timeline.picture import picture_of
+from ddp_by_diff.timeline.picture import picture_of, step_to_draw
 from ddp_by_diff.timeline.steps import table_of, waits_for
 from ddp_by_diff.timeline.trace import trace_of
 from mnist_ddp import ConvNet
@@ -530,6 +530,19 @@ def test_the_step_nearest_to_the_median_is_drawn_also_if_it_is_the_last():
             one["cuts"][step] = one["cuts"][one["first"]] + at + (at == 120) * one["rank"]
     assert table_of(found).lengths == [10, 30, 60, 22], "the rank's where it took longest"
     assert picture_of(found, options())[0]["steps"] == [found[0]["last"], 1]
+
+
+def test_the_length_of_a_step_to_draw_is_that_of_all_ranks():
+    """Rank 2 begins and ends its second step late: each rank takes 20 for it, but all together take 70."""
+    found = recordings(small)
+    for one in found:
+        times = (0, 60, 80, 81, 100) if one["rank"] == 2 else (0, 10, 30, 70, 100)
+        steps = range(one["first"], one["last"] + 2)
+        for step, at in zip(steps, times, strict=True):
+            one["cuts"][step] = one["cuts"][one["first"]] + at
+    table = table_of(found)
+    assert table.lengths == [10, 20, 40, 30]
+    assert step_to_draw(table, 1, []) == (table.first + 2, 1), "of 60, 70, 51 and 30 the lower median"
 
 
 def test_time_that_is_waited_for_two_messages_counts_once():
