@@ -1,4 +1,4 @@
-"""timeline sees sends and receives that start in one batch, with NCCL's old backend and with its new one (torch 2.14)."""
+"""timeline sees sends and receives that start in one batch: NCCL's old backend, and its new one (torch 2.14)."""
 
 import pytest
 import torch
