@@ -12,6 +12,7 @@ A block stands between <!-- kind: what --> and <!-- end -->:
     diff        PARENT FILE [N]           the diff, with N (1) lines of context; PARENT FILE 0 | grep WORD: a part
     output      [VARIABLE=VALUE] ARGS     what `python ARGS` prints, with the end of its error; ARGS | grep WORD: a part
     why         NAME                      the line `why` of the recording in docs/timelines/NAME.svg
+    medians     NAME                      how long a step of each recording in docs/timelines/NAME.svg takes
     mistake     [VARIABLE=VALUE] NAME     a mistake of demos/mistakes.py, wrong and right: its lines, their output
     collective  NAME                      one of demos/collectives.py: its picture, its lines, its output
     result      NAME                      dev/results/NAME.md
@@ -87,6 +88,16 @@ def why(name: str) -> str:
     picture = (ROOT / f"docs/timelines/{name}.svg").read_text(encoding="utf-8")
     sentence = re.search(r"<!-- why: (.*?) -->", picture)[1]
     return block("text", f"why       {sentence}") if sentence else "\n`timeline` prints no `why` line for this step.\n"
+
+
+def medians(name: str) -> str:
+    """The duration of a step of each recording in the picture, as `timeline` printed it."""
+    picture = (ROOT / f"docs/timelines/{name}.svg").read_text(encoding="utf-8")
+    titles = re.search(r"<title.*?>.*?: (.*?)</title>", picture)[1].split("; ")
+    found = re.findall(r"step: median ([\d.]+ ms).*?\(([\d.]+ ms) of \d+ without profiling\)", picture)
+    rows = ["| recording | median duration of a step | with profiling |", "|---|---|---|"]
+    rows += [f"| {title} | {bare} | {profiled} |" for title, (profiled, bare) in zip(titles, found, strict=True)]
+    return "\n" + "\n".join(rows) + "\n"
 
 
 def result(name: str) -> str:
@@ -185,7 +196,7 @@ def same_output(shown: str, now: str) -> bool:
 # ---------------------------------------------------------------------------------------------------------- the pages
 
 PROGRAMS: dict[str, Callable[..., str]] = {"output": output, "mistake": mistake, "collective": collective}
-KINDS = {kind.__name__: kind for kind in (steps, lines, diff, why, result)} | PROGRAMS
+KINDS = {kind.__name__: kind for kind in (steps, lines, diff, why, medians, result)} | PROGRAMS
 BLOCK = re.compile(rf"<!-- ({'|'.join(KINDS)})(?:: (.+?))? -->(.*?)<!-- end -->", re.DOTALL)
 
 
