@@ -136,7 +136,10 @@ def output(command: str) -> str:
 
 
 def mistake(what: str) -> str:
-    """The wrong and the right lines of a mistake, each with its output but for the first line (`distributed: ...`)."""
+    """The wrong and the right lines of a mistake, each with its output but for the first line (`distributed: ...`).
+
+    What the wrong lines print is folded, so that a reader can predict it.
+    """
     shown = ""
     variables, _, name = what.rpartition(" ")
     for way in "wrong", "right":
@@ -146,8 +149,13 @@ def mistake(what: str) -> str:
             raise RuntimeError(done.err)
         printed = re.sub(r"^distributed: .*\n", "", done.out) + told(done.err)
         body = textwrap.dedent("\n".join(definition("demos/mistakes.py", f"{name}_{way}")[1:]))
-        shown += f"\n{way.capitalize()}:\n{block('python', body)}{session(command, printed)}"
+        shown += f"\n{way.capitalize()}:\n{block('python', body)}"
+        shown += folded(session(command, printed)) if way == "wrong" else session(command, printed)
     return shown
+
+
+def folded(text: str) -> str:
+    return f"\n<details>\n<summary>What does it print?</summary>\n{text}\n</details>\n"
 
 
 def collective(name: str) -> str:
