@@ -31,9 +31,10 @@ def draw(pictures: list[Picture]) -> str:
     draw_legend(drawing, ranks, any(picture["arrows"] for picture in pictures))
     drawing.y += 6
     for picture in pictures:
-        drawing.y += 15
         command = textwrap.shorten(picture["command"], 80, placeholder=" ...")
-        drawing.text(12, drawing.y, f"{command}: {picture['setting']}", "soft small")
+        for line in textwrap.wrap(f"{command}: {picture['setting']}", 125):
+            drawing.y += 15
+            drawing.text(12, drawing.y, line, "soft small")
     title = "; ".join(picture["title"] for picture in pictures)
     told = []
     for picture in pictures:
