@@ -42,7 +42,7 @@ ROOMS = {
     "checkpoint.py": 375,
     "*.py": 2600,
     "variants/*.py": 1690,
-    "exercises/**/*.py": 1410,
+    "exercises/**/*.py": 1460,
     "demos/*.py": 670,
     "ddp_by_diff/*.py": 105,
     "ddp_by_diff/timeline/*.py": 1975,
