@@ -573,11 +573,12 @@ def test_the_step_nearest_to_the_median_is_drawn_also_if_it_is_the_last():
 def test_the_length_of_a_step_to_draw_is_that_of_all_ranks():
     """Rank 2 begins and ends its second step late: each rank takes 20 for it, but all together take 70."""
     found = recordings(small)
+    start = found[0]["cuts"][found[0]["first"]]
     for one in found:
         times = (0, 60, 80, 81, 100) if one["rank"] == 2 else (0, 10, 30, 70, 100)
         steps = range(one["first"], one["last"] + 2)
         for step, at in zip(steps, times, strict=True):
-            one["cuts"][step] = one["cuts"][one["first"]] + at
+            one["cuts"][step] = start + at
     table = table_of(found)
     assert table.lengths == [10, 20, 40, 30]
     assert step_to_draw(table, 1, []) == (table.first + 2, 1), "of 60, 70, 51 and 30 the lower median"
