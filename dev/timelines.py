@@ -174,7 +174,7 @@ def is_faster(runs: list[Run]) -> str:
 
 
 def overlaps(runs: list[Run]) -> str:
-    """On each rank of the last run, at least half of the time of all transfers is inside `backward`."""
+    """On each rank of the last run, at least half of the transfers' time is inside `backward`."""
     for rank in record(runs[-1])["ranks"]:
         backward = [part for part in rank["parts"] if part.what == "backward"]
         during = 0
