@@ -48,11 +48,17 @@ def steps() -> str:
     """The table of the steps in the root, with their numbers, from their docstrings."""
     rows = ["| script | what it adds | diff lines |", "|---|---|---|"]
     for step in GROUPS["The course"]:
-        changed = ", ".join(f"{lines(parent, step.script)} from `{parent}`" for parent in step.parents)
+        changed = ", ".join(_as_link(parent, step.script) for parent in step.parents)
         number = re.search(r"step (\d) of", (ROOT / step.script).read_text(encoding="utf-8").split("\n")[0])
         adds = f"{number[1]}. {step.adds}" if number else step.adds
         rows.append(f"| [{step.script}]({step.script}) | {adds} | {changed} |")
     return "\n" + "\n".join(rows) + "\n"
+
+
+def _as_link(parent: str, script: str) -> str:
+    """The size of a diff; on the site it is a link, but GitHub would show the source of that page."""
+    page = f"docs/side_by_side.html#{Path(parent).stem}..{Path(script).stem}"
+    return f"{lines(parent, script)} from `{parent}`<!--site  ([diff]({page}))-->"
 
 
 def lines(before: str, after: str) -> str:
