@@ -46,11 +46,12 @@ ROOMS = {
     "variants/*.py": 1945,
     "exercises/**/*.py": 1410,
     "demos/*.py": 670,
+    "docs/*.py": 100,
     "ddp_by_diff/*.py": 105,
     "ddp_by_diff/timeline/*.py": 1975,
     "ddp_by_diff/equivalence/*.py": 3134,
     "ddp_by_diff/instruments/*.py": 605,
-    "dev/**/*.py": 1360,
+    "dev/**/*.py": 1440,
 }
 
 
