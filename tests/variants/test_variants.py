@@ -22,7 +22,7 @@ from functorch.compile import make_boxed_func
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from world import FEW_DIGITS, ROOT, forker, on_ranks, run, run_in_a_group_of_one, skip_if_refused, wait_for
+from world import FEW_DIGITS, ROOT, error_of, forker, on_ranks, run, run_in_a_group_of_one, skip_if_refused, wait_for
 
 import data
 import distributed as dist
@@ -507,7 +507,9 @@ def _sharded(code, make, has_whole_batch):
     """The largest distance from one process on the whole batch, after three steps; the share of the weights here."""
     world_size = dist.get_world_size()
     model, plain, batch = make(), make(), images(24, side=14 if make is small_transformer else SIDE)
-    exec(code, {"model": model, "device": CPU, "world_size": world_size})
+    exec(
+        code, {"torch": torch, "model": model, "device": CPU, "world_size": world_size, "args": SimpleNamespace(lr=0.1)}
+    )
     for one, step in (model, 1 if has_whole_batch else world_size), (plain, 1):
         mine = slice(dist.get_rank() % step, None, step)
         optimizer = torch.optim.SGD(one.parameters(), 0.1, momentum=0.9)
@@ -518,6 +520,29 @@ def _sharded(code, make, has_whole_batch):
     pairs = zip(model.parameters(), plain.parameters(), strict=True)
     distance = max((getattr(a, "full_tensor", lambda a=a: a)() - b).abs().max().item() for a, b in pairs)
     return distance, sharded.local_bytes(model.parameters()) / sharded.local_bytes(plain.parameters())
+
+
+def _clipped(code, clip):
+    """The page's lines for tensor parallelism: how far its clipped gradients are from one process's, in three steps."""
+    names = {"model": small_transformer(), "device": CPU, "world_size": dist.get_world_size(), "torch": torch}
+    names["args"] = SimpleNamespace(lr=0.01)
+    exec(code, names)
+    model, plain, batch, distances = names["model"], small_transformer(), images(24, side=14), []
+    optimizer = torch.optim.AdamW(plain.parameters(), 0.01)
+    mixed = "got mixed torch.Tensor and DTensor"
+    for _ in range(3):
+        for one in model, plain:
+            F.cross_entropy(one(batch.images / 255), batch.labels).mul(50).backward()  # so that it is clipped
+        assert mixed in error_of(nn.utils.clip_grad_norm_, model.parameters(), 1.0)
+        assert mixed in error_of(torch.optim.AdamW(model.parameters(), foreach=True).step)  # as on a GPU
+        exec(clip, names)
+        assert nn.utils.clip_grad_norm_(plain.parameters(), 1.0) > 1
+        pairs = [(p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True)]
+        distances += [(getattr(a, "full_tensor", lambda a=a: a)() - b).abs().max().item() for a, b in pairs]
+        for one in names["optimizer"], optimizer:
+            one.step()
+            one.zero_grad()
+    return max(distances)
 
 
 def test_fsdp_on_the_mesh_of_the_page_is_one_process():
@@ -537,6 +562,8 @@ def test_a_transformer_by_fsdp_and_by_tensor_parallelism_of_the_page_is_one_proc
     assert all(distance <= 1e-6 and share < 1.02 / n for distance, share in found)
     found = run(_sharded, n, by_tensors, small_transformer, True)
     assert all(distance <= 1e-6 and 1 / n < share < 0.8 for distance, share in found)
+    clip = re.search(r"```python\n(from torch.distributed.tensor import DTensor.*?)```", page, re.DOTALL)[1]
+    assert max(run(_clipped, n, by_tensors, clip)) < 1e-4  # of gradients with a norm of 1
 
 
 def dry_run(*script, nproc, batch=50):
