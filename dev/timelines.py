@@ -74,6 +74,7 @@ PICTURES = {  # the runs of a picture, from top to bottom
     "by_hand": [DDP, BY_HAND],
     "overlap": [BY_HAND, Run("variants.mnist_overlap", 50)],
     "zero": [WIDE_DDP, WIDE_DDP._replace(program="variants.mnist_zero")],
+    "fsdp_by_hand": [WIDE_DDP._replace(program=f"variants.mnist_{name}") for name in ("by_hand", "fsdp_by_hand")],
     "accumulate": [DDP, Run("variants.mnist_accumulate", 50)],
     "fsdp": [WIDE_DDP, WIDE_DDP._replace(program="variants.mnist_fsdp")],
     "tensor_parallel": [SINGLE, TENSOR_PARALLEL],
@@ -83,6 +84,7 @@ PICTURES = {  # the runs of a picture, from top to bottom
         Run(f"{PIPELINE} 199", note="wide network, 1 micro-batch", **WIDE),  # as many as divide the batch
         Run(f"{PIPELINE} 200", note="wide network, 4 micro-batches", **WIDE),
     ],
+    "pipeline_1f1b": [Run("variants.mnist_pipeline"), Run("variants.mnist_pipeline_1f1b")],
     "transformer": [Run("mnist_ddp"), TRANSFORMER],
     "context_parallel": [TRANSFORMER, Run("variants.mnist_context_parallel")],
     "experts": [TRANSFORMER, Run("variants.mnist_experts")],

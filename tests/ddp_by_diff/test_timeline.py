@@ -353,6 +353,7 @@ def share(parameters):
 LAYERS = ConvNet(1, SIDE)
 SMALL = 4 * (4 * 64 + 64 + 64 * 2 + 2)
 PART = 4 * -(-WEIGHTS // N)
+SHARDS = sum(4 * -(-p.numel() // N) for p in LAYERS.parameters())
 OUTPUTS, CUT_1, CUT_2 = (4 * BATCH * floats for floats in (10, 16 * (SIDE // 2) ** 2, 32 * (SIDE // 4) ** 2))
 GATHERED = [p for layer in (LAYERS[0], LAYERS[4], LAYERS[9]) for p in layer.parameters()]
 
@@ -361,6 +362,8 @@ MESSAGES = {  # of rank 0 in two steps: (how many, bytes) of each kind
     "mnist_by_hand": {"allreduce": (20, 2 * 4 * WEIGHTS)},
     "mnist_overlap": {"allreduce": (20, 2 * 4 * WEIGHTS)},
     "mnist_zero": {"reducescatter": (2, 2 * N * PART), "allgather": (2, 2 * PART)},
+    # Each of ten parameters is gathered in forward and in backward.
+    "mnist_fsdp_by_hand": {"allgather": (40, 4 * SHARDS), "reducescatter": (20, 2 * N * SHARDS)},
     "mnist_accumulate": {"allreduce": (2, 2 * 4 * WEIGHTS)},  # DDP's one bucket, in the last of four micro-batches
     "mnist_local_sgd": {"allreduce": (10, 4 * WEIGHTS)},  # every second step
     "mnist_tensor_parallel": {"allreduce": (4, 2 * (CUT_1 + OUTPUTS))},
@@ -473,6 +476,8 @@ def test_memory_in_closed_form():
     assert by_hand["weights"] == zero["weights"] - 4 * (-WEIGHTS % N) == 4 * WEIGHTS + BUFFERS
     assert by_hand["optimizer state"] == 4 * WEIGHTS  # its gradients: now and then one has a freed message's address
     assert zero["optimizer state"] == 4 * -(-WEIGHTS // N)
+    fsdp = held(variant, "variants.mnist_fsdp_by_hand")
+    assert (fsdp["weights"], fsdp["optimizer state"]) == (SHARDS + BUFFERS, SHARDS)
     assert held(small)["optimizer state"] == 2 * SMALL + 4 * 4  # two averages, and the numbers of steps
     assert held(small)["gradients"] == held(small)["weights"] == SMALL
     if profiler.HAS_MESSAGE_HOOKS:

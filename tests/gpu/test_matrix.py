@@ -72,9 +72,11 @@ def test_one_gpu(machine, short, exact, script):
     assert "synthetic on cuda" in run.out and losses(run) == machine.approx(exact(like, 1))
 
 
-LIKE_DDP = ["mnist_ddp.py", *(f"-m variants.mnist_{name}" for name in ("by_hand", "overlap", "zero", "fsdp"))]
+NAMES = "by_hand", "overlap", "zero", "fsdp_by_hand", "fsdp"
+LIKE_DDP = ["mnist_ddp.py", *(f"-m variants.mnist_{name}" for name in NAMES)]
 OTHERS = ["cifar10_ddp.py", *(f"-m variants.mnist_{name}" for name in ("accumulate", "local_sgd", "tensor_parallel"))]
-SCRIPTS = [*LIKE_DDP, *OTHERS, "-m variants.mnist_pipeline", "-m variants.mnist_context_parallel"]
+PIPELINES = ["-m variants.mnist_pipeline", "-m variants.mnist_pipeline_1f1b"]
+SCRIPTS = [*LIKE_DDP, *OTHERS, *PIPELINES, "-m variants.mnist_context_parallel"]
 MESH = "-m variants.mnist_mesh"  # four processes are two models of two GPUs each
 
 
