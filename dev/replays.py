@@ -25,9 +25,7 @@ class Run(NamedTuple):
     command: str
     nproc: int = 3
     flags: str = ""  # of replay
-    start: str = (
-        ""  # the page opens where this line is about to run for the first time (default: where replay opens it)
-    )
+    start: str = ""  # the page opens where a line with this text runs first (default: where replay opens it)
 
 
 DRY = "--dataset synthetic --dry-run"
@@ -37,6 +35,7 @@ PAGES = {
     "by_hand": Run(f"-m variants.mnist_by_hand {DRY}", start="loss.backward()"),
     "local_sgd": Run(f"-m variants.mnist_local_sgd {DRY}", start="optimizer.step()"),
     "fsdp": Run(f"-m variants.mnist_fsdp {DRY}", start="fully_shard(layer"),
+    "fsdp_by_hand": Run(f"-m variants.mnist_fsdp_by_hand {DRY}", flags="--steps 1", start="loss.backward()"),
     "tensor_parallel": Run(f"-m variants.mnist_tensor_parallel {DRY}", start="loss = F."),
     "pipeline": Run(f"-m variants.mnist_pipeline {DRY}", start="step(*inputs"),
     "hang": Run("-m demos.mistakes collective wrong", 2, "--timeout 20"),
@@ -49,9 +48,11 @@ PATTERNS = {  # a row of the table, and how many processes the script accepts
     "mnist_local_sgd": 3,
     "mnist_zero": 3,
     "mnist_fsdp": 3,
+    "mnist_fsdp_by_hand": 3,
     "mnist_tensor_parallel": 3,
     "mnist_mesh": 4,
     "mnist_pipeline": 3,
+    "mnist_pipeline_1f1b": 3,
     "mnist_transformer": 3,
     "mnist_context_parallel": 3,
     "mnist_experts": 4,
