@@ -6,6 +6,7 @@ python -m dev.replays --save        # all: docs/replays/, dev/results/patterns.m
 """
 
 import argparse
+import html
 import json
 import re
 import shutil
@@ -24,17 +25,19 @@ class Run(NamedTuple):
     command: str
     nproc: int = 3
     flags: str = ""  # of replay
+    start: str = ""  # the page opens where a line with this text runs first (default: where replay opens it)
 
 
 DRY = "--dataset synthetic --dry-run"
 PAGES = {
-    "min_DDP": Run("min_DDP.py --epochs 1 --batch-size 200", 2, "--steps 5"),
-    "ddp": Run(f"mnist_ddp.py {DRY}", 2),
-    "by_hand": Run(f"-m variants.mnist_by_hand {DRY}"),
-    "local_sgd": Run(f"-m variants.mnist_local_sgd {DRY}"),
-    "fsdp": Run(f"-m variants.mnist_fsdp {DRY}"),
-    "tensor_parallel": Run(f"-m variants.mnist_tensor_parallel {DRY}"),
-    "pipeline": Run(f"-m variants.mnist_pipeline {DRY}"),
+    "min_DDP": Run("min_DDP.py --epochs 1 --batch-size 200", 2, "--steps 5", "loss.backward()"),
+    "ddp": Run(f"mnist_ddp.py {DRY}", start="loss.backward()"),
+    "by_hand": Run(f"-m variants.mnist_by_hand {DRY}", start="loss.backward()"),
+    "local_sgd": Run(f"-m variants.mnist_local_sgd {DRY}", start="optimizer.step()"),
+    "fsdp": Run(f"-m variants.mnist_fsdp {DRY}", start="fully_shard(layer"),
+    "fsdp_by_hand": Run(f"-m variants.mnist_fsdp_by_hand {DRY}", flags="--steps 1", start="loss.backward()"),
+    "tensor_parallel": Run(f"-m variants.mnist_tensor_parallel {DRY}", start="loss = F."),
+    "pipeline": Run(f"-m variants.mnist_pipeline {DRY}", start="step(*inputs"),
     "hang": Run("-m demos.mistakes collective wrong", 2, "--timeout 20"),
 }
 PATTERNS = {  # a row of the table, and how many processes the script accepts
@@ -45,9 +48,11 @@ PATTERNS = {  # a row of the table, and how many processes the script accepts
     "mnist_local_sgd": 3,
     "mnist_zero": 3,
     "mnist_fsdp": 3,
+    "mnist_fsdp_by_hand": 3,
     "mnist_tensor_parallel": 3,
     "mnist_mesh": 4,
     "mnist_pipeline": 3,
+    "mnist_pipeline_1f1b": 3,
     "mnist_transformer": 3,
     "mnist_context_parallel": 3,
     "mnist_experts": 4,
@@ -60,6 +65,25 @@ def record(run: Run, page: Path) -> None:
     done = programs.shell("-m", "ddp_by_diff.replay", *flags, *run.command.split(), timeout=200)
     if not page.exists():
         raise RuntimeError(done.err)
+
+
+def add_links(page: Path, name: str, run: Run) -> None:
+    """Give a recorded page the title and the sentence of its row in docs/replay.md, links, and the line to start at."""
+    row = rf"\[(.+)\]\(replays/{name}.html\) \| (.+) \|"
+    title, hint = re.search(row, (ROOT / "docs/replay.md").read_text(encoding="utf-8")).groups()
+    hint = re.sub("`(.+?)`", r"<code>\1</code>", html.escape(hint))
+    about = (
+        f'<a href="../../README.md">ddp-by-diff</a> › <a href="../replay.md">replay</a>. Look for: {hint}. '
+        f"Recorded with <code>--nproc {run.nproc} {run.command}</code>"
+    )
+    data = read_data(page)
+    starts = (k for k, row in enumerate(data["rows"], 1) if run.start in data["files"][row[0]][1][row[1] - 1])
+    data["start"] = next(starts) if run.start else data["start"]
+    text = page.read_text(encoding="utf-8")
+    text = re.sub(r"<(title|h1)>.*?<", lambda match: f"<{match[1]}>{title}<", text)
+    text = text.replace('<p id="about" class="small">', f'<p id="about" class="small">{about}')
+    packed = json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
+    page.write_text(re.sub("const data = .*;\n", lambda _: f"const data = {packed};\n", text), encoding="utf-8")
 
 
 def read_data(page: Path) -> dict:
@@ -123,6 +147,7 @@ def main() -> None:
             continue
         page = folder / f"{name}.html"
         record(PAGES[name], page)
+        add_links(page, name, PAGES[name])
         print(f"written: {page} ({page.stat().st_size / 1000:.0f} kB)", flush=True)
         if name == "by_hand":
             photograph(page)

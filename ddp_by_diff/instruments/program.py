@@ -71,6 +71,18 @@ def where(thread: int) -> str:
     return f"{innermost.filename}:{innermost.lineno}, {innermost.name}"
 
 
+def called_by(thread: int) -> str:
+    """The function, such as torch.distributed.reduce, that the program's line has called; or ""."""
+    called = ""
+    for frame, _ in traceback.walk_stack(sys._current_frames()[thread]):
+        name = frame.f_code.co_name
+        if is_own(frame.f_code.co_filename):
+            return called
+        if not name.startswith("_") and name != "wrapper":  # that of a decorator
+            called = f"{frame.f_globals.get('__name__')}.{name}".replace(".distributed_c10d", "")
+    return ""
+
+
 def is_own(path: str) -> bool:
     """Whether a file is the program's own: neither installed, nor Python's, torch's or a helper."""
     is_file = not path.startswith(("<", PACKAGE))

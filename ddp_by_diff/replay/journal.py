@@ -45,6 +45,7 @@ class Recording(NamedTuple):
     events: list[Event]
     until: int  # ns: when its last line was still running, or had ended
     gap: str = ""  # what is missing, and what to do about it
+    inside: str = ""  # the function that its last line has called
 
 
 def make_folder(is_launched: bool) -> str:
@@ -75,7 +76,8 @@ def read_journals(folder: str, known: set[int]) -> list[Notes]:
             # The last line is empty, or not complete.
             events = [Event(*json.loads(line)) for line in file.read_text().split("\n")[:-1]]
             for event in events:
-                event.changed.update((name, value and Value(*value)) for name, value in event.changed.items())
+                for name, value in event.changed.items():
+                    event.changed[name] = value and Value(*value)._replace(numbers=tuple(value[3]))
             found.append(Notes(int(file.name), "lost", Recording(events, time.time_ns())))
     return found
 
