@@ -18,7 +18,7 @@ import distributed as dist  # this project's file, not torch.distributed
 
 def main_worker(local_rank, world_size, args):
     dist.init_process_group()
-    device = dist.get_device()  # the GPU whose index is local_rank, or the CPU; nothing else needs local_rank
+    device = dist.get_device()  # the GPU whose index is local_rank, or the CPU
     torch.manual_seed(0)  # the same data and the same weights in every process
 
     points = torch.randn(1000, 8)

@@ -68,7 +68,7 @@ def evaluate(model, loader, device):
 
 def main(local_rank, world_size, args):
     dist.init_process_group()
-    device = dist.get_device()  # the GPU whose index is local_rank, or the CPU; nothing else needs local_rank
+    device = dist.get_device()  # the GPU whose index is local_rank, or the CPU
     torch.manual_seed(args.seed)  # equal seeds give equal weights
 
     batch_size = args.batch_size  # all processes read the same images
