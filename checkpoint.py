@@ -1,4 +1,4 @@
-# Copied from the project ddp-by-diff 0.9.  SPDX-License-Identifier: MIT
+# Copied from the project ddp-by-diff 1.0.  SPDX-License-Identifier: MIT
 """Atomic checkpoints for data parallel training: save, resume, and stop on SIGTERM.
 
     import sys

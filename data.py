@@ -1,4 +1,4 @@
-# Copied from the project ddp-by-diff 0.9.  SPDX-License-Identifier: MIT
+# Copied from the project ddp-by-diff 1.0.  SPDX-License-Identifier: MIT
 """MNIST, CIFAR-10 and synthetic digits as whole tensors, read by torch's own DataLoader.
 
 The usual DataLoader decodes, transforms and stacks image by image, in Python, and then copies each batch to the GPU.

@@ -1,4 +1,4 @@
-# Copied from the project ddp-by-diff 0.9.  SPDX-License-Identifier: MIT
+# Copied from the project ddp-by-diff 1.0.  SPDX-License-Identifier: MIT
 """Helpers for distributed training with PyTorch: group, device, collectives, sampler, DDP, launch.
 
     import torch

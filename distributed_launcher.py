@@ -1,4 +1,4 @@
-# Copied from the project ddp-by-diff 0.9.  SPDX-License-Identifier: MIT
+# Copied from the project ddp-by-diff 1.0.  SPDX-License-Identifier: MIT
 """A small torchrun inside the program: it starts one process per rank, watches them, and reports which failed first.
 
     run(function, args, nproc=2)    # function(*args) in two new processes; returns rank 0's result

@@ -12,7 +12,7 @@ program's own copies.  The wheel has copies of the two files in this folder; in 
 
 import os
 
-__version__ = "0.9"
+__version__ = "1.0"
 
 _here = os.path.dirname(os.path.abspath(__file__))
 if not os.path.exists(os.path.join(_here, "distributed.py")):
