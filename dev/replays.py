@@ -101,7 +101,7 @@ def pattern(data: dict, variable: str) -> str:
         if step and variable == NAMES["gradients"]:
             break
         values = [values.get(variable, -1) for _, _, is_new, values, _ in ranks.values() if not is_new]
-        texts = [data["texts"][value] for value in values if value >= 0]
+        texts = [data["texts"][value][0] for value in values if value >= 0]
         if function == "train" and variable in changed and texts and set(texts) != {"None"}:
             marks.append(changed[variable][-1])
     return " → ".join(dict.fromkeys([marks[0], marks[-1]]))
