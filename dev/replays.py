@@ -115,7 +115,7 @@ def photograph(page: Path) -> None:
     picture = page.with_suffix(".png")
     options = ["--window-size=1280,820", f"--screenshot={picture}", f"file://{page}#{flip}"]
     subprocess.run([*browser, *options], check=True, capture_output=True)
-    Image.open(picture).convert("RGB").quantize(64).save(picture, optimize=True)  # a third of the bytes
+    Image.open(picture).convert("RGB").quantize(256).save(picture, optimize=True)  # fewer bytes
 
 
 def patterns() -> list[list[str]]:
