@@ -14,7 +14,7 @@ from torch import nn
 import data
 import distributed as dist  # this project's file, not torch.distributed
 
-reduce_scatter = getattr(torch_dist, "reduce_scatter_single", torch_dist.reduce_scatter_tensor)  # before 2.13
+reduce_scatter = getattr(torch_dist, "reduce_scatter_single", torch_dist.reduce_scatter_tensor)  # its name before 2.13
 
 
 class ConvNet(nn.Sequential):
@@ -38,7 +38,7 @@ class ConvNet(nn.Sequential):
 def shard(layer):
     """Leave a shard of each parameter on this rank; hooks make the parameters whole while the layer computes."""
     for p in layer.parameters(recurse=False):
-        p.flat = F.pad(p.detach().flatten(), (0, -p.numel() % dist.get_world_size()))  # so all shards are equally long
+        p.flat = F.pad(p.detach().flatten(), (0, -p.numel() % dist.get_world_size()))  # 10 numbers: 12 on 3 ranks
         p.whole = p.flat[: p.numel()].view_as(p)  # the flat vector in the shape that the layer needs
         p.shard = p.flat.chunk(dist.get_world_size())[dist.get_rank()].clone()
         p.register_post_accumulate_grad_hook(average)
@@ -49,10 +49,10 @@ def shard(layer):
 
 
 def gather(layer, *_):
-    if layer.training:  # in an evaluation, they are already whole
+    if layer.training:  # before an evaluation, main has gathered all layers
         for p in layer.parameters(recurse=False):
             p.flat.untyped_storage().resize_(p.flat.nbytes)
-            torch_dist.all_gather(list(p.flat.chunk(dist.get_world_size())), p.shard)
+            torch_dist.all_gather(list(p.flat.chunk(dist.get_world_size())), p.shard)  # into views of p.flat
             p.data = p.whole
 
 
@@ -60,7 +60,7 @@ def free(layer, *_):
     if layer.training:
         for p in layer.parameters(recurse=False):
             p.data = p.shard
-            p.flat.untyped_storage().resize_(0)  # also of what backward has saved, until gather fills it again
+            p.flat.untyped_storage().resize_(0)  # autograd holds p.whole, so only this frees its memory
 
 
 def average(p):
