@@ -38,7 +38,7 @@ class ConvNet(nn.Sequential):
 def shard(layer):
     """Leave a shard of each parameter on this rank; hooks make the parameters whole while the layer computes."""
     for p in layer.parameters(recurse=False):
-        p.flat = F.pad(p.detach().flatten(), (0, -p.numel() % dist.get_world_size()))  # 10 numbers: 12 on 3 ranks
+        p.flat = F.pad(p.detach().flatten(), (0, -p.numel() % dist.get_world_size()))  # pads 10 to 12 on 3 ranks
         p.whole = p.flat[: p.numel()].view_as(p)  # the flat vector in the shape that the layer needs
         p.shard = p.flat.chunk(dist.get_world_size())[dist.get_rank()].clone()
         p.register_post_accumulate_grad_hook(average)
