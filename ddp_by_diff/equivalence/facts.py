@@ -105,13 +105,9 @@ class Facts:
     def total(self) -> int:
         return max(self.totals)
 
-    def own_total(self, alone: Alone) -> int:
-        """The examples that one process takes in a step by itself; 0: not known."""
-        return alone.rows.get(self.keys[0], 0) if self.keys else 0
-
     def is_same_job(self, alone: Alone) -> bool:
         """Whether it takes as many as all ranks: then its flags, too, are those of the whole."""
-        return not alone.is_joined or self.own_total(alone) in self.totals
+        return not alone.is_joined or alone.own_total in self.totals
 
     def flags_of_all(self) -> dict[str, int]:
         """The flags with which one process should take the examples of all ranks by itself.
@@ -182,9 +178,10 @@ class Facts:
     def owns(self) -> list[list[Vector]]:
         """The ranks' own gradients in each step (of ranks that do the same work, only one's).
 
-        [] for a step in which not all were seen.
+        [] for each step, if not all were seen in all.
         """
-        return [[] if self.model == PARTS else self.own_in(k) for k in self.steps]
+        owns = [[] if self.model == PARTS else self.own_in(k) for k in self.steps]
+        return owns if all(owns) else [[] for _ in self.steps]
 
     def own_in(self, step: int) -> list[Vector]:
         groups = self.groups if self.is_same_work else [[rank] for rank in self.ranks]

@@ -49,20 +49,19 @@ class Data(Observer):
 
     def note_event(self, key: str, value: Any, iterator: Any = None) -> Any:
         """Note an event; returns what the program gets.  iterator: of a DataLoader, or None."""
+        event = Event(to_plain(value), random_state(), round=self.loaders.rounds.get(key, 0))
+        if iterator is not None:
+            indices = self.loaders.indices_of(iterator)
+            event = event._replace(examples=self.loaders.examples, indices=indices)
         self.steps.seen[key] += 1
-        examples = self.loaders.examples if iterator is not None else None
-        indices = self.loaders.indices_of(iterator) if iterator is not None else ()
-        given = None
+        self.steps.now.known_state = event.state
         if self.steps.source:
             number, step = self.steps.seen[key] - 1, len(self.steps.noted.steps)
-            given = self.steps.source.batch(key, number, step, value, iterator, examples or indices)
-        if given is not None:
-            value, self.steps.now.known_state = given
-            set_random_state(self.steps.now.known_state)
-            return value
-        state = self.steps.now.known_state = random_state()
-        event = Event(to_plain(value), state, examples, self.loaders.rounds.get(key, 0), indices)
-        self.steps.noted.events.setdefault(key, []).append(event)
+            value, state = self.steps.source.batch(key, number, step, event, value, iterator)
+            self.steps.now.known_state = state
+            set_random_state(state)
+        else:
+            self.steps.noted.events.setdefault(key, []).append(event)
         return value
 
     def load(self, iterator: Any, original: Callable) -> Any:

@@ -4,7 +4,7 @@ import itertools
 
 from ddp_by_diff.equivalence import limits, one_batch, verdict, weights
 from ddp_by_diff.equivalence.averaging import averaging, in_weights
-from ddp_by_diff.equivalence.examples import NO_BATCHES, copies, examples, has_own_data
+from ddp_by_diff.equivalence.examples import copies, examples, has_own_data
 from ddp_by_diff.equivalence.facts import NONE_GOT, OWN, UNCLEAR, Facts, copies_or_parts, facts_of
 from ddp_by_diff.equivalence.notes import Alone, Notes
 from ddp_by_diff.equivalence.one_batch import Look
@@ -22,7 +22,6 @@ PARTS_UNCLEAR = Reason(
     "the ranks' weights differ from the start, and the modules called in one process have others",
     "if they are parts of one model, let one module's forward call them, in a copy",
 )
-NO_GRADIENTS = Reason("not compared, as equal gradients were not found", "settle the others first")
 WRONG_GRADIENTS = Reason("not compared, as the gradients are wrong", "")
 ON_THEIR_OWN = "no process has started a process group, so each of them trains on its own"
 PORT_IT = "call init_process_group, and wrap the model in DDP (docs/porting.md)"
@@ -74,14 +73,10 @@ def judge(ranks: list[Notes], length: int, runs: Runs) -> Answer:
     if facts.model == UNCLEAR:
         own_data = runs.alone(facts, "own data")
         facts = copies_or_parts(facts, own_data) if isinstance(own_data, Alone) else facts
-    look = one_batch.look_at(runs, facts) if facts.keys else NO_BATCHES
-    if isinstance(look, Look):
-        alone: Alone | Reason = look.alone
-        compared, notes = compared_with(look)
-    else:
-        alone, compared, notes = own_data or runs.alone(facts, "own data"), verdict.ONE_PROCESS, []
-    other_job = runs.other_job(facts, alone) if isinstance(alone, Alone) else None
-    three = checks_of(runs, facts, look, alone, weights.options(facts, alone, other_job))
+    look = one_batch.look_at(runs, facts)
+    alone = look.alone if isinstance(look, Look) else own_data or runs.alone(facts, "own data")
+    compared, notes = compared_with(facts, alone)
+    three = checks_of(runs, facts, look, alone)
     total = look.total if isinstance(look, Look) else 0
     checks = [examples(facts, total), copies(facts), *three]
     if not isinstance(look, Look) or one_batch.draws_others(look, 0):  # else the masks are equal
@@ -108,18 +103,19 @@ def are_on_their_own(facts: Facts) -> bool:
     return is_apart and not any(rank.has_group for rank in facts.ranks)
 
 
-def compared_with(look: Look) -> tuple[Compared, list[Line]]:
+def compared_with(facts: Facts, alone: Alone | Reason) -> tuple[Compared, list[Line]]:
     """One process; and a note, if its batch is not that of its flags."""
-    facts, read = look.facts, look.alone.notes.sizes
+    if isinstance(alone, Reason) or not facts.keys:
+        return verdict.ONE_PROCESS, []
+    read, own, total = alone.notes.sizes, alone.own_total, facts.total
     flags = {flag: size for flag, size in facts.flags_of_all().items() if read.get(flag) == size}
     if flags and len(facts.distinct) > 1:
         sizes = dict.fromkeys(str(facts.ranks[0].sizes[flag]) for flag in flags)
         given = " ".join(f"{flag} {size}" for flag, size in flags.items())
         numbers = f" (with the same flags, it would take {' and '.join(sizes)})"
         return Compared(f"one process with {given}", numbers), []
-    if facts.is_same_job(look.alone):
+    if facts.is_same_job(alone):
         return verdict.ONE_PROCESS, []
-    own, total = facts.own_total(look.alone), facts.total
     numbers = f" that takes {total} examples in a step (with the same flags, it takes {own})"
     note = f"one process with the same flags takes {own} examples per step"
     note += f", the {len(facts.ranks)} processes {total}"
@@ -133,10 +129,9 @@ def has_resumed(facts: Facts, alone: Alone) -> bool:
     return bool(unequal_names(own, first)) and any(not unequal_names(own, some) for some in later)
 
 
-def checks_of(
-    runs: Runs, facts: Facts, look: Look | Reason, alone: Alone | Reason, settings: Check
-) -> list[Check]:
+def checks_of(runs: Runs, facts: Facts, look: Look | Reason, alone: Alone | Reason) -> list[Check]:
     """The options and the three checks; the first one tells if the gradients are right."""
+    settings = weights.options(facts, alone, runs.other_job(facts, alone))
     if facts.model == UNCLEAR:
         names = "averaging", facts.batch_check, "weights"
         reason = alone if isinstance(alone, Reason) else PARTS_UNCLEAR
@@ -148,7 +143,7 @@ def checks_of(
     elif facts.are_forced:
         last = weights.weights(facts, alone, None, settings)
     elif right is None:
-        last = inconclusive(weights.LABEL, NO_GRADIENTS)
+        last = inconclusive(weights.LABEL, one_batch.NO_GRADIENTS)
     else:
         right = one_batch.with_rounding(runs, right)
         last = weights.weights(right.facts, right.alone, right.exact, settings)
@@ -172,15 +167,14 @@ def checks_of(
 
 def batch_and_look(runs: Runs, facts: Facts, look: Look | Reason) -> tuple[Check, Look | None]:
     """The check, and the look in which it is right: perhaps one without BatchNorm or dropout."""
-    reason = look if isinstance(look, Reason) else None
-    if facts.keys and not (isinstance(look, Look) and look.is_given):
-        reason = one_batch.why_not_joined(facts) or reason
-    if isinstance(look, Look) and not reason:
-        reason = why_other_steps(look) if not runs.per_step else None
-        reason = reason or (None if look.steps else NO_GRADIENTS)
-        if not reason:
-            return one_batch.one_batch(runs, look)
-    return inconclusive(facts.batch_check, reason or NO_BATCHES), None
+    if isinstance(look, Reason):
+        return inconclusive(facts.batch_check, one_batch.why_not_joined(facts) or look), None
+    reason = None if look.is_given else one_batch.why_not_joined(facts)
+    if not runs.per_step:
+        reason = reason or why_other_steps(look)
+    if reason:
+        return inconclusive(facts.batch_check, reason), None
+    return one_batch.one_batch(runs, look)
 
 
 def why_other_steps(look: Look) -> Reason | None:

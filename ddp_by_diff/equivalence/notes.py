@@ -205,7 +205,7 @@ class Alone(NamedTuple):
     unmatched: list[str]  # weights that the ranks don't have, or not in this shape
     is_joined: bool  # it was given the ranks' batches as one, or has others; else its own were they
     is_mixed: bool  # both in one step
-    rows: dict[str, int]  # examples that it would take itself in the first step, by key
+    own_total: int  # examples that it would take itself in the first step; 0: not known
     batches: dict  # what the program got, by key and number, and the random state after it
 
 

@@ -1,13 +1,13 @@
 """Is the mean of the ranks' local gradients the gradient of all examples in one batch?"""
 
 import dataclasses
-import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from ddp_by_diff.equivalence import limits, vectors
 from ddp_by_diff.equivalence.batches import count_examples, counts_up, have_other_rows, mapped
+from ddp_by_diff.equivalence.examples import NO_BATCHES
 from ddp_by_diff.equivalence.facts import GOT, Facts
 from ddp_by_diff.equivalence.notes import Alone, Event, Notes
 from ddp_by_diff.equivalence.runs import Runs, with_counterparts
@@ -21,6 +21,7 @@ TOGETHER = "the loss, a layer or the step depends on the composition or the size
 NUMBERS = "; or on numbers that differ by rank"
 OF_PARTS = "the ranks compute parts of one batch, and their gradients don't add up to the batch's"
 ALONE_RIGHT = "each rank's examples, computed alone, give that rank's gradient"
+NO_GRADIENTS = Reason("not compared, as equal gradients were not found", "settle the others first")
 OWN_DIFFERS = "a rank's examples, computed in one process, don't give that rank's gradient"
 STATE = "training reads what each process changes by its own examples"
 
@@ -50,7 +51,7 @@ class Look(NamedTuple):
 
     @property
     def is_right(self) -> bool:
-        return bool(self.steps) and all(step.is_right for step in self.steps)
+        return all(step.is_right for step in self.steps)
 
     @property
     def worst(self) -> Apart:
@@ -68,7 +69,7 @@ class Look(NamedTuple):
     @property
     def total(self) -> int:
         """The number of examples in a step of one process."""
-        own_total = 0 if self.alone.is_joined else self.facts.own_total(self.alone)
+        own_total = 0 if self.alone.is_joined else self.alone.own_total
         return own_total or self.facts.total
 
     @property
@@ -88,12 +89,16 @@ Tests = list[tuple[Reason, Callable[[Runs, Look], bool]]]
 
 def look_at(runs: Runs, facts: Facts, left_out: tuple = ()) -> Look | Reason:
     """The look at a run with all examples; with rounding, if it may explain a difference."""
+    if not facts.keys:
+        return NO_BATCHES
+    if not facts.comparable:
+        return NO_GRADIENTS
     alone = runs.alone(facts, "all examples", left_out) if left_out else runs.of_the_same_job(facts)
     alone = with_counterparts(alone)
     if isinstance(alone, Reason):
         return alone
     look = with_measurements(Look(facts, left_out, alone))
-    if not look.steps or look.is_right:
+    if look.is_right:
         return look
     is_far = look.worst.far > facts.rounding_limit
     return look if is_far and kinds_that_differ(look) else with_rounding(runs, look)
@@ -118,13 +123,13 @@ def roundings(look: Look) -> dict[str, float]:
 
     A tensor that changes more than that is not measured: the program does something else there.
     """
-    facts, runs = look.facts, [look.exact] if look.exact else []
-    most: dict[str, float] = {}
-    what = "got" if facts.gradients == GOT else "own"
-    for k, run in itertools.product(facts.comparable, runs):
-        _, wanted = sides(facts, look.alone.notes, k)
-        exact = gradient(facts, run.notes, k, what)
-        size = scales(facts, wanted, facts.owns[k] if what == "own" else [])
+    facts, most = look.facts, dict[str, float]()
+    if look.exact is None:
+        return {}
+    for k in facts.comparable:
+        wanted = gradient(facts, look.alone.notes, k)
+        exact = gradient(facts, look.exact.notes, k)
+        size = scales(facts, wanted, facts.owns[k])
         for name, far in vectors.distances(exact, wanted, size).items():
             most[name] = max(most.get(name, 0.0), far)
     return {name: far for name, far in most.items() if far <= facts.rounding_limit}
@@ -140,9 +145,9 @@ def scales(facts: Facts, wanted: Vector, parts: list[Vector]) -> dict[str, float
 def measure(look: Look, step: int, rounding: dict[str, float]) -> Apart:
     """The distance in a step: of the mean, or of a better combination if that is right."""
     facts, names = look.facts, look.facts.comparable_names(step)
-    owns = facts.owns[step] if facts.gradients != GOT else []
-    parts = [vectors.only(part, names) for part in owns]
-    actual, wanted = (vectors.only(side, names) for side in sides(facts, look.alone.notes, step))
+    parts = [vectors.only(part, names) for part in facts.owns[step]]
+    wanted = vectors.only(gradient(facts, look.alone.notes, step), names)
+    actual = vectors.only(of_ranks(facts, wanted, step), names)
     size, count = scales(facts, wanted, parts), len(parts)
     apart = furthest_apart(facts, actual, wanted, rounding, size)
     even = apart._replace(step=step, factors=[1 / count for _ in parts])
@@ -158,16 +163,19 @@ def measure(look: Look, step: int, rounding: dict[str, float]) -> Apart:
     return left._replace(step=step, factors=factors) if is_better else even
 
 
-def sides(facts: Facts, alone: Notes, step: int) -> tuple[Vector, Vector]:
-    """The ranks' gradient and one process's: own, if these were seen; else the optimizers'."""
+def gradient(facts: Facts, notes: Notes, step: int) -> Vector:
+    """One process's gradient: its own, if the ranks' were seen; else its optimizers'."""
+    noted = notes.steps[step]
+    seen = noted.got if facts.gradients == GOT else noted.own
+    return vectors.only(seen, facts.trained & noted.options.keys())
+
+
+def of_ranks(facts: Facts, wanted: Vector, step: int) -> Vector:
+    """The ranks' gradient.  wanted: one process's, in whose shapes it is put together."""
     if facts.gradients != GOT:
-        return vectors.mean(facts.owns[step]), gradient(facts, alone, step, "own")
-    wanted, actual = gradient(facts, alone, step, "got"), {}
-    for name, tensor in wanted.items():
-        whole = facts.whole("got", name, step, tensor.shape)
-        if whole is not None:
-            actual[name] = whole
-    return actual, wanted
+        return vectors.mean(facts.owns[step])
+    every = {name: facts.whole("got", name, step, one.shape) for name, one in wanted.items()}
+    return {name: whole for name, whole in every.items() if whole is not None}
 
 
 def furthest_apart(
@@ -183,11 +191,6 @@ def furthest_apart(
         if far / max(floor, most) > worst.far / worst.limit:
             worst = Apart(far, max(floor, most), name)
     return worst
-
-
-def gradient(facts: Facts, notes: Notes, step: int, what: str) -> Vector:
-    noted = notes.steps[step]
-    return vectors.only(getattr(noted, what), facts.trained & noted.options.keys())
 
 
 def one_batch(runs: Runs, look: Look) -> tuple[Check, Look | None]:
@@ -250,8 +253,7 @@ def other_job(runs: Runs, look: Look) -> Reason | None:
         share = runs.alone(facts, kind, look.left_out, rank=0)
         if isinstance(share, Reason):
             return told
-        what = "got" if facts.gradients == GOT else "own"
-        gradients.append(gradient(facts, share.notes, look.worst.step, what))
+        gradients.append(gradient(facts, share.notes, look.worst.step))
     limit = max(facts.rounding_limit / limits.CLEARLY, limits.EQUAL)
     return None if vectors.are_near(gradients, limit) else told
 
@@ -279,7 +281,7 @@ def without_kinds(runs: Runs, facts: Facts, kinds: list[str]) -> Look | None:
     def without(*some: str) -> Look | None:
         other = runs.with_all_ranks(some, facts)
         look = look_at(runs, other, some) if other else None
-        return look if isinstance(look, Look) and look.steps else None
+        return look if isinstance(look, Look) else None
 
     without_all = without(*kinds)
     if without_all is None or not without_all.is_right or len(kinds) == 1:
@@ -332,7 +334,8 @@ def of_state(runs: Runs, look: Look, wrong: Check, why: str) -> Check:
 
 def multiples(look: Look) -> str:
     """Each tensor as a multiple of one process's, in words."""
-    actual, wanted = sides(look.facts, look.alone.notes, look.worst.step)
+    wanted = gradient(look.facts, look.alone.notes, look.worst.step)
+    actual = of_ranks(look.facts, wanted, look.worst.step)
     names: dict[float, list[str]] = {}
     for name, goal in wanted.items():
         fit = vectors.fit({name: actual.get(name, goal * 0)}, [{name: goal}])
@@ -371,7 +374,7 @@ def shares_give_their_own(runs: Runs, look: Look) -> bool | None:
             return None
         for k in facts.comparable:
             own = vectors.only(rank.steps[k].own, facts.comparable_names(k))
-            wanted = vectors.only(gradient(facts, share.notes, k, "own"), set(own))
+            wanted = vectors.only(gradient(facts, share.notes, k), set(own))
             if vectors.fit(own, [wanted]).left > limit:
                 return False
     return True
@@ -387,7 +390,7 @@ def computes_the_same_again(runs: Runs, look: Look) -> bool:
     again = runs.alone(facts, "given state", look.left_out, batches=batches)
     if isinstance(again, Reason):
         return False
-    gradients = [gradient(facts, again.notes, k, "own") for k in facts.steps]
+    gradients = [gradient(facts, again.notes, k) for k in facts.steps]
     return vectors.are_near(gradients, limits.EQUAL)
 
 
@@ -418,8 +421,8 @@ def depends_on_order(runs: Runs, look: Look) -> bool:
     if isinstance(other, Reason):
         return False
     step = next(step for step in look.steps if not step.is_right)
-    _, wanted = sides(look.facts, look.alone.notes, step.step)
-    _, reordered = sides(look.facts, other.notes, step.step)
+    wanted = gradient(look.facts, look.alone.notes, step.step)
+    reordered = gradient(look.facts, other.notes, step.step)
     size = scales(look.facts, wanted, [])
     apart = furthest_apart(look.facts, reordered, wanted, roundings(look), size)
     return not apart.is_right and step.far <= limits.YARDSTICKS * apart.far

@@ -74,14 +74,14 @@ class Runs:
         vars(self).update(before)
         return alone
 
-    def other_job(self, facts: Facts, alone: Alone) -> Reason | None:
+    def other_job(self, facts: Facts, alone: Alone | Reason) -> Reason | None:
         """Why no difference is a mistake that a batch size may make; None if it can't be one.
 
         One process has the flags of one rank, and the examples of all.
         """
-        if facts.is_same_job(alone):
+        if isinstance(alone, Reason) or facts.is_same_job(alone):
             return None
-        own = facts.own_total(alone) or "other"
+        own = alone.own_total or "other"
         text = f"one process takes {own} examples per step by itself, all ranks {facts.total}"
         command = self.args.command
         words = [*map(" ".join, itertools.pairwise(command)), *command]

@@ -9,10 +9,10 @@ from torch import distributed as torch_dist
 from torch import nn
 
 from ddp_by_diff.equivalence import batches
-from ddp_by_diff.equivalence.batches import count_examples, digest, digests_of_examples, to_plain
-from ddp_by_diff.equivalence.facts import Facts
+from ddp_by_diff.equivalence.batches import digest, digests_of_examples, to_plain
+from ddp_by_diff.equivalence.facts import Facts, count_in
 from ddp_by_diff.equivalence.formats import InFloat64, in_float64
-from ddp_by_diff.equivalence.notes import Alone, Event, Notes, RandomState, random_state
+from ddp_by_diff.equivalence.notes import Alone, Event, Notes, RandomState
 from ddp_by_diff.equivalence.vectors import put_together
 from ddp_by_diff.instruments.observer import Observer
 from ddp_by_diff.instruments.program import Refused
@@ -31,11 +31,11 @@ class Batch(NamedTuple):
     state: RandomState
     parts: list  # the ranks' batches
 
-    def is_in(self, value: Any, examples: list | None) -> bool:
+    def is_in(self, own: Event) -> bool:
         """Whether the program's batch has the same examples: then it is as good."""
-        if not examples and len(self.parts) > 1 and batches.is_made_of(value, self.parts):
+        if not own.examples and len(self.parts) > 1 and batches.is_made_of(own.value, self.parts):
             return True
-        theirs = digests_of_examples(value, examples if self.examples else None)
+        theirs = digests_of_examples(own.value, own.examples if self.examples else None)
         return sorted(digests_of_examples(self.value, self.examples)) == sorted(theirs)
 
 
@@ -65,7 +65,7 @@ class Source(Observer):
         vars(self).update(given)
         self.name = f"one process, {kind}"
         self.matched: dict[str, bool] = {}  # whether the ranks had such a weight, in some step
-        self.rows: dict[str, dict[str, int]] = {}  # of each batch of the first step
+        self.taken: dict[str, int] = {}  # examples of the first step's own batches, by digest
         self.noted: dict[tuple[str, int], tuple] = {}  # what the program got, and the state
 
     def installed(self) -> None:
@@ -88,33 +88,32 @@ class Source(Observer):
         original(*args, **kwargs)
 
     def batch(
-        self, key: str, number: int, step: int, value: Any, iterator: Any, known: list | tuple
-    ) -> tuple[Any, RandomState] | None:
-        """The batch in place of the run's own, and the random state after it; None: its own.
+        self, key: str, number: int, step: int, own: Event, value: Any, iterator: Any
+    ) -> tuple[Any, RandomState]:
+        """The batch that the program gets, and the random state after it.
 
-        known: the examples that the program's collate_fn has joined, or the numbers of the batch's.
+        own, value: the run's own, as an event and as it is.
         """
         if (key, number) in self.batches:
             plain, state = self.batches[key, number]
             return self.in_format(batches.from_plain(plain, own=value)), state
-        if number < self.per_step.get(key, self.facts.per_step(key)):  # of the first step
-            count = len(known) or count_examples(value)
-            self.rows.setdefault(key, {})[digest(value)] = count
-        batch = self.joined(key, number, value)
+        takes = self.per_step.get(key, self.facts.per_step(key))
+        if number < takes and key in self.facts.keys[:1]:
+            self.taken[digest(own.value)] = count_in(own)
+        batch, state = self.joined(key, number, own), own.state
         if batch is None:
             if not self.facts.per_step(key) and step <= len(self.facts.steps):
                 self.joined_in = step  # whether it has the ranks' examples is not known
-            return None
-        if self.keeps_own(batch, step, value, iterator, known if type(known) is list else None):
-            given = None
-        elif batch.examples:
-            given = iterator._collate_fn(batches.plain_copy(batch.examples)), batch.state
-        else:
-            given = batches.from_plain(batch.value, own=value), batch.state
+            return value, state
+        if not self.keeps_own(batch, step, own, iterator):
+            state = batch.state
+            if batch.examples:
+                value = iterator._collate_fn(batches.plain_copy(batch.examples))
+            else:
+                value = batches.from_plain(batch.value, own=value)
         if self.kind == "all examples":
-            value, state = given or (value, random_state())
             self.noted[key, number] = to_plain(value), state
-        return given
+        return value, state
 
     def in_format(self, value: Any) -> Any:
         """The value, in float64 if this run is."""
@@ -124,7 +123,7 @@ class Source(Observer):
         kwargs.update(self.in_format(kwargs))
         return self.in_format(args)
 
-    def joined(self, key: str, number: int, own: Any) -> Batch | None:
+    def joined(self, key: str, number: int, own: Event) -> Batch | None:
         """The batch that replaces the run's own of this number; None: it keeps its own."""
         if self.kind == "own data":
             return None
@@ -139,7 +138,7 @@ class Source(Observer):
             every: list[Event] = []
             for place in range(step * ranks_take, (step + 1) * ranks_take):
                 every += [share[place] for share in shares if place < len(share)]
-            size, name = len(every) // max(1, takes), digest(to_plain(own))
+            size, name = len(every) // max(1, takes), digest(own.value)
             same = [event for event in every if digest(event.value) == name]  # in another place
             events = same[:1] or every[part * size : (part + 1) * size]
         if self.kind == "repeated share":
@@ -170,16 +169,14 @@ class Source(Observer):
             rank = self.facts.ranks[0]
         return put_together([getattr(rank.steps[step], what).get(name)], shape)
 
-    def keeps_own(
-        self, batch: Batch, step: int, value: Any, iterator: Any, examples: list | None
-    ) -> bool:
+    def keeps_own(self, batch: Batch, step: int, own: Event, iterator: Any) -> bool:
         """Whether the program's own batch has the same examples: it is better than a joined one."""
         if self.kind in SHARES:
             return False
-        digests = {digest(part) for part in (to_plain(value), *batch.parts)}
+        digests = {digest(part) for part in (own.value, *batch.parts)}
         if iterator is None and len(digests) == 1 < len(batch.parts):
             return True  # on all ranks and here: a graph, a grid, and no examples
-        if self.joined_in != step and batch.is_in(value, examples):
+        if self.joined_in != step and batch.is_in(own):
             self.own_in = step
             return True
         self.joined_in = step
@@ -209,11 +206,10 @@ class Source(Observer):
 
     def result(self, noted: Notes) -> Alone:
         """The run's notes, and what it was given."""
-        noted.events = {}
         unmatched = sorted(name for name, is_matched in self.matched.items() if not is_matched)
-        rows = {key: sum(counts.values()) for key, counts in self.rows.items()}
         is_joined = self.joined_in >= 0 or self.kind == "own data"
-        return Alone(noted, unmatched, is_joined, self.is_mixed, rows, self.noted)
+        total = sum(self.taken.values())
+        return Alone(noted, unmatched, is_joined, self.is_mixed, total, self.noted)
 
 
 def put_gradient(parameter: torch.Tensor, value: torch.Tensor) -> None:
