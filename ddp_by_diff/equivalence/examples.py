@@ -125,7 +125,7 @@ def other_number(text: str, loaders: list[Loader], is_shared_out: bool) -> Check
         for number in some.keys() & picks[0].keys():
             if some[number] != picks[0][number]:
                 text += f"example {number} of the data is not the same on rank {rank} as on rank 0"
-                if any(loader.has_changed for loader in loaders):
+                if any(one.begun and one.picks not in ({}, one.begun) for one in loaders):
                     return inconclusive(LABEL, CHANGED, text)
                 return Check(LABEL, False, f"{text}: {ONE_ORDER}")
     return None
@@ -172,9 +172,7 @@ def examples(facts: Facts, total: int = 0) -> Check:
         who = "some ranks" if len(facts.distinct) > 1 else "all ranks"
         text += f", but {who} have the same {facts.unit}, so the work is done again"
         return Check(LABEL, False, f"{text}: {remedy(facts.loaders(facts.keys[0]))}")
-    if len(facts.distinct) < len(facts.ranks):
-        return Check(LABEL, True, f"{text}: each rank takes its part of the same batch")
-    if 0 < total < facts.total:
+    if len(facts.distinct) < len(facts.ranks) or 0 < total < facts.total:
         return Check(LABEL, True, f"{text}: each rank takes its part of the same batch")
     return of_shares(facts, text)
 

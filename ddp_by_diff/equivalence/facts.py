@@ -274,15 +274,11 @@ def names_with_other_shapes(ranks: list[Notes]) -> set[str]:
 
 def copies_or_parts(facts: Facts, alone: Alone) -> Facts:
     """Facts that say, from a run in one process, whether weights that differ are parts."""
-    first, parts = facts.ranks[0].steps[0].weights, set(facts.parts)
-    for name, tensor in alone.notes.steps[0].weights.items():
-        is_other = name not in first or first[name].shape != tensor.shape
-        if is_other and name in alone.notes.parameters:
-            parts.add(name)
+    others = names_with_other_shapes([facts.ranks[0], alone.notes])
+    parts = facts.parts | others.intersection(alone.notes.parameters)
     if not parts:
         return dataclasses.replace(facts, model=COPIES)
-    model = UNCLEAR if alone.unmatched else PARTS
-    return dataclasses.replace(facts, model=model, parts=frozenset(parts))
+    return dataclasses.replace(facts, model=UNCLEAR if alone.unmatched else PARTS, parts=parts)
 
 
 def complete(ranks: tuple[Step, ...]) -> list[Step]:

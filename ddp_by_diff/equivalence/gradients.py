@@ -1,6 +1,5 @@
 """Each rank's own gradients, what the optimizers got, and the optimizers' options."""
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -105,17 +104,15 @@ class Gradients(Observer):
         self.scale = float(scaler.get_scale()) or 1.0
         return scaled
 
-    def clip(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
+    def clip(self, original: Callable, parameters: Any, *args: Any, **kwargs: Any) -> Any:
         if self.hooks.is_elsewhere():
-            return original(*args, **kwargs)
-        arguments = inspect.signature(original).bind(*args, **kwargs).arguments
-        parameters = arguments["parameters"]
+            return original(parameters, *args, **kwargs)
         is_one = isinstance(parameters, torch.Tensor)
         parameters = [parameters] if is_one else list(parameters)  # an iterator is read once
         self.steps.noted.has_clipped = True
         # Of all of a DTensor, as ranks must agree.
         before = [(one, whole(one.grad)) for one in parameters if one.grad is not None]
-        result = original(**{**arguments, "parameters": parameters})
+        result = original(parameters, *args, **kwargs)
         for parameter, gradient in before:
             if not whole(parameter.grad).equal(gradient):
                 self.steps.now.clipped[id(parameter)] = gradient

@@ -1,8 +1,10 @@
 """The questions, one after the other: what can be seen of a program says which checks are made."""
 
+import argparse
 import itertools
+from pathlib import Path
 
-from ddp_by_diff.equivalence import limits, one_batch, verdict, weights
+from ddp_by_diff.equivalence import epoch, limits, one_batch, verdict, weights
 from ddp_by_diff.equivalence.averaging import averaging, in_weights
 from ddp_by_diff.equivalence.examples import copies, examples, has_own_data
 from ddp_by_diff.equivalence.facts import NONE_GOT, OWN, UNCLEAR, Facts, copies_or_parts, facts_of
@@ -31,6 +33,21 @@ RESUMED = Reason(
     'give it another folder, such as --alone="--out elsewhere", or switch resuming off',
 )
 INFINITE = "torch.autograd.set_detect_anomaly(True), in a copy, names the line of the program"
+
+
+def answer(args: argparse.Namespace, notes: list, folder: Path) -> Answer:
+    """The answer from the notes of all ranks that came."""
+    ranks = [note.value for note in notes]
+    runs = Runs(args, folder, len(ranks))
+    if args.epoch:
+        return epoch.answer(ranks, runs)
+    is_short = min(len(rank.counts) for rank in ranks) <= args.steps
+    if len(ranks) < ranks[0].world_size or is_short:
+        return few_steps(ranks, args.steps)
+    if len(ranks) < 2:
+        return verdict.unknown(Reason("there is only one process", "give --nproc 2"))
+    found = judge(ranks, args.steps, runs)
+    return found._replace(error=runs.problem)
 
 
 def few_steps(ranks: list[Notes], length: int) -> Answer:

@@ -73,11 +73,6 @@ class Loader:
     begun: dict[int, str] = field(default_factory=dict)  # a few examples, before the first batch
     picks: dict[int, str] = field(default_factory=dict)  # the same at the end; {}: not known
 
-    @property
-    def has_changed(self) -> bool:
-        """Whether the data set has other examples than when its first epoch began."""
-        return bool(self.begun and self.picks) and self.begun != self.picks
-
 
 def have_one_dataset(loaders: list[Loader]) -> bool:
     """Whether an example's number means the same on all ranks."""
@@ -147,7 +142,7 @@ class Step:
     kinds: set[str] = field(default_factory=set)  # "BatchNorm", "dropout", of layers that train
     inputs: str = ""  # a digest of what the models were called with
     draws: set[str] = field(default_factory=set)  # generators used after the batch
-    after: RandomState | None = None  # when the optimizer gets its gradients
+    after: RandomState = field(default_factory=random_state)  # when an optimizer gets gradients
     late: set[str] = field(default_factory=set)  # gradients that came after an optimizer's step
     is_repeated: bool = False  # an optimizer has asked for gradients more than once
 

@@ -209,13 +209,10 @@ class Weights(Observer):
 
     def notes(self, is_own_thread: bool) -> None:
         noted, names = self.steps.noted, self.names()
-        buffers = set()
-        for model in self.hooks.models.values():
-            buffers.update(model.buffers())
-            for layer in model.modules():
-                if isinstance(layer, BATCH_NORM):
-                    noted.norm_buffers |= {names[one] for one in names.keys() & layer.buffers()}
-        parameters = [name for tensor, name in names.items() if tensor not in buffers]
+        for layer in itertools.chain(*(model.modules() for model in self.hooks.models.values())):
+            if isinstance(layer, BATCH_NORM):
+                noted.norm_buffers |= {names[one] for one in names.keys() & layer.buffers()}
+        parameters = [name for one, name in names.items() if isinstance(one, nn.Parameter)]
         for step in noted.steps:
             parameters += step.options
         noted.parameters = list(dict.fromkeys(parameters))

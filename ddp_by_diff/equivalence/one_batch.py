@@ -300,36 +300,31 @@ def unexplained(runs: Runs, look: Look, text: str) -> Check:
     if not told and (multiple := multiples(look)):  # which no wrongly joined batch makes
         what = "what the optimizers receive" if is_direct else "the mean of the ranks' gradients"
         return wrong._replace(text=f"WRONG: {what} is {multiple}")
-    goes_on = not look.steps[0].step and look.steps[0].is_right
+    goes_on = look.steps[0].is_right
     if goes_on and (names := buffers_that_differ(runs, look)):
-        return of_state(runs, look, wrong, f"{STATE}: {some_of(names)}")
+        why, reason = f"{STATE}: {some_of(names)}", runs.other_job(look.facts, look.alone)
+        if reason is None:
+            return wrong._replace(why=why)
+        # A batch size may set a teacher's momentum, say.
+        reason = reason._replace(sentence=f"{reason.sentence}, and {why}")
+        return inconclusive(label, reason, text)
     if reason := first_of(NOT_JOINED_WELL, runs, look):
         return inconclusive(label, reason, text)
     if told:
         return inconclusive(label, told, text)
     if is_direct or look.total < look.facts.total:
         return wrong._replace(why="" if is_direct else OF_PARTS)
-    if len(look.facts.distinct) == 1:
-        is_same = computes_the_same_again(runs, look)  # else the step uses what was not seen
-        return wrong._replace(why=OF_PARTS) if is_same else inconclusive(label, OTHERWISE, text)
-    is_own = None if runs.per_step else shares_give_their_own(runs, look)
+    has_shares = len(look.facts.distinct) > 1 and not runs.per_step
+    is_own = shares_give_their_own(runs, look) if has_shares else None
     if is_own:
         why = TOGETHER + f"; or {STATE}" * goes_on + NUMBERS * has_other_parts(look.facts)
         return wrong._replace(text=f"{wrong.text}; {ALONE_RIGHT}", why=why)
     if look.is_given and computes_the_same_again(runs, look):  # nothing was joined
-        return wrong._replace(why="" if is_own is None else OWN_DIFFERS)
+        why = OF_PARTS if len(look.facts.distinct) == 1 else OWN_DIFFERS * (is_own is not None)
+        return wrong._replace(why=why)
     joined = runs.failure if is_own is None else JOINED
     reason = OTHERWISE if look.is_given else joined
     return inconclusive(label, reason, text + "; step 1 is ok" * goes_on)
-
-
-def of_state(runs: Runs, look: Look, wrong: Check, why: str) -> Check:
-    """The check if buffers are the cause: a batch size may set a teacher's momentum, say."""
-    reason = runs.other_job(look.facts, look.alone)
-    if reason is None:
-        return wrong._replace(why=why)
-    text = wrong.text.removeprefix("WRONG: ")
-    return inconclusive(wrong.label, Reason(f"{reason.sentence}, and {why}", reason.way_on), text)
 
 
 def multiples(look: Look) -> str:
@@ -406,10 +401,8 @@ def draws_at_first(runs: Runs, look: Look) -> bool:
 def draws_others(look: Look, step: int) -> bool:
     """Whether one process draws other random numbers in a step than a rank."""
     after = look.alone.notes.steps[step].after
-    for one in [rank.steps[step] for rank in look.facts.ranks]:
-        if one.draws and one.after and after and one.draws & one.after.other_than(after):
-            return True
-    return False
+    steps = [rank.steps[step] for rank in look.facts.ranks]
+    return any(one.draws & one.after.other_than(after) for one in steps)
 
 
 def depends_on_order(runs: Runs, look: Look) -> bool:

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import distributed as torch_dist
@@ -21,22 +21,6 @@ from ddp_by_diff.instruments.program import Refused
 SHARES = ("one share", "repeated share")
 FORCED = ("all examples", "own data", "given state", *SHARES)
 GIVEN = ("given state", *SHARES)  # those that get the ranks' buffers in each step
-
-
-class Batch(NamedTuple):
-    """A batch made of the ranks' batches, in place of the one that the program has loaded."""
-
-    value: Any
-    examples: list | None  # in place of a value, for the program's own collate_fn
-    state: RandomState
-    parts: list  # the ranks' batches
-
-    def is_in(self, own: Event) -> bool:
-        """Whether the program's batch has the same examples: then it is as good."""
-        if not own.examples and len(self.parts) > 1 and batches.is_made_of(own.value, self.parts):
-            return True
-        theirs = digests_of_examples(own.value, own.examples if self.examples else None)
-        return sorted(digests_of_examples(self.value, self.examples)) == sorted(theirs)
 
 
 class Source(Observer):
@@ -100,17 +84,18 @@ class Source(Observer):
         takes = self.per_step.get(key, self.facts.per_step(key))
         if number < takes and key in self.facts.keys[:1]:
             self.taken[digest(own.value)] = count_in(own)
-        batch, state = self.joined(key, number, own), own.state
-        if batch is None:
+        state, events = own.state, self.events_of_ranks(key, number, own)
+        if not events:
             if not self.facts.per_step(key) and step <= len(self.facts.steps):
                 self.joined_in = step  # whether it has the ranks' examples is not known
             return value, state
-        if not self.keeps_own(batch, step, own, iterator):
-            state = batch.state
-            if batch.examples:
-                value = iterator._collate_fn(batches.plain_copy(batch.examples))
+        joined = self.join(events, number)
+        if not self.keeps_own(joined, events, step, own, iterator):
+            state = joined.state
+            if joined.examples:
+                value = iterator._collate_fn(batches.plain_copy(joined.examples))
             else:
-                value = batches.from_plain(batch.value, own=value)
+                value = batches.from_plain(joined.value, own=value)
         if self.kind == "all examples":
             self.noted[key, number] = to_plain(value), state
         return value, state
@@ -123,14 +108,12 @@ class Source(Observer):
         kwargs.update(self.in_format(kwargs))
         return self.in_format(args)
 
-    def joined(self, key: str, number: int, own: Event) -> Batch | None:
-        """The batch that replaces the run's own of this number; None: it keeps its own."""
-        if self.kind == "own data":
-            return None
+    def events_of_ranks(self, key: str, number: int, own: Event) -> list[Event]:
+        """The ranks' batches that replace the run's own of this number; []: it keeps its own."""
         shares = [rank.events.get(key, []) for rank in self.facts.distinct]
         ranks_take = self.facts.per_step(key)  # so many batches in a step
-        if self.per_step and not ranks_take:  # which of the ranks' batches to give is not known
-            return None
+        if self.kind == "own data" or self.per_step and not ranks_take:  # which is not known
+            return []
         takes = self.per_step.get(key, ranks_take)
         events = [share[number] for share in shares if number < len(share)]
         if takes != ranks_take:  # its batches are joined of fewer or more of the step's events
@@ -143,22 +126,21 @@ class Source(Observer):
             events = same[:1] or every[part * size : (part + 1) * size]
         if self.kind == "repeated share":
             events = events[self.rank : self.rank + 1] * len(events)
-        only = self.rank if self.kind == "one share" else None
-        return self.union(events, only, number) if len(events) > (only or 0) else None
+        return events if len(events) > self.rank else []
 
-    def union(self, events: list[Event], only: int | None, number: int) -> Batch:
-        """One batch of the ranks' events, or of the examples of one: see batches.join."""
+    def join(self, events: list[Event], number: int) -> Event:
+        """One batch of the ranks' batches, or of the examples of one: see batches.join."""
+        only = self.rank if self.kind == "one share" else None
         order = torch.Generator().manual_seed(number) if self.kind == "other order" else None
         state = events[only or 0].state
-        values = [event.value for event in events]
         if not all(event.examples for event in events):
-            return Batch(batches.join(values, only, order), None, state, values)
-        examples: list = []
+            return Event(batches.join([event.value for event in events], only, order), state)
+        examples: list = []  # for the program's own collate_fn
         for event in events if only is None else [events[only]]:
             examples += event.examples or []
         if order is not None:
             examples = [examples[row] for row in torch.randperm(len(examples), generator=order)]
-        return Batch(None, examples, state, values)
+        return Event(None, state, examples)
 
     def value(self, what: str, name: str, step: int, shape: torch.Size) -> torch.Tensor | None:
         """A tensor of the ranks' "weights" or "got"; of one rank, if its examples are computed."""
@@ -169,14 +151,16 @@ class Source(Observer):
             rank = self.facts.ranks[0]
         return put_together([getattr(rank.steps[step], what).get(name)], shape)
 
-    def keeps_own(self, batch: Batch, step: int, own: Event, iterator: Any) -> bool:
+    def keeps_own(
+        self, joined: Event, events: list[Event], step: int, own: Event, iterator: Any
+    ) -> bool:
         """Whether the program's own batch has the same examples: it is better than a joined one."""
         if self.kind in SHARES:
             return False
-        digests = {digest(part) for part in (own.value, *batch.parts)}
-        if iterator is None and len(digests) == 1 < len(batch.parts):
+        digests = {digest(event.value) for event in (own, *events)}
+        if iterator is None and len(digests) == 1 < len(events):
             return True  # on all ranks and here: a graph, a grid, and no examples
-        if self.joined_in != step and batch.is_in(own):
+        if self.joined_in != step and have_same_examples(joined, events, own):
             self.own_in = step
             return True
         self.joined_in = step
@@ -210,6 +194,15 @@ class Source(Observer):
         is_joined = self.joined_in >= 0 or self.kind == "own data"
         total = sum(self.taken.values())
         return Alone(noted, unmatched, is_joined, self.is_mixed, total, self.noted)
+
+
+def have_same_examples(joined: Event, events: list[Event], own: Event) -> bool:
+    """Whether the program's own batch has those that are joined of the ranks' batches."""
+    parts = [event.value for event in events]
+    if not own.examples and len(parts) > 1 and batches.is_made_of(own.value, parts):
+        return True
+    theirs = digests_of_examples(own.value, own.examples if joined.examples else None)
+    return sorted(digests_of_examples(joined.value, joined.examples)) == sorted(theirs)
 
 
 def put_gradient(parameter: torch.Tensor, value: torch.Tensor) -> None:
