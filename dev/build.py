@@ -12,6 +12,7 @@ A block stands between <!-- kind: what --> and <!-- end -->:
     diff        PARENT FILE [N]           the diff, with N (1) lines of context; PARENT FILE 0 | grep WORD: a part
     output      [VARIABLE=VALUE] ARGS     what `python ARGS` prints, with the end of its error; ARGS | grep WORD: a part
     why         NAME                      the line `why` of the recording in docs/timelines/NAME.svg
+    medians     NAME                      how long a step of each recording in docs/timelines/NAME.svg takes
     mistake     [VARIABLE=VALUE] NAME     a mistake of demos/mistakes.py, wrong and right: its lines, their output
     collective  NAME                      one of demos/collectives.py: its picture, its lines, its output
     result      NAME                      dev/results/NAME.md
@@ -47,11 +48,17 @@ def steps() -> str:
     """The table of the steps in the root, with their numbers, from their docstrings."""
     rows = ["| script | what it adds | diff lines |", "|---|---|---|"]
     for step in GROUPS["The course"]:
-        changed = ", ".join(f"{lines(parent, step.script)} from `{parent}`" for parent in step.parents)
+        changed = ", ".join(_as_link(parent, step.script) for parent in step.parents)
         number = re.search(r"step (\d) of", (ROOT / step.script).read_text(encoding="utf-8").split("\n")[0])
         adds = f"{number[1]}. {step.adds}" if number else step.adds
         rows.append(f"| [{step.script}]({step.script}) | {adds} | {changed} |")
     return "\n" + "\n".join(rows) + "\n"
+
+
+def _as_link(parent: str, script: str) -> str:
+    """The size of a diff; on the site it is a link, but GitHub would show the source of that page."""
+    page = f"docs/side_by_side.html#{Path(parent).stem}..{Path(script).stem}"
+    return f"{lines(parent, script)} from `{parent}`<!--site  ([diff]({page}))-->"
 
 
 def lines(before: str, after: str) -> str:
@@ -87,6 +94,16 @@ def why(name: str) -> str:
     picture = (ROOT / f"docs/timelines/{name}.svg").read_text(encoding="utf-8")
     sentence = re.search(r"<!-- why: (.*?) -->", picture)[1]
     return block("text", f"why       {sentence}") if sentence else "\n`timeline` prints no `why` line for this step.\n"
+
+
+def medians(name: str) -> str:
+    """The duration of a step of each recording in the picture, as `timeline` printed it."""
+    picture = (ROOT / f"docs/timelines/{name}.svg").read_text(encoding="utf-8")
+    titles = re.search(r"<title.*?>.*?: (.*?)</title>", picture)[1].split("; ")
+    found = re.findall(r"step: median ([\d.]+ ms).*?\(([\d.]+ ms) of \d+ without profiling\)", picture)
+    rows = ["| recording | median duration of a step | with profiling |", "|---|---|---|"]
+    rows += [f"| {title} | {bare} | {profiled} |" for title, (profiled, bare) in zip(titles, found, strict=True)]
+    return "\n" + "\n".join(rows) + "\n"
 
 
 def result(name: str) -> str:
@@ -125,7 +142,10 @@ def output(command: str) -> str:
 
 
 def mistake(what: str) -> str:
-    """The wrong and the right lines of a mistake, each with its output but for the first line (`distributed: ...`)."""
+    """The wrong and the right lines of a mistake, each with its output but for the first line (`distributed: ...`).
+
+    What the wrong lines print is folded, so that a reader can predict it.
+    """
     shown = ""
     variables, _, name = what.rpartition(" ")
     for way in "wrong", "right":
@@ -135,8 +155,13 @@ def mistake(what: str) -> str:
             raise RuntimeError(done.err)
         printed = re.sub(r"^distributed: .*\n", "", done.out) + told(done.err)
         body = textwrap.dedent("\n".join(definition("demos/mistakes.py", f"{name}_{way}")[1:]))
-        shown += f"\n{way.capitalize()}:\n{block('python', body)}{session(command, printed)}"
+        shown += f"\n{way.capitalize()}:\n{block('python', body)}"
+        shown += folded(session(command, printed)) if way == "wrong" else session(command, printed)
     return shown
+
+
+def folded(text: str) -> str:
+    return f"\n<details>\n<summary>What does it print?</summary>\n{text}\n</details>\n"
 
 
 def collective(name: str) -> str:
@@ -185,7 +210,7 @@ def same_output(shown: str, now: str) -> bool:
 # ---------------------------------------------------------------------------------------------------------- the pages
 
 PROGRAMS: dict[str, Callable[..., str]] = {"output": output, "mistake": mistake, "collective": collective}
-KINDS = {kind.__name__: kind for kind in (steps, lines, diff, why, result)} | PROGRAMS
+KINDS = {kind.__name__: kind for kind in (steps, lines, diff, why, medians, result)} | PROGRAMS
 BLOCK = re.compile(rf"<!-- ({'|'.join(KINDS)})(?:: (.+?))? -->(.*?)<!-- end -->", re.DOTALL)
 
 

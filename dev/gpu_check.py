@@ -31,7 +31,8 @@ ROOT = Path(__file__).resolve().parent.parent
 LIMIT = 470  # seconds for all parts together
 PER_CARD = "one process per card"
 SCRIPTS = "mnist_single", "mnist_ddp", "mnist_amp", "cifar10_ddp"
-COLUMNS = "equivalence of min_DDP", *(f"{script}, {PER_CARD}" for script in SCRIPTS), "tests/gpu"  # of the row
+SPEEDS = [f"{script}, {PER_CARD}" for script in SCRIPTS]
+COLUMNS = "equivalence of min_DDP", *SPEEDS, "ratios of a step", "tests/gpu"  # of the row
 RATIOS = ("mnist_ddp", "mnist_single"), ("mnist_amp", "mnist_ddp")
 DESCRIBE = """
 import json, torch
@@ -115,6 +116,8 @@ def all_parts(cards: int, folder: Path, is_dry: bool) -> list[Part]:
             if script == "cifar10_ddp":
                 command += ["--run-dir", str(folder / f"cifar10_{len(parts)}")]
             parts.append(Part(f"{script}, {how}", command, 60, environment, last_epoch))
+    step = ["-m", "dev.step_ratios", *(["--rounds", "1", "fused"] if is_dry else ["--rounds", "7"])]
+    parts.append(Part("ratios of a step", step, 90, {}, step_ratios))
     picture = ["-m", "ddp_by_diff.timeline", "--steps", "5", "--out", str(folder / "step")]
     picture += ["mnist_ddp.py", *data, "--epochs", "1"]
     parts.append(Part("picture of a step", picture, 90, several, lambda _: written(folder, "step.svg")))
@@ -137,6 +140,11 @@ def last_epoch(output: str) -> dict:
     return {name: float(match[1]) for name, match in found.items()} if all(found.values()) else {}
 
 
+def step_ratios(output: str) -> dict:
+    found = re.findall(r"^\| `(.+?)` \| [\d.]+ \| ([\d.]+) \|", output, re.MULTILINE)
+    return {"ratios of a step": {change: float(ratio) for change, ratio in found}} if found else {}
+
+
 def written(folder: Path, pattern: str) -> dict:
     files = ", ".join(sorted(file.name for file in folder.glob(pattern)))
     return {"files": files} if files else {}
@@ -150,6 +158,8 @@ def counts(output: str) -> dict:
 def in_words(found: dict) -> str:
     if "loss" in found:
         return f"loss {found['loss']:.4f}, accuracy {found['accuracy, %']:.2f} %, {found['images/s']:,.0f} images/s"
+    if "ratios of a step" in found:
+        return ", ".join(f"{change} {ratio}" for change, ratio in found["ratios of a step"].items())
     return found.get("verdict") or found.get("tests") or found.get("files") or ""
 
 

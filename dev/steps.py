@@ -45,6 +45,7 @@ GROUPS = {
         Step("variants/mnist_by_hand.py", ["mnist_ddp.py"], "what DDP does, written by hand"),
         Step("variants/mnist_overlap.py", ["variants/mnist_by_hand.py"], "all-reduces that overlap with backward"),
         Step("variants/mnist_zero.py", ["variants/mnist_by_hand.py"], "ZeRO-1: the optimizer state, in shards"),
+        Step("variants/mnist_fsdp_by_hand.py", ["variants/mnist_by_hand.py"], "FSDP by hand: everything in shards"),
     ],
     "What if it doesn't fit": [
         Step("variants/mnist_accumulate.py", ["mnist_ddp.py"], "gradient accumulation, if the batch doesn't fit"),
@@ -60,6 +61,11 @@ GROUPS = {
             "a mesh of processes: data and tensor parallelism",
         ),
         Step("variants/mnist_pipeline.py", ["mnist_ddp.py"], "a pipeline: each process has some of the layers"),
+        Step(
+            "variants/mnist_pipeline_1f1b.py",
+            ["variants/mnist_pipeline.py"],
+            "the schedule 1F1B, which keeps fewer activations",
+        ),
     ],
     "A transformer": [
         Step("variants/mnist_transformer.py", ["mnist_ddp.py"], "attention between the patches of an image"),

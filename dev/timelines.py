@@ -6,19 +6,27 @@
     sudo python -m dev.timelines --save           # all: docs/timelines/, dev/results/; 6 minutes
 
 The processes train on synthetic digits, on the CPU.  For pictures about messages each process has a slowed network link
-(slow_link.py): without it messages take too little time to be seen.  For pictures about kept memory the network is
-wide, and the optimizer is Adam (networks.py).
+(slow_link.py): without it messages take too little time to be seen.  There, Gloo's threads get a core as soon as they
+need one, because two processes that compute would leave them none of two cores, while a network card needs none
+(GlooFirst).  For pictures about kept memory the network is wide, and the optimizer is Adam (networks.py).
+
+A picture whose page says that a run is faster, or that it overlaps, is only written if it shows that (CLAIMS).  Else
+the exit code is 1.
 """
 
 import argparse
 import functools
+import itertools
 import multiprocessing
 import os
 import sys
 import tempfile
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from torch import distributed as torch_dist
 
 from ddp_by_diff.instruments.command import say
 from ddp_by_diff.instruments.meeting import Place
@@ -66,6 +74,7 @@ PICTURES = {  # the runs of a picture, from top to bottom
     "by_hand": [DDP, BY_HAND],
     "overlap": [BY_HAND, Run("variants.mnist_overlap", 50)],
     "zero": [WIDE_DDP, WIDE_DDP._replace(program="variants.mnist_zero")],
+    "fsdp_by_hand": [WIDE_DDP._replace(program=f"variants.mnist_{name}") for name in ("by_hand", "fsdp_by_hand")],
     "accumulate": [DDP, Run("variants.mnist_accumulate", 50)],
     "fsdp": [WIDE_DDP, WIDE_DDP._replace(program="variants.mnist_fsdp")],
     "tensor_parallel": [SINGLE, TENSOR_PARALLEL],
@@ -75,6 +84,7 @@ PICTURES = {  # the runs of a picture, from top to bottom
         Run(f"{PIPELINE} 199", note="wide network, 1 micro-batch", **WIDE),  # as many as divide the batch
         Run(f"{PIPELINE} 200", note="wide network, 4 micro-batches", **WIDE),
     ],
+    "pipeline_1f1b": [Run("variants.mnist_pipeline"), Run("variants.mnist_pipeline_1f1b")],
     "transformer": [Run("mnist_ddp"), TRANSFORMER],
     "context_parallel": [TRANSFORMER, Run("variants.mnist_context_parallel")],
     "experts": [TRANSFORMER, Run("variants.mnist_experts")],
@@ -103,6 +113,19 @@ for side in 4, 2:  # of a patch, of 28 x 28 pixels
         ATTENTION.append(Run(f"dev.sequence {side}", 0, 1, nproc, note, flags, recorded=2))
 
 
+class GlooFirst(Observer):
+    """Lets the threads in which Gloo transfers preempt those that compute."""
+
+    def patches(self) -> list[tuple[Any, str, Callable]]:
+        return [(torch_dist, "init_process_group", self.init_process_group)]
+
+    def init_process_group(self, original: Callable, *args: Any, **kwargs: Any) -> None:
+        before = os.listdir("/proc/self/task")
+        original(*args, **kwargs)
+        for thread in set(os.listdir("/proc/self/task")) - set(before):
+            os.sched_setscheduler(int(thread), os.SCHED_FIFO, os.sched_param(1))
+
+
 @functools.cache
 def record(run: Run) -> dict:
     """Record a program in a new process, with which its network, folder and cores end; returns the picture."""
@@ -121,10 +144,13 @@ def record_here(run: Run) -> dict:
         job = Job("timelines", run.command, 120.0, make_observers, (os.getpid(), run))
         look_at(job, run.nproc, lambda notes: recordings.extend(one.value for one in notes))
         os.chdir(ROOT)
-    picture, _ = picture_of(recordings, argparse.Namespace(command=run.command, steps_shown=run.shown))
+    picture, figures = picture_of(recordings, argparse.Namespace(command=run.command, steps_shown=run.shown))
     name, rate = run.module.rpartition(".")[2], f"{run.rate:g} Mbit/s" if run.rate else ""
     picture["title"] = ", ".join(filter(None, [name, run.note, rate]))
     picture["setting"] += f", cores for all: {len(cores)}"
+    if run.rate:
+        picture["setting"] += ", Gloo's threads first"
+    picture["step_without_recorder"] = figures["step_without_recorder"]
     say(picture["findings"])
     return picture
 
@@ -132,9 +158,38 @@ def record_here(run: Run) -> dict:
 def make_observers(place: Place, owner: int, run: Run) -> list[Observer]:
     """The recorders of a rank, made before its program begins."""
     sys.path.append(str(ROOT))
+    found = observers(place, run.recorded)
     if run.rate:
         slow_link.take_end(place.rank, owner, run.rate)
-    return observers(place, run.recorded)
+        found.append(GlooFirst())
+    return found
+
+
+def is_faster(runs: list[Run]) -> str:
+    """The last run's steps are shorter than the first one's, also if both are recorded twice more."""
+    for again in record, record.__wrapped__, record.__wrapped__:
+        before, after = (again(run)["step_without_recorder"] for run in (runs[0], runs[-1]))
+        print(f"without profiling: {before} ms above, {after} ms below", flush=True)
+        if before <= after:
+            return f"a step takes {after} ms, but {before} ms in the figure above it"
+    return ""
+
+
+def overlaps(runs: list[Run]) -> str:
+    """On each rank of the last run, at least half of the transfers' time is inside `backward`."""
+    for rank in record(runs[-1])["ranks"]:
+        backward = [part for part in rank["parts"] if part.what == "backward"]
+        during = 0
+        for message, part in itertools.product(rank["messages"], backward):
+            during += max(0, min(message.end, part.end) - max(message.until, part.begin))
+        share = during / sum(message.end - message.until for message in rank["messages"])
+        print(f"rank {rank['rank']}: {share:.0%} of the transfers' time is inside backward", flush=True)
+        if share < 0.5:
+            return f"only {share:.0%} of the time of rank {rank['rank']}'s transfers is inside backward"
+    return ""
+
+
+CLAIMS = {"overlap": [is_faster, overlaps], "buckets": [overlaps]}  # what the pages say of a picture
 
 
 def drawn(runs: list[Run]) -> str:
@@ -164,7 +219,7 @@ def row(run: Run) -> list[str]:
     return [name, str(run.nproc), str(len(rank["messages"])), *kilobytes]
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [*PICTURES, *TABLES]
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"(default: all) {' '.join(names)}")
@@ -172,7 +227,7 @@ def main() -> None:
     args = parser.parse_args()
     if not set(args.names) <= set(names):
         parser.error(f"choose from {' '.join(names)}")
-    folder = ROOT / "docs/timelines" if args.save else Path("timelines")
+    folder, code = ROOT / "docs/timelines" if args.save else Path("timelines"), 0
     for name in args.names or names:
         if name in TABLES:
             rows = [["run", "processes", "messages", "kB", *KINDS, "sum"], *map(row, TABLES[name][1])]
@@ -181,10 +236,16 @@ def main() -> None:
             continue
         if os.geteuid() and any(run.rate for run in PICTURES[name]):
             parser.error(f"the slowed network needs root: sudo {sys.executable} -m dev.timelines {name}")
+        refuted = [problem for claim in CLAIMS.get(name, []) if (problem := claim(PICTURES[name]))]
+        if refuted:
+            print(f"{name} refutes what its page says, so it is not written: {'; '.join(refuted)}", file=sys.stderr)
+            code = 1
+            continue
         folder.mkdir(exist_ok=True)
         (folder / f"{name}.svg").write_text(drawn(PICTURES[name]), encoding="utf-8")
         print(f"written: {folder / name}.svg", flush=True)
+    return code
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

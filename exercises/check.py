@@ -5,14 +5,18 @@ python -m exercises.check 5                   # the fifth exercise
 python -m exercises.check shard --hint        # print a hint
 python -m exercises.check shard --solution    # check the stored solution instead
 
-The exit code is 0 if all results are correct, else 1.  exercises/checks/ holds what your function is compared with.
+The exit code is 0 if all results are correct, else 1.  exercises/checks/ holds what your function is compared with, and
+exercises/solved.json, which is not committed, which of your files have passed.
 """
 
 import argparse
 import contextlib
+import hashlib
 import importlib
 import importlib.util
 import io
+import itertools
+import json
 import os
 import pickle
 import re
@@ -36,6 +40,7 @@ ROOT = Path(__file__).parents[1]
 WORLD_SIZES = (1, 2, 3)
 LIMIT = 20  # seconds for one number of processes; then each rank is asked where it is
 BLANK, EQUAL, WRONG, ERROR, HANGS = "not implemented yet", "equal", "WRONG", "ERROR", "HANGS"
+SOLVED = ROOT / "exercises" / "solved.json"  # {name: the digest of the file that has passed}
 TABLE = "where each rank is:"  # the first line of what distributed_launcher.py prints when it gets SIGUSR1
 
 
@@ -69,6 +74,18 @@ def print_summary(verdicts: dict[str, str]) -> None:
     print()
     for title, names in groups.items():
         print(f"{title:<9} {len(names):>2} of {len(verdicts)}  {', '.join(names)}".rstrip())
+
+
+def solved_with(verdicts: dict[str, str]) -> list[str]:
+    """Note which exercises have passed; return all that have, and whose files have not been changed since."""
+    digests = {}
+    for name in NAMES:
+        digests[name] = hashlib.sha256((ROOT / "exercises" / f"{name}.py").read_bytes()).hexdigest()
+    noted = json.loads(SOLVED.read_text()) if SOLVED.exists() else {}
+    for name, verdict in verdicts.items():
+        noted[name] = digests[name] if verdict == EQUAL else ""
+    SOLVED.write_text(json.dumps(noted))
+    return [name for name in NAMES if noted.get(name) == digests[name]]
 
 
 def short(path: Path | str) -> str:
@@ -123,6 +140,12 @@ def named(name: str, text: str) -> str:
     for pattern, mistake in getattr(module_of(name), "SIGNS", {}).items():
         if re.search(pattern, text):
             return f"\n  Likely mistake: {mistake}"
+    places = re.findall(r"^\s*(rank \d+): (.*)", text, re.MULTILINE)
+    returned = [rank for rank, place in places if "checks/common.py:" in place]  # in wait_for_the_others
+    others = [rank for rank, place in places if "checks/common.py:" not in place]
+    if returned and others:
+        mistake = f"{' and '.join(returned)} returned, and left out a call that is needed by {' and '.join(others)}"
+        return f"\n  Likely mistake: {mistake}. All ranks must make the same calls"
     return ""
 
 
@@ -159,7 +182,15 @@ def worker(name: str, path: Path, folder: str) -> None:
 def answer(name: str, path: Path, folder: str) -> Any:
     """Return this rank's answer, which the check judges."""
     torch.manual_seed(dist.get_rank())  # random numbers differ between ranks, as in a script that sets no seed
-    return module_of(name).run(load(name, path), folder)
+    function, calls = load(name, path), itertools.count()
+
+    def called(*args: Any) -> Any:
+        result = function(*args)
+        wait_for_the_others(folder, f"call{next(calls)}")  # else its next call would answer one that they still make
+        return result
+
+    waits_itself = hasattr(module_of(name), "WAITS_ITSELF")
+    return module_of(name).run(function if waits_itself else called, folder)
 
 
 def load(name: str, path: Path) -> Callable:
@@ -216,11 +247,13 @@ def main() -> int:
     torch.set_num_threads(1)  # no pool of threads, so processes can be forked
     verdicts = {name: check(name, folder / f"{name}.py") for name in names}
     is_right = set(verdicts.values()) == {EQUAL}
+    solved = [] if args.solution else solved_with(verdicts)
     if args.name == "all":
         print_summary(verdicts)
     elif is_right:
-        later = NAMES[NAMES.index(args.name) + 1 :]
-        print(f"passed; next: {later[0]}" if later else "passed; that was the last one")
+        blank = [name for name in NAMES[NAMES.index(args.name) + 1 :] + NAMES if name not in solved]
+        print("passed", *([] if args.solution else [f"{len(solved)} of {len(NAMES)} solved"]), sep="; ", end="")
+        print(f"; next: {blank[0]}" if blank else "")
     return 0 if is_right else 1
 
 

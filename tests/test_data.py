@@ -89,6 +89,18 @@ def test_batches_are_normalised_channel_by_channel_and_whole(monkeypatch):
     assert torch.equal(torch.get_rng_state(), state)  # else an evaluation would change the dropout that follows
 
 
+def test_only_indices_are_sent_to_the_device_in_each_step():
+    dataset, meta = numbered(6), torch.device("meta")
+    loader = data.loader(dataset, 4, range(6))
+    assert [index.tolist() for index in loader] == [[0, 1, 2, 3], [4, 5]]
+    moved = []
+    for _ in range(2):
+        found = [(images.device, labels.device) for images, labels in data.batches(loader, meta)]
+        assert found == [(meta, meta)] * 2
+        moved.append(dataset.images)
+    assert moved[0] is moved[1] and moved[0].device == dataset.labels.device == meta
+
+
 def test_order_is_the_samplers_and_the_last_batch_is_short_or_left_out():
     dataset = numbered(10)
     share = DistributedSampler(dataset, num_replicas=3, rank=1, shuffle=False)  # 10 is padded to 12 by the first two
@@ -150,7 +162,7 @@ def test_persistent_workers_have_each_epochs_own_crops_and_flips():
     noise = torch.randint(256, (100, 1, 8, 8), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
     dataset = data.Augmented(data.Images(noise, torch.zeros(100), (0.0,), (1 / 255,)))
     workers = {"num_workers": 1, "persistent_workers": True, "multiprocessing_context": "fork"}
-    loader = DataLoader(dataset, 50, sampler=range(100), collate_fn=tuple, **workers)
+    loader = DataLoader(dataset, 50, sampler=range(100), **workers)
     for epoch in range(2):
         dataset.set_epoch(epoch)
         found = torch.cat([images for images, _ in data.batches(loader, CPU)])

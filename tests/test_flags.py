@@ -53,7 +53,7 @@ TABLE = [  # the scripts; what is typed; words of the line, or else the flag is 
     (["variants/mnist_accumulate.py"], "--accumulate 0", "--accumulate 0", "at least 1"),
     (["variants/mnist_local_sgd.py"], "--every 0", "--every 0", "at least 1"),
     ([FSDP], "--param-dtype float16", "--param-dtype", "'bfloat16'"),
-    ([PIPELINE], "--nproc 4", "three stages", "at most 3 processes"),
+    ([PIPELINE, PIPELINE.replace(".py", "_1f1b.py")], "--nproc 4", "three stages", "at most 3 processes"),
     (["variants/mnist_tensor_parallel.py"], "--nproc 33", "32 channels", "at most 32"),
     (["variants/mnist_experts.py"], "--nproc 3", "4 experts", "1, 2 or 4 processes"),
     ([CONTEXT], "--nproc 17", "16 tokens", "at most 16"),

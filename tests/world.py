@@ -42,8 +42,11 @@ FILES = [*ROOT.glob("*.py"), *(file for folder in FOLDERS for file in (ROOT / fo
 PROGRAMS = sorted(file.relative_to(ROOT).as_posix() for file in FILES)
 
 
+NEEDS = {"mnist_fsdp": (2, 9), "mnist_pipeline": (2, 8), "mnist_pipeline_1f1b": (2, 8)}  # versions of torch
+
+
 def skip_if_refused(variant):
-    if torch.__version__ < {"mnist_fsdp": (2, 9), "mnist_pipeline": (2, 8)}.get(variant, (2, 4)):
+    if torch.__version__ < NEEDS.get(variant, (2, 4)):
         pytest.skip(f"{variant}.py refuses this torch")
 
 

@@ -13,8 +13,9 @@ torch's own trace of all ranks, for https://ui.perfetto.dev; with --ops each ope
 docs/timeline.md says how to read it.
 
 A step begins after the optimizer step before it, where the DataLoader is asked for the next batch,
-if there is one.  The first steps are left out, the next ones run without profiling, then some are
-recorded, then the program is left.  Before torch 2.14 the sizes of messages are not seen.
+if there is one.  An evaluation that follows a step belongs to it.  The first steps are left out,
+the next ones run without profiling, then some are recorded, then the program is left.  Before torch
+2.14 the sizes of messages are not seen.
 On a GPU a lane shows what its kernels do.  Where it has nothing to compute, the lane shows what the
 process does then; a hatch of its own says that a phase launches no kernel.  Where only NCCL's
 kernels run, the GPU waits.  All this was tried on synthetic traces and on simulated GPUs.

@@ -13,7 +13,7 @@ KEPT = ("weights", "optimizer state", "gradients", "communication buffers")  # k
 BORN = ("activations", "temporary")
 KINDS = (*KEPT, *BORN)
 PHASES = ("forward", "backward", "optimizer")
-PARTS = ("loading", *PHASES, "waiting", "other")  # of a step
+PARTS = ("loading", *PHASES, "evaluation", "waiting", "other")  # of a step
 COLLECTIVES = {
     "allreduce": "all-reduce",
     "allgather": "all-gather",

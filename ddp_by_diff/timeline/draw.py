@@ -12,8 +12,8 @@ from ddp_by_diff.timeline.svg import LEFT, WIDTH, Drawing, text_width
 LANE, ROW, AREA = 26, 13, 34  # pixels: heights of a rank, of a row of messages, of memory
 MOST_ROWS = 8  # of messages
 CLASSES = {"loading": "l", "forward": "f", "backward": "b", "optimizer": "o", "other": "x"}
-CLASSES |= {"waiting": "w", "weights": "v", "optimizer state": "s", "gradients": "b"}
-CLASSES |= {"communication buffers": "m", "activations": "f", "temporary": "x"}
+CLASSES |= {"evaluation": "e", "waiting": "w", "weights": "v", "optimizer state": "s"}
+CLASSES |= {"gradients": "b", "communication buffers": "m", "activations": "f", "temporary": "x"}
 TEXT_STYLES = {"backward": "light", "waiting": "", "other": ""}  # else dark
 
 
@@ -31,9 +31,10 @@ def draw(pictures: list[Picture]) -> str:
     draw_legend(drawing, ranks, any(picture["arrows"] for picture in pictures))
     drawing.y += 6
     for picture in pictures:
-        drawing.y += 15
         command = textwrap.shorten(picture["command"], 80, placeholder=" ...")
-        drawing.text(12, drawing.y, f"{command}: {picture['setting']}", "soft small")
+        for line in textwrap.wrap(f"{command}: {picture['setting']}", 125):
+            drawing.y += 15
+            drawing.text(12, drawing.y, line, "soft small")
     title = "; ".join(picture["title"] for picture in pictures)
     told = []
     for picture in pictures:

@@ -11,6 +11,7 @@ from ddp_by_diff.timeline.gpu import is_nccl
 KIND = re.compile(
     "allreduce|allgather|reducescatter|broadcast|reduce|gather|scatter|alltoall|barrier|send|recv"
 )
+BATCH = "batch_op_issue"  # what NCCL's newer backend calls sends and receives that start together
 BYTES = {"Double": 8, "Long": 8, "Float": 4, "Int": 4, "Half": 2, "BFloat16": 2}
 
 
@@ -52,12 +53,13 @@ def nccl_messages(noted: Noted, events: list[dict], work: list[dict]) -> list[Me
     """Torch tells of each call its group, its number there, its size.
 
     A kernel belongs to the call in which it was launched.  Calls that are joined are launched
-    later, together: when each of them ran is not seen.
+    later, together: when each of them ran is not seen.  Of a BATCH torch tells only that it
+    starts, so its sends and receives are those that were noted just before.
     """
     told = []
     for event in events:
         name = event.get("args", {}).get("Collective name", "")
-        if event["name"] == "record_param_comms" and kind_of(name):
+        if event["name"] == "record_param_comms" and (kind_of(name) or name == BATCH):
             told.append(event)
     kernels = defaultdict(list)
     begins = [event["begin"] for event in told]
@@ -68,13 +70,19 @@ def nccl_messages(noted: Noted, events: list[dict], work: list[dict]) -> list[Me
     messages = []
     for place, event in enumerate(told):
         args, issued = event["args"], event["begin"]
+        begin = min((run["begin"] for run in kernels[place]), default=issued)
+        end = max((run["end"] for run in kernels[place]), default=issued)
+        if args["Collective name"] == BATCH:
+            before = told[place - 1]["end"] if place else 0
+            for call in noted.calls:
+                if call.peer is not None and before < call.issued <= event["end"]:
+                    messages.append(ran(call, noted, begin, end)._replace(issued=begin))
+            continue
         kind = kind_of(args["Collective name"])
         peer = args.get({"send": "Dst Rank", "recv": "Src Rank"}.get(kind, ""))
         size = BYTES.get(args.get("dtype"), 1) * args.get("In msg nelems", 0)
         group = args.get("Process Group Name", "")
         call = Message(kind, group, args.get("Seq"), peer, size, issued=issued)
-        begin = min((run["begin"] for run in kernels[place]), default=issued)
-        end = max((run["end"] for run in kernels[place]), default=issued)
         # The lane is the GPU's: there is no time before a kernel begins.
         messages.append(ran(call, noted, begin, end)._replace(issued=begin))
     return messages

@@ -49,13 +49,17 @@ def step_to_draw(table: Table, wanted: int, reasons: list[Reason]) -> tuple[int,
     """The first step of the usual window, and how many steps it has.
 
     Usual is what is nearest to the median; of those that have what a reason says of some steps.
+    A window is as long as it is drawn: until the last rank ends, since the first one began.
     """
     count = len(table.lengths)
     shown = min(wanted, count)
     places = range(0, count + 1 - shown, shown)
     named = {number - table.first for number in steps_named(reasons)}
     some = [place for place in places if named.intersection(range(place, place + shown))]
-    lengths = {place: sum(table.lengths[place : place + shown]) for place in places}
+    lengths = {}
+    for place in places:
+        begin = min(steps[place].begin for steps in table.ranks.values())
+        lengths[place] = max(steps[place + shown - 1].end for steps in table.ranks.values()) - begin
     by_length = sorted(some or places, key=lengths.__getitem__)
     return table.first + by_length[(len(by_length) - 1) // 2], shown
 

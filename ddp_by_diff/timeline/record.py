@@ -49,6 +49,7 @@ class Recorder(Observer):
         self.next_cut = 0
         self.next_mark: Any = None  # an event of CUDA at the same place
         self.waits_for_batch = False  # the step's first
+        self.evaluated_until = 0  # where an evaluation's last call ended; 0: the program trains
         self.backward_thread = 0  # autograd's own for a GPU
         self.profiler = Profiler(ops)
         self.calls = Calls(self.noted, self.note_memory, self.note_core_wait)
@@ -88,7 +89,10 @@ class Recorder(Observer):
         self.open.append((what, when or time.time_ns()))
 
     def end(self) -> None:
-        self.noted.spans.append(Span(*self.open.pop(), time.time_ns()))
+        span = Span(*self.open.pop(), time.time_ns())
+        self.noted.spans.append(span)
+        if span.what == "evaluation":
+            self.evaluated_until = span.end
         self.note_core_wait()
 
     def note_core_wait(self) -> None:
@@ -114,6 +118,10 @@ class Recorder(Observer):
 
     def load(self, iterator: Any, original: Callable) -> Any:
         __tracebackhide__ = True
+        if not torch.is_grad_enabled():
+            with self.spanning("evaluation", self.evaluated_until):
+                return original()
+        self.evaluated_until = 0
         is_first = iterator._num_workers > 0 and iterator._num_yielded == 0
         if is_first and not (iterator._persistent_workers and self.noted.worker_starts):
             self.noted.worker_starts.append(len(self.noted.cuts))
@@ -128,7 +136,11 @@ class Recorder(Observer):
     def forward_begins(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         if torch.is_grad_enabled():
             self.maybe_start_profiler()
-        self.begin("forward")
+            self.evaluated_until = 0
+        if self.evaluated_until:  # with what the program did since then, such as counting
+            self.begin("evaluation", self.evaluated_until)
+        else:  # also without gradients, as a teacher's
+            self.begin("forward")
 
     def forward_ends(self, module: nn.Module, args: tuple, output: Any) -> None:
         self.end()

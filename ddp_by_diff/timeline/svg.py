@@ -23,11 +23,13 @@ COLOURS = {  # on a light page, and on a dark one
     "weights": ("#3a434d", "#aeb8c2"),
     "state": ("#6fd0ae", "#4fb795"),
     "loading": ("#c9a0dc", "#a97fc0"),
+    "evaluation": ("#f2b6c1", "#cf8796"),
 }
 RULES = """text{font:13px system-ui,sans-serif;fill:$ink}.title{font-weight:600;font-size:15px}
 .soft{fill:$soft}.right{text-anchor:end}.middle{text-anchor:middle}.small{font-size:11px}
 .light{fill:#fff}.dark{fill:#1c2128}.page{fill:$page}.f{fill:$forward}.b{fill:$backward}
 .o{fill:$optimizer}.x{fill:$other}.w{fill:url(#hatch)}.i{fill:url(#idle)}.l{fill:$loading}
+.e{fill:$evaluation}
 .m{fill:$message}.v{fill:$weights}.s{fill:$state}.queue{fill:$edge}
 .stays{fill:$message;fill-opacity:.18;stroke:$edge;stroke-dasharray:2.5 1.5}
 .line{stroke:$soft;fill:none}.hatch{stroke:$hatch}.idle{stroke:$page;stroke-width:3}

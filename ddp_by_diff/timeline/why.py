@@ -168,8 +168,12 @@ def late_batches(table: Table) -> list[Reason]:
     some_have_none = table.has_workers and len(means) > 1
     if shortest < (LEAST if some_have_none else MUCH) * length or longest < MUCH * length:
         return []
-    time = f"{ms(shortest)} to {ms(longest)}" if some_have_none else ms(shortest)
-    return [Reason(f"{who(table)} waits {time} of {ms(length)} ms for its next batch")]
+    time = ms_range([shortest, longest]) if some_have_none else ms(shortest)
+    text = f"{who(table)} waits {time} of {ms(length)} ms for its next batch"
+    if not any(recording["worker_starts"] for recording in table.recordings):
+        text = f"{who(table)} spends {time} of {ms(length)} ms loading its next batch itself"
+        text += " (num_workers=0)"
+    return [Reason(text)]
 
 
 def what_all_spend(table: Table) -> list[Reason]:

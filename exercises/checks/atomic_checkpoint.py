@@ -21,6 +21,7 @@ dist.barrier() waits until all ranks have called it, so call it outside of the `
 OLD, NEW = 1, 2
 LIMIT = 60  # seconds for one save, also on a busy machine
 MOST_MOMENTS = 24
+WAITS_ITSELF = True  # after each call, when it has looked at the folder
 
 
 def state_of(step, rank=0, size=10):

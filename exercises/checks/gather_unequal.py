@@ -12,6 +12,10 @@ HINT = """
 Two all-gathers.  In the first, each rank sends its number of rows.  In the second, all ranks send the largest number
 of rows, with zeros after their own, and each received part is cut to its rank's number of rows.
 """
+SIGNS = {
+    "killed by SIGABRT|gloo/transport": "all_gather is called with each rank's own number of rows, but needs the same "
+    "shape on all ranks",
+}
 COUNTS = {"unequal rows": (2, 4, 3), "a rank without rows": (3, 0, 2), "int64": (1, 2, 3)}
 
 
@@ -55,6 +59,10 @@ def judge(answers):
         "the padding is still there": each(lambda parts, rank: max(map(len, parts))),
         "each part is cut to this rank's own number of rows": each(lambda parts, rank: len(parts[rank])),
         "each part has as many rows as rank 0's": each(lambda parts, rank: len(parts[0])),
+        "rows that are zero are left out, but they can be data: cut by the number of rows": [
+            {case: torch.cat([part[part.any(1)] for part in parts]) for case, parts in shares.items()}
+        ]
+        * n,
         "each rank has its own rows only": [{case: parts[r] for case, parts in shares.items()} for r in range(n)],
         "this rank's own rows come first": [
             {case: torch.cat([parts[r], *parts[:r], *parts[r + 1 :]]) for case, parts in shares.items()}

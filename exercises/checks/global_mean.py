@@ -45,6 +45,10 @@ def judge(answers):
         "the sum of all ranks, divided by this rank's count": [
             {case: torch.cat(parts).sum() / len(parts[rank]) for case, parts in shares.items()} for rank in range(n)
         ],
+        "divided by this rank's count times the number of ranks, but the counts differ: add them up, too": [
+            {case: torch.cat(parts).sum() / (len(parts[rank]) * n) for case, parts in shares.items()}
+            for rank in range(n)
+        ],
         "the sum of all ranks, divided by the number of ranks": on_all(lambda parts: torch.cat(parts).sum() / n),
         "rank 0 alone has the mean": [right[0], *[dict.fromkeys(COUNTS)] * (n - 1)],
     }

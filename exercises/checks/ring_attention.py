@@ -100,6 +100,9 @@ def judge(answers):
         "the largest score of the last part replaces a larger one before: take the maximum of both": like(
             new=lambda old, largest: largest
         ),
+        "the largest score is that of the first part only: a later part may have a larger one": like(
+            new=lambda old, largest: largest if old.isinf().all() else old
+        ),
         "each part subtracts its own maximum, and the sums are never corrected": like(
             own=True, powers=(0, 0), new=lambda old, largest: largest
         ),

@@ -19,6 +19,7 @@ SIGNS = {  # where the ranks are, or the error
 }
 STEPS = 6
 NEVER = -1
+WAITS_ITSELF = True  # after each call
 
 
 def cases(n):

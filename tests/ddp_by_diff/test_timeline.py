@@ -32,7 +32,7 @@ from ddp_by_diff.instruments.meeting import Place
 from ddp_by_diff.instruments.program import Finished
 from ddp_by_diff.timeline import draw, lanes, profiler, record, waits
 from ddp_by_diff.timeline.data import KINDS, Block, Message, Span
-from ddp_by_diff.timeline.picture import picture_of
+from ddp_by_diff.timeline.picture import picture_of, step_to_draw
 from ddp_by_diff.timeline.steps import table_of, waits_for
 from ddp_by_diff.timeline.trace import trace_of
 from mnist_ddp import ConvNet
@@ -282,6 +282,43 @@ def test_a_compiled_program(what):
     assert what != "step" or "forward and backward not seen" in said(picture(compiled, what))["warning"]
 
 
+class Slow(torch.utils.data.Dataset):
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        time.sleep(DELAY / 1e9)
+        return torch.ones(4)
+
+
+def with_an_evaluation():
+    """After every second step; it loads for twice DELAY, and sleeps for twice DELAY between its calls of the model.
+
+    A teacher, which needs no gradients either, is a part of each step.
+    """
+    teacher, model = nn.Linear(4, 2), nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step, (inputs,) in enumerate(torch.utils.data.DataLoader(torch.ones(12, 1, 4))):
+        with torch.no_grad():
+            targets = teacher(inputs)
+            time.sleep(DELAY / 1e9)
+        nn.functional.mse_loss(model(inputs), targets).backward()
+        optimizer.step()
+        if step % 2:
+            with torch.no_grad():
+                for inputs in torch.utils.data.DataLoader(Slow()):
+                    model(inputs)
+                    time.sleep(DELAY / 1e9)
+
+
+def test_an_evaluation_is_neither_loading_nor_forward():
+    for steps in table_of(recordings(with_an_evaluation)).ranks.values():
+        assert len(steps) == STEPS and sum(step.spent["evaluation"] > 0 for step in steps) == STEPS / 2
+        for step in steps:
+            assert step.spent["evaluation"] == 0 or step.spent["evaluation"] > 3.9 * DELAY  # the last sleep: other
+            assert step.spent["forward"] > 0 and step.spent["loading"] < DELAY
+
+
 def test_operators_are_found_in_torchs_tables():
     """FX keeps wait_tensor in a set, by its hash."""
     wait_tensor = torch.ops._c10d_functional.wait_tensor
@@ -316,6 +353,7 @@ def share(parameters):
 LAYERS = ConvNet(1, SIDE)
 SMALL = 4 * (4 * 64 + 64 + 64 * 2 + 2)
 PART = 4 * -(-WEIGHTS // N)
+SHARDS = sum(4 * -(-p.numel() // N) for p in LAYERS.parameters())
 OUTPUTS, CUT_1, CUT_2 = (4 * BATCH * floats for floats in (10, 16 * (SIDE // 2) ** 2, 32 * (SIDE // 4) ** 2))
 GATHERED = [p for layer in (LAYERS[0], LAYERS[4], LAYERS[9]) for p in layer.parameters()]
 
@@ -324,6 +362,8 @@ MESSAGES = {  # of rank 0 in two steps: (how many, bytes) of each kind
     "mnist_by_hand": {"allreduce": (20, 2 * 4 * WEIGHTS)},
     "mnist_overlap": {"allreduce": (20, 2 * 4 * WEIGHTS)},
     "mnist_zero": {"reducescatter": (2, 2 * N * PART), "allgather": (2, 2 * PART)},
+    # Each of ten parameters is gathered in forward and in backward.
+    "mnist_fsdp_by_hand": {"allgather": (40, 4 * SHARDS), "reducescatter": (20, 2 * N * SHARDS)},
     "mnist_accumulate": {"allreduce": (2, 2 * 4 * WEIGHTS)},  # DDP's one bucket, in the last of four micro-batches
     "mnist_local_sgd": {"allreduce": (10, 4 * WEIGHTS)},  # every second step
     "mnist_tensor_parallel": {"allreduce": (4, 2 * (CUT_1 + OUTPUTS))},
@@ -436,6 +476,8 @@ def test_memory_in_closed_form():
     assert by_hand["weights"] == zero["weights"] - 4 * (-WEIGHTS % N) == 4 * WEIGHTS + BUFFERS
     assert by_hand["optimizer state"] == 4 * WEIGHTS  # its gradients: now and then one has a freed message's address
     assert zero["optimizer state"] == 4 * -(-WEIGHTS // N)
+    fsdp = held(variant, "variants.mnist_fsdp_by_hand")
+    assert (fsdp["weights"], fsdp["optimizer state"]) == (SHARDS + BUFFERS, SHARDS)
     assert held(small)["optimizer state"] == 2 * SMALL + 4 * 4  # two averages, and the numbers of steps
     assert held(small)["gradients"] == held(small)["weights"] == SMALL
     if profiler.HAS_MESSAGE_HOOKS:
@@ -528,8 +570,23 @@ def test_the_step_nearest_to_the_median_is_drawn_also_if_it_is_the_last():
         steps = range(one["first"], one["last"] + 2)
         for step, at in zip(steps, (0, 10, 40, 100, 120), strict=True):  # they last 10, 30, 60, 20, and on rank 2 more
             one["cuts"][step] = one["cuts"][one["first"]] + at + (at == 120) * one["rank"]
-    assert table_of(found).lengths == [10, 30, 60, 22], "the rank's where it took longest"
-    assert picture_of(found, options())[0]["steps"] == [found[0]["last"], 1]
+    table = table_of(found)
+    assert table.lengths == [10, 30, 60, 22], "the rank's where it took longest"
+    assert step_to_draw(table, 1, []) == (found[0]["last"], 1)
+
+
+def test_the_length_of_a_step_to_draw_is_that_of_all_ranks():
+    """Rank 2 begins and ends its second step late: each rank takes 20 for it, but all together take 70."""
+    found = recordings(small)
+    start = found[0]["cuts"][found[0]["first"]]
+    for one in found:
+        times = (0, 60, 80, 81, 100) if one["rank"] == 2 else (0, 10, 30, 70, 100)
+        steps = range(one["first"], one["last"] + 2)
+        for step, at in zip(steps, times, strict=True):
+            one["cuts"][step] = start + at
+    table = table_of(found)
+    assert table.lengths == [10, 20, 40, 30]
+    assert step_to_draw(table, 1, []) == (table.first + 2, 1), "of 60, 70, 51 and 30 the lower median"
 
 
 def test_time_that_is_waited_for_two_messages_counts_once():

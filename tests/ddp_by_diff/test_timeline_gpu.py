@@ -129,7 +129,7 @@ def test_pauses_while_the_process_loads_or_waits_are_loading_and_waiting():
             now += 2_000
         cuts.append(now)
     table = table_of([recorded(trace, spans, cuts)])
-    assert why(table)[0].text == "the process waits 60.0 of 66.0 ms for its next batch"
+    assert why(table)[0].text == "the process spends 60.0 of 66.0 ms loading its next batch itself (num_workers=0)"
     assert table.ranks[0][5].spent["loading"] == 60_000_000
     trace.kernel(now, now + 10, now + 20)
     trace.span("cudaDeviceSynchronize", now + 30, now + 90, "cuda_runtime", THREAD, {})

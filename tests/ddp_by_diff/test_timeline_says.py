@@ -40,7 +40,7 @@ def separate():
 # ---------------------------------------------------------------------------------------------- why
 
 
-LENGTHS = {"loading": 2, "other": 0, "forward": 10, "backward": 20, "optimizer": 3}  # ms
+LENGTHS = {"loading": 2, "other": 0, "forward": 10, "backward": 20, "evaluation": 0, "optimizer": 3}  # ms
 
 
 UP_TO = {2: "", 3: "up to ", 4: "up to "}  # with so many ranks
@@ -299,7 +299,9 @@ def test_a_rank_that_has_more_to_compute(ranks):
 
 
 def test_why_says_what_all_ranks_spend():
-    assert why_of(made([0] * 8, loading=(40,))) == "each rank waits 40.0 of 73.0 ms for its next batch"
+    assert why_of(made([0] * 8, loading=(40,)), [0]) == "each rank waits 40.0 of 73.0 ms for its next batch"
+    itself = "spends 40.0 of 73.0 ms loading its next batch itself (num_workers=0)"
+    assert why_of(made([0] * 8, loading=(40,))) == f"each rank {itself}"
     by_turns = made([0] * 9, loading=(900, 60, 2, 60, 2, 60, 2, 60, 2))  # two workers, which begin in the first step
     assert why_of(by_turns) == "each rank spends 58.0 ms more in loading in 4 of 9 steps"
     found = why_of(made([0] * 8, moving=30))
@@ -307,7 +309,7 @@ def test_why_says_what_all_ranks_spend():
     found = why_of(made([0] * 8, core=in_backward(12)))
     assert found == "each rank is ready to run, but has no CPU core for 12.0 of 35.0 ms"
     alone = why_of(made([0] * 8, loading=(40,), ranks=1))
-    assert alone == "the process waits 40.0 of 73.0 ms for its next batch"
+    assert alone == f"the process {itself}"
 
 
 # ------------------------------------------------------------------------------------- against another run

@@ -81,7 +81,7 @@ def test_the_causes_of_a_slow_step_are_named(tmp_path):
     done = forker().run("-m", "dev.timelines", "slow_loading", "slow_rank", cwd=tmp_path, path=[ROOT])
     assert done.code == 0, done.err
     loading, rank = ((tmp_path / f"timelines/slow_{name}.svg").read_text() for name in ("loading", "rank"))
-    assert "<!-- why: each rank waits " in loading
+    assert "<!-- why: each rank spends " in loading
     assert "<!-- why: rank 1 spends " in rank and " ms more in forward than the other ranks" in rank
 
 

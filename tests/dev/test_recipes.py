@@ -591,6 +591,62 @@ def saved(heading, folder):
     return sorted(path.name for path in (folder / "run").glob("*.pt")) == ["step-7-score-0.5.pt"]
 
 
+def same_global_batch(heading, folder):
+    """Three epochs of a sampler, with passes of two examples: the weights of one process with whole batches of 12."""
+    torch.manual_seed(0)
+    net, rows = nn.Linear(3, 1), torch.randn(29, 3)
+    alone, n = copy.deepcopy(net), dist.get_world_size()
+    names = {"contextlib": contextlib, "DataLoader": DataLoader, "dataset": rows, "seed": 4, "fits": 2}
+    names |= {"losses": lambda outputs: outputs.pow(2), "global_batch": 12}
+    optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
+    after(heading, model=dist.prepare_ddp_model(net), optimizer=optimizer, **names)
+    order = torch.randperm(29, generator=torch.Generator().manual_seed(4))
+    optimizer = torch.optim.SGD(alone.parameters(), 0.1, momentum=0.9)
+    for batch in rows[order[:24]].split(12):
+        optimizer.zero_grad()
+        alone(batch).pow(2).mean().backward()
+        optimizer.step()
+    assert f"{n} processes can't share a batch of 7" in refusal(heading, model=net, optimizer=None, **names)
+    return torch.allclose(net.weight, alone.weight, atol=1e-6)
+
+
+def refusal(heading, **names):
+    with pytest.raises(SystemExit) as end:
+        after(heading, **names | {"global_batch": 7})
+    return str(end.value)
+
+
+def exact_evaluation(heading, folder):
+    """35 examples in batches of 32: unequal shares, and the last rank's buffers are others before."""
+    torch.manual_seed(0)
+    net, inputs, labels = (
+        nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 3)),
+        torch.randn(35 * 3, 4),
+        torch.arange(105) % 3,
+    )
+    net[0].running_mean.fill_(0.5)
+    expected = F.cross_entropy(copy.deepcopy(net).eval()(inputs), labels).item()
+    net[0].running_mean += dist.get_rank()
+    model = dist.prepare_ddp_model(net, sync_buffers=False)
+    test_set = [*zip(inputs, labels, strict=True)]
+    made = after(heading, model=model, test_set=test_set, DataLoader=DataLoader, F=F)
+    return made["count"] == 105 and made["test_loss"] == pytest.approx(expected, rel=1e-5) and model.training
+
+
+def faster(heading, folder):
+    """With a compiler that compiles nothing, because C++ takes half a minute; a step is that of one plain process."""
+    torch.manual_seed(0)
+    net, inputs = nn.Linear(4, 2), torch.randn(6, 4)
+    alone = copy.deepcopy(net)
+    change = "torch.compile(model)", 'torch.compile(model, backend="eager")'
+    made = after(heading, *change, model=net, lr=0.1)
+    made["model"](inputs[dist.get_rank() :: 3]).pow(2).mean().backward()
+    made["optimizer"].step()
+    alone(inputs).pow(2).mean().backward()
+    torch.optim.SGD(alone.parameters(), 0.1, momentum=0.9).step()
+    return torch.allclose(net.weight, alone.weight, atol=1e-6)
+
+
 def schedule(heading, folder):
     """It has come to its end after this rank's steps."""
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1)
@@ -626,6 +682,7 @@ CHECKS = {
     "Saving the best checkpoint": saved,
     "A schedule that was written for Accelerate": schedule,
     "Muon with FSDP": muon,
+    "A faster step on a GPU": faster,
     "DataLoader worker is killed by signal": mapped,
     "No backend type associated with device type cpu": metric,
     "Got mixed torch.Tensor and DTensor": other_method,
@@ -640,6 +697,8 @@ WITH_ANY_NUMBER = {
     "A stream: each example once, in equal steps": once_and_in_equal_steps,
     "Seeds of DataLoader workers": worker_seeds,
     "Skipping a bad batch on all ranks": skipped,
+    "The same global batch on another number of GPUs": same_global_batch,
+    "An exact evaluation": exact_evaluation,
     "AUC, F1, correlation": scored,
     FOLDERS_OF_RANKS: another_number_of_ranks,
     "torch.distributed.checkpoint: in the background": in_the_background,
@@ -661,7 +720,8 @@ def in_a_folder_of_its_own(heading, folder):
 
 
 BY_HAND = "An editor's debugger on several ranks"  # it waits for an editor
-TESTED = [heading for heading in CODE if heading != BY_HAND]
+WITH_PYTEST = "Tests on several ranks"  # tests/dev/test_distributed_testing.py
+TESTED = [heading for heading in CODE if heading not in (BY_HAND, WITH_PYTEST)]
 CASES = [(heading, n) for heading in TESTED for n in ((2, 3) if heading in WITH_ANY_NUMBER else (3,))]
 
 
@@ -735,6 +795,13 @@ def test_what_is_typed_in_a_notebook_to_debug_in_kubernetes_and_under_slurm(tmp_
     line = typed("srun torchrun")[0].replace("nodes=2", "nodes=1").replace("per_node=4", "per_node=2")
     line = line.replace("HOST:29500", f"localhost:{free_port()}")
     assert prints(bash, line, **variables) == both
+
+
+def test_a_reduced_loss_has_no_gradient():
+    """docs/troubleshooting.md: element 0 of tensors does not require grad."""
+    heading = next(section.partition("\n")[0] for section in SECTIONS if section.startswith("element 0"))
+    loss = torch.ones(1, requires_grad=True).sum()
+    assert heading in error_of(dist.reduce(loss).backward)
 
 
 def epochs_with_a_plateau(is_synced, is_reduced):

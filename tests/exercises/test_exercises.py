@@ -6,6 +6,7 @@ import shutil
 import signal
 
 import pytest
+import torch
 from world import ROOT, forker, refused, run
 
 from exercises import check
@@ -78,11 +79,12 @@ WRONG = {
         ("numbers is left out", START, "return torch.stack(dist.gather(numbers.mean())).nanmean()"),
         ("a sum where a mean was meant", "total / count", "total"),
         ("divided by this rank's count", "/ count", "/ len(numbers)"),
+        ("this rank's count times the number of ranks", "/ count", "/ (len(numbers) * dist.get_world_size())"),
         ("it is computed in float32", "float64", "float32"),
     ],
     "gather_unequal": [
         ("the padding is still there", ": int(count)]", ":]"),
-        ("shape [6, 3], expected [9, 3]", ": int(count)]", "part.any(1)]"),  # rows of zeros can be data
+        ("rows that are zero are left out", ": int(count)]", "part.any(1)]"),
         ("this rank's own number of rows", ": int(count)]", ": len(rows)]"),
         ("each rank has its own rows only", START, "return rows"),
         ("own rows come first", "return", "for c in counts, parts: c.insert(0, c.pop(dist.get_rank()))\n    return"),
@@ -160,6 +162,7 @@ WRONG = {
         ("of their own part", "(scores - maximum)", "(scores - scores.amax(1, keepdim=True))"),
         ("replaces a larger one before", LARGEST, "scores.amax(1, keepdim=True)"),
         ("exp overflows", LARGEST, "0 * maximum.nan_to_num()"),
+        ("of the first part only", LARGEST, "torch.where(maximum.isinf(), scores.amax(1, keepdim=True), maximum)"),
         ("starts at 0, not at -inf", "-torch.inf", "0.0"),
         ("its own maximum", LARGEST, "scores.amax(1, keepdim=True)", "(previous - maximum)", "(maximum - maximum)"),
         ("of each part alone, averaged", "maximum = q.new_full((len(q), 1), -torch.inf)", AVERAGED),
@@ -224,6 +227,31 @@ def test_a_wrong_solution_is_named_and_a_right_one_passes(tmp_path, name, words,
     assert any(words in text for text in texts) and bool(words) == any(texts), texts
 
 
+MARKS = """import pathlib, time
+    here, rank = pathlib.Path("{}"), dist.get_rank()
+    call = len([*here.glob(f"{{rank}}.*")])
+    if call and any(not (here / f"{{other}}.{{call - 1}}").exists() for other in range(3)):
+        return []
+    time.sleep(0.1 if (call, rank) == (0, 0) else 0)
+    (here / f"{{rank}}.{{call}}").touch()"""
+
+
+def test_no_rank_makes_its_next_call_before_all_have_returned(tmp_path):
+    """Else a rank that has left out a collective would join the others in it, by that of its next call."""
+    (tmp_path / "marks").mkdir()
+    file = changed(tmp_path, "shard", START, MARKS.format(tmp_path / "marks"))
+    assert verdict(3, "shard", file, tmp_path / "three") == ""
+
+
+def _wraps_in_ddp():
+    with pytest.raises(RuntimeError, match="^DDP averages during backward, which has ended here"):
+        check.module_of("average_gradients").run(torch.nn.parallel.DistributedDataParallel, "")
+
+
+def test_ddp_is_no_answer_to_averaging_by_hand():
+    run(_wraps_in_ddp, 2)
+
+
 def summary_of(done):
     """The exercises of each line of the summary, which stands after an empty line."""
     lines = re.findall(r"^(\w+(?: \w+)?) +(\d+) of 12(?:  (.*))?$", done.out.rpartition("\n\n")[2], re.MULTILINE)
@@ -248,6 +276,12 @@ def test_the_summary_says_what_is_solved(tmp_path):
     assert (done.code, done.err) == (1, ""), done
     assert all(f"not implemented yet: write {name}() in exercises/{name}.py" in done.out for name in blank)
     assert summary_of(done) == {"solved": solved, "incorrect": wrong, "blank": blank}, done.out
+    shutil.copy(SOLUTIONS / "return_tokens.py", tmp_path / "exercises")
+    done = forker().run("-m", "exercises.check", "return_tokens", cwd=tmp_path, path=[ROOT])
+    assert done.out.endswith("\npassed; 3 of 12 solved; next: ring_attention\n"), done
+    changed(tmp_path / "exercises", "shard", START, "count += 0")  # solved before, and changed since
+    done = forker().run("-m", "exercises.check", "return_tokens", cwd=tmp_path, path=[ROOT])
+    assert done.out.endswith("\npassed; 2 of 12 solved; next: ring_attention\n"), done
 
 
 def test_a_solution_passes_and_a_hint_is_given():
@@ -293,6 +327,9 @@ def test_a_hang_is_an_answer_with_the_place_of_each_rank(tmp_path):
     assert re.findall(r"rank (\d): global_mean.py, global_mean", text) == ["0", "1", "2"]
 
 
+WAITS = "exercises/checks/common.py:112, wait_for_the_others"
+
+
 @pytest.mark.parametrize(
     ("name", "text", "words"),
     [
@@ -300,6 +337,9 @@ def test_a_hang_is_an_answer_with_the_place_of_each_rank(tmp_path):
         ("ring_all_reduce", "rank 0: a.py:1, f, in send\nrank 1: a.py:2, f, in recv", ""),
         ("stop_together", "rank 0: a.py:1, f, in reduce\nrank 1: exercises/checks/common.py:112, <genexpr>", "alone"),
         ("stop_together", "rank 0 of 1 failed first: killed by SIGTERM", "no function is set"),
+        ("gather_unequal", "rank 0 of 2 failed first: killed by SIGABRT (by C or C++ code)", "needs the same shape"),
+        ("shard", f"rank 0: a.py:1, f, in send\nrank 1: {WAITS}\n rank 2: {WAITS}", "rank 1 and rank 2 returned, and"),
+        ("shard", f"rank 0: {WAITS}\nrank 1: {WAITS}", ""),
         ("return_tokens", "RuntimeError: Split sizes doesn't match total dim 0 size", "are swapped"),
         ("return_tokens", "Tensor's dim 0 does not divide equally across group size", "the counts are left out"),
         ("shard", "rank 0: a.py:1, f, in send\nrank 1: a.py:1, f, in send", ""),

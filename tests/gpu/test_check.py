@@ -28,6 +28,14 @@ def test_parts_and_one_that_fails(machine, tmp_path):
     assert run.out.endswith(f"\n{report['row']}\n") and len(text) < 3000 and list(report["gpus"].values()) == [1]
 
 
+def test_ratios_of_a_step_are_read(machine, tmp_path):
+    files = ("--out", tmp_path / "out", "--report", tmp_path / "report.json")
+    run = machine.run("-m", "dev.gpu_check", "ratios", "--dry-run", *files, gpus=("8.0",))
+    assert run.code == 0, run.out + run.err[-3000:]
+    part = json.loads((tmp_path / "report.json").read_text())["parts"]["ratios of a step"]
+    assert list(part["ratios of a step"]) == ["SGD(..., fused=True)"] and part["ratios of a step"].popitem()[1] > 0
+
+
 def test_without_a_gpu_it_says_so(tmp_path):
     run = forker().run("-m", "dev.gpu_check", "--out", tmp_path / "out")
     assert run.code == 2 and run.err.startswith("gpu_check: torch sees no GPU; ")

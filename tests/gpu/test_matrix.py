@@ -72,9 +72,11 @@ def test_one_gpu(machine, short, exact, script):
     assert "synthetic on cuda" in run.out and losses(run) == machine.approx(exact(like, 1))
 
 
-LIKE_DDP = ["mnist_ddp.py", *(f"-m variants.mnist_{name}" for name in ("by_hand", "overlap", "zero", "fsdp"))]
+NAMES = "by_hand", "overlap", "zero", "fsdp_by_hand", "fsdp"
+LIKE_DDP = ["mnist_ddp.py", *(f"-m variants.mnist_{name}" for name in NAMES)]
 OTHERS = ["cifar10_ddp.py", *(f"-m variants.mnist_{name}" for name in ("accumulate", "local_sgd", "tensor_parallel"))]
-SCRIPTS = [*LIKE_DDP, *OTHERS, "-m variants.mnist_pipeline", "-m variants.mnist_context_parallel"]
+PIPELINES = ["-m variants.mnist_pipeline", "-m variants.mnist_pipeline_1f1b"]
+SCRIPTS = [*LIKE_DDP, *OTHERS, *PIPELINES, "-m variants.mnist_context_parallel"]
 MESH = "-m variants.mnist_mesh"  # four processes are two models of two GPUs each
 
 
@@ -222,6 +224,6 @@ def test_a_gpu_that_has_nothing_to_do_as_its_process_loads(simulated, tmp_path):
     loader = "torch.utils.data.DataLoader(range(60), collate_fn=lambda _: time.sleep(0.03))"
     (tmp_path / "train.py").write_text(ALONE.replace("range(60)", loader).format("net(x).sum().backward()"))
     run = simulated.run("-m", "ddp_by_diff.timeline", "--steps=8", "train.py", cwd=tmp_path, SIM_KERNEL_US=1000)
-    assert re.search(r"why +the process waits [\d.]+ of [\d.]+ ms for its next batch", run.out), run.out
-    loading, length = map(float, re.search(r"waits ([\d.]+) of ([\d.]+) ms", run.out).groups())
+    assert re.search(r"why +the process spends [\d.]+ of [\d.]+ ms loading its next batch", run.out), run.out
+    loading, length = map(float, re.search(r"spends ([\d.]+) of ([\d.]+) ms", run.out).groups())
     assert loading >= 20 and loading < length, "what was launched before still runs when the process begins to load"

@@ -5,6 +5,7 @@ Compared are weights, BatchNorm's averages and the printed lines, after each of 
 """
 
 import contextlib
+import copy
 import functools
 import importlib
 import io
@@ -21,19 +22,28 @@ from functorch.compile import make_boxed_func
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from world import FEW_DIGITS, ROOT, forker, on_ranks, run, run_in_a_group_of_one, skip_if_refused, wait_for
+from world import FEW_DIGITS, ROOT, error_of, forker, on_ranks, run, run_in_a_group_of_one, skip_if_refused, wait_for
 
 import data
 import distributed as dist
 from exercises.checks.common import Messages
 from mnist_ddp import ConvNet
-from variants import mnist_context_parallel, mnist_experts, mnist_local_sgd, mnist_overlap, mnist_transformer, sharded
+from variants import (
+    mnist_context_parallel,
+    mnist_experts,
+    mnist_fsdp_by_hand,
+    mnist_local_sgd,
+    mnist_overlap,
+    mnist_transformer,
+    sharded,
+)
 
 CPU = torch.device("cpu")
 SIDE = 8  # pixels: convolutions cost time
 WEIGHTS = sum(p.numel() for p in ConvNet(1, SIDE).parameters())  # without BatchNorm's averages
 FLAGS = "--dataset synthetic --epochs 2 --batch-size 30 --lr 0.05 --seed 3"
-SHARED_LAYERS = ("mnist_tensor_parallel", "mnist_pipeline", "mnist_context_parallel")  # all ranks have the same batch
+PIPELINES = ("mnist_pipeline", "mnist_pipeline_1f1b")
+SHARED_LAYERS = ("mnist_tensor_parallel", "mnist_context_parallel", *PIPELINES)  # all ranks have the same batch
 SHARDED = ("mnist_fsdp", "mnist_mesh", "mnist_experts", *SHARED_LAYERS)
 
 
@@ -132,7 +142,7 @@ def replicas(n, name, flags):
 
 def together(name, states, rows=1):
     """One state of all ranks' states; of a mesh those of the first row, if all rows are equal."""
-    if name == "mnist_pipeline":  # each has some of the layers
+    if name in PIPELINES:  # each has some of the layers
         return {key: value for state in states for key, value in state.items()}
     if name not in ("mnist_tensor_parallel", "mnist_mesh"):
         for state in states:
@@ -155,6 +165,9 @@ VARIANTS = [
     (3, "mnist_by_hand", "", True),
     (3, "mnist_overlap", "", True),
     (3, "mnist_zero", "", True),
+    (3, "mnist_fsdp_by_hand", "", True),
+    (2, "mnist_fsdp_by_hand", "", True),
+    (1, "mnist_fsdp_by_hand", "", True),
     (3, "mnist_fsdp", "", True),
     (3, "mnist_accumulate", "--accumulate 1", True),
     (3, "mnist_accumulate", "", False),  # BatchNorm would see micro-batches; 10 = 3 + 3 + 3 + 1
@@ -166,6 +179,9 @@ VARIANTS = [
     (4, "mnist_mesh", "--tensor-parallel 4", True),
     (3, "mnist_pipeline", "", False),
     (1, "mnist_pipeline", "", False),
+    (3, "mnist_pipeline_1f1b", "", False),
+    (2, "mnist_pipeline_1f1b", "", False),
+    (1, "mnist_pipeline_1f1b", "", False),
 ]
 SCRIPTS = [
     (3, "mnist_ddp", "", False),  # BatchNorm would see shares of the batch
@@ -193,7 +209,9 @@ def test_it_computes_what_ddp_computes(n, name, flags, has_batchnorm):
     of_ranks = [bytes_ for *_, bytes_, _ in ranks]
     if name == "mnist_zero":
         assert of_ranks == [8 * -(-WEIGHTS // n)] * n
-    elif name in ("mnist_fsdp", "mnist_pipeline"):
+    elif name == "mnist_fsdp_by_hand":  # each parameter is padded by itself
+        assert of_ranks == [8 * sum(-(-p.numel() // n) for p in ConvNet(1, SIDE).parameters())] * n
+    elif name in ("mnist_fsdp", *PIPELINES):
         assert sum(of_ranks) == held and (n == 1 or max(of_ranks) < held)
     elif name not in ("mnist_tensor_parallel", "mnist_mesh"):
         assert of_ranks == [held] * n
@@ -347,6 +365,89 @@ def test_fsdp_gathers_one_layer_after_the_other_and_bfloat16_is_almost_float32()
     assert numbers == (0, 1, 2) and [sum(held[0]), held[1][0], sum(held[2])] == [4 * WEIGHTS] * 3
 
 
+def _fsdp_by_hand():
+    """Of a step with uneven sizes: bytes kept, gathered and sent; how far AdamW's weights are from one process's."""
+    n, rank = dist.get_world_size(), dist.get_rank()
+    torch.manual_seed(0)
+    one = nn.Sequential(nn.Linear(7, 5), nn.LayerNorm(5), nn.Tanh(), nn.Linear(5, 1), nn.Flatten(0)).double()
+    many = copy.deepcopy(one)
+    inputs, targets = torch.randn(72, 7, dtype=torch.float64), torch.randn(72, dtype=torch.float64)
+    many.apply(mnist_fsdp_by_hand.shard)
+    gathered = []  # bytes of each layer's parameters, when a layer starts
+
+    def note(*_):
+        layers = many[0], many[1], many[3]
+        gathered.append([sum(p.flat.untyped_storage().nbytes() for p in one.parameters()) for one in layers])
+
+    for layer in many[0], many[1], many[3]:
+        layer.register_forward_pre_hook(note)
+    optimizers = [torch.optim.AdamW(model.parameters(), 0.05) for model in (one, many)]
+    for step in range(6):
+        batch, labels = inputs[12 * step : 12 * step + 12], targets[12 * step : 12 * step + 12]
+        F.mse_loss(one(batch), labels).backward()
+        with Messages() as messages:
+            F.mse_loss(many(batch[rank::n]), labels[rank::n]).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    note()
+    kept = sum(p.nbytes for p in many.parameters())
+    states = sharded.local_bytes(value for state in optimizers[1].state.values() for value in state.values())
+    many.apply(mnist_fsdp_by_hand.gather)
+    pairs = zip(many.parameters(), one.parameters(), strict=True)
+    distance = max((a - b).abs().max().item() for a, b in pairs)
+    return kept, states, gathered[-4:], messages.sent, distance
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_fsdp_by_hand_keeps_shards_and_gathers_one_layer_at_a_time(n):
+    sizes = [[35, 5], [5, 5], [5, 1]]  # weight and bias of each layer
+    shards = sum(-(-size // n) for layer in sizes for size in layer)
+    layers = [8 * sum(n * -(-size // n) for size in layer) for layer in sizes]
+    for kept, states, gathered, sent, distance in run(_fsdp_by_hand, n):
+        assert (kept, states) == (8 * shards, 2 * 8 * shards + 6 * 4)  # Adam's moments, and the numbers of steps
+        assert gathered == [[layers[0], 0, 0], [0, layers[1], 0], [0, 0, layers[2]], [0, 0, 0]]
+        assert [kind.split("_")[0] for kind, *_ in sent] == ["allgather"] * 6 + 3 * (["allgather"] * 2 + ["reduce"] * 2)
+        assert sum(elements for _, elements, _ in sent) == 2 * shards + shards
+        assert distance < 1e-14
+
+
+def _micro_batches(name, micro_batches):
+    """How far a step's gradients are from one process's, and how many micro-batches' activations were kept at once."""
+    script = importlib.import_module(f"variants.{name}")
+    n, rank, count = dist.get_world_size(), dist.get_rank(), 3 * micro_batches
+    torch.manual_seed(0)
+    whole = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4))).double()
+    stage = copy.deepcopy(whole[4 * rank // n : 4 * (rank + 1) // n])
+    inputs, labels = torch.randn(count, 8, dtype=torch.float64), torch.randint(8, (count,))
+    F.cross_entropy(whole(inputs), labels).backward()
+    kept = [0]
+    stage.register_forward_hook(lambda *_: kept.append(kept[-1] + 1))
+    stage.register_full_backward_hook(lambda *_: kept.append(kept[-1] - 1))
+    for _ in range(2):  # the first step also runs forward to learn the shapes
+        kept[:] = [0]
+        stage.zero_grad()
+        losses = []
+        arguments = (inputs,) if rank == 0 else ()
+        script.pipeline(stage, count, F.cross_entropy).step(*arguments, target=labels, losses=losses)
+    assert len(losses) == (micro_batches if rank == n - 1 else 0)
+    pairs = zip(stage.parameters(), whole[4 * rank // n : 4 * (rank + 1) // n].parameters(), strict=True)
+    return max((a.grad - b.grad).abs().max().item() for a, b in pairs), max(kept)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2, 4])
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", PIPELINES)
+def test_1f1b_keeps_as_many_micro_batches_as_stages_follow_and_one(name, n, micro_batches):
+    """GPipe keeps all of them, and so does 1F1B if there are fewer micro-batches than stages."""
+    skip_if_refused(name)
+    case = name, micro_batches
+    ranks = run(_micro_batches, n, *case) if n > 1 else [run_in_a_group_of_one(_micro_batches, *case)]
+    for rank, (distance, kept) in enumerate(ranks):
+        is_1f1b = name == "mnist_pipeline_1f1b" and micro_batches >= n
+        assert distance < 1e-14 and kept == (min(micro_batches, n - rank) if is_1f1b else micro_batches)
+
+
 def small_model():
     torch.manual_seed(0)
     return nn.Sequential(nn.Conv2d(1, 4, 5), nn.ReLU(), nn.Flatten(), nn.Linear(4 * (SIDE - 4) ** 2, 10))
@@ -406,7 +507,9 @@ def _sharded(code, make, has_whole_batch):
     """The largest distance from one process on the whole batch, after three steps; the share of the weights here."""
     world_size = dist.get_world_size()
     model, plain, batch = make(), make(), images(24, side=14 if make is small_transformer else SIDE)
-    exec(code, {"model": model, "device": CPU, "world_size": world_size})
+    exec(
+        code, {"torch": torch, "model": model, "device": CPU, "world_size": world_size, "args": SimpleNamespace(lr=0.1)}
+    )
     for one, step in (model, 1 if has_whole_batch else world_size), (plain, 1):
         mine = slice(dist.get_rank() % step, None, step)
         optimizer = torch.optim.SGD(one.parameters(), 0.1, momentum=0.9)
@@ -417,6 +520,29 @@ def _sharded(code, make, has_whole_batch):
     pairs = zip(model.parameters(), plain.parameters(), strict=True)
     distance = max((getattr(a, "full_tensor", lambda a=a: a)() - b).abs().max().item() for a, b in pairs)
     return distance, sharded.local_bytes(model.parameters()) / sharded.local_bytes(plain.parameters())
+
+
+def _clipped(code, clip):
+    """The page's lines for tensor parallelism: how far its clipped gradients are from one process's, in three steps."""
+    names = {"model": small_transformer(), "device": CPU, "world_size": dist.get_world_size(), "torch": torch}
+    names["args"] = SimpleNamespace(lr=0.01)
+    exec(code, names)
+    model, plain, batch, distances = names["model"], small_transformer(), images(24, side=14), []
+    optimizer = torch.optim.AdamW(plain.parameters(), 0.01)
+    mixed = "got mixed torch.Tensor and DTensor"
+    for _ in range(3):
+        for one in model, plain:
+            F.cross_entropy(one(batch.images / 255), batch.labels).mul(50).backward()  # so that it is clipped
+        assert mixed in error_of(nn.utils.clip_grad_norm_, model.parameters(), 1.0)
+        assert mixed in error_of(torch.optim.AdamW(model.parameters(), foreach=True).step)  # as on a GPU
+        exec(clip, names)
+        assert nn.utils.clip_grad_norm_(plain.parameters(), 1.0) > 1
+        pairs = [(p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True)]
+        distances += [(getattr(a, "full_tensor", lambda a=a: a)() - b).abs().max().item() for a, b in pairs]
+        for one in names["optimizer"], optimizer:
+            one.step()
+            one.zero_grad()
+    return max(distances)
 
 
 def test_fsdp_on_the_mesh_of_the_page_is_one_process():
@@ -436,6 +562,8 @@ def test_a_transformer_by_fsdp_and_by_tensor_parallelism_of_the_page_is_one_proc
     assert all(distance <= 1e-6 and share < 1.02 / n for distance, share in found)
     found = run(_sharded, n, by_tensors, small_transformer, True)
     assert all(distance <= 1e-6 and 1 / n < share < 0.8 for distance, share in found)
+    clip = re.search(r"```python\n(from torch.distributed.tensor import DTensor.*?)```", page, re.DOTALL)[1]
+    assert max(run(_clipped, n, by_tensors, clip)) < 1e-4  # of gradients with a norm of 1
 
 
 def dry_run(*script, nproc, batch=50):
