@@ -21,8 +21,6 @@ NCCL_SHARED = (
     "nccl needs a GPU for each process, and here they share GPUs: where the program asks for nccl, "
     'type init_process_group("gloo") in a copy of it'
 )
-LEFT_OUT = "the rest of the epoch (use --epoch), evaluation, resuming"
-NO_GRADIENTS = "gradients and weights"
 
 
 def parse_args() -> argparse.Namespace:
@@ -125,7 +123,8 @@ def say(args: argparse.Namespace, found: Answer, processes: int, started: float)
         shared = f" (over gloo, with {gpus})" if args.shared else ""
         text = f"{shlex.join(args.command)} on {processes} processes{shared}{and_one}, {length}"
         lines.insert(1 + len(found.verdict.ways_on), Line("program", f"{text} ({seconds:.0f} s)"))
-        lines.append(Line("not checked", NO_GRADIENTS if args.epoch else LEFT_OUT))
+        left_out = "the rest of the epoch (use --epoch), evaluation, resuming"
+        lines.append(Line("not checked", "gradients and weights" if args.epoch else left_out))
     command.show("")
     command.say(lines, indent=14)
     more = {"processes": processes, "steps": None if args.epoch else args.steps}

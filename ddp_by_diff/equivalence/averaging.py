@@ -75,7 +75,7 @@ def of_the_mean(facts: Facts, right: Look | None) -> Check:
 
     def explained(step: int) -> Check:
         own = [vectors.only(part, set(bad)) for part in facts.owns[step]]
-        got = [vectors.only(part, set(bad)) for part in gots[step]]
+        got = differ[step]
         text = "" if right else perhaps_right(got, own, vectors.only(goals[step], set(bad)), place)
         if text:
             return inconclusive(LABEL, Reason(f"{text}; {DEPENDS}", ""), text, figures)
@@ -270,9 +270,6 @@ def unequal_in_words(
         text = f"the gradients{place} are not averaged; each rank's optimizer receives only"
         return f"{text} its own rank's gradients"
     text = f"the ranks' optimizers receive different gradients{place}"
-    groups = groups_of(got)
-    if 1 < len(groups) < len(got):
-        return f"{text}, equal within groups of ranks only: {' | '.join(groups)}"
     fits = [vectors.fit(part, own) for part in got]
     if any(fit.left > limits.MOST_COARSE or not fit.is_clear for fit in fits):
         return text
@@ -283,19 +280,8 @@ def unequal_in_words(
 def are_multiples(got: list[Vector], own: list[Vector]) -> bool:
     """Whether each rank got its own gradients, or times a positive number (they may be clipped)."""
     fits = [vectors.fit(part, [own_part]) for part, own_part in zip(got, own, strict=False)]
-    are_fit = all(
-        fit.left <= limits.UPDATED and abs(fit.factors[0]) >= limits.FACTOR for fit in fits
-    )
-    return len(got) == len(own) and are_fit
-
-
-def groups_of(got: list[Vector]) -> list[str]:
-    """The ranks that got equal gradients, in words: "0, 1"."""
-    groups: dict[int, list[str]] = {}  # by their first rank
-    for rank, part in enumerate(got):
-        equal = (first for first in groups if vectors.are_near([got[first], part], limits.UPDATED))
-        groups.setdefault(next(equal, rank), []).append(str(rank))
-    return [", ".join(group) for group in groups.values()]
+    is_more = any(fit.left > limits.UPDATED or abs(fit.factors[0]) < limits.FACTOR for fit in fits)
+    return len(got) == len(own) and not is_more
 
 
 def equal_in_words(fit: Fit, proper: list[float], place: str) -> str:

@@ -2,7 +2,6 @@
 
 import itertools
 from collections import Counter
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from ddp_by_diff.equivalence.batches import digests_of_examples, tensors_in
@@ -170,7 +169,7 @@ def examples(facts: Facts, total: int = 0) -> Check:
         return Check(LABEL, True, text + same * (len(facts.distinct) < len(facts.ranks)))
     if facts.is_same_work:
         who = "some ranks" if len(facts.distinct) > 1 else "all ranks"
-        text += f", but {who} have the same {facts.unit}, so the work is done again"
+        text += f", but {who} have the same examples, so the work is done again"
         return Check(LABEL, False, f"{text}: {remedy(facts.loaders(facts.keys[0]))}")
     if len(facts.distinct) < len(facts.ranks) or 0 < total < facts.total:
         return Check(LABEL, True, f"{text}: each rank takes its part of the same batch")
@@ -180,7 +179,7 @@ def examples(facts: Facts, total: int = 0) -> Check:
 def in_words(facts: Facts, ranks: list[Notes]) -> str:
     """The ranks' examples in a step, such as "8 + 7-8 per step"."""
     counts = [span([facts.examples(rank, k) for k in facts.steps]) for rank in ranks]
-    return " + ".join(counts) + " rows" * (facts.unit == "rows") + " per step"
+    return " + ".join(counts) + " per step"
 
 
 def of_shares(facts: Facts, text: str) -> Check:
@@ -242,9 +241,9 @@ def named(facts: Facts, rank: Notes, key: str, are_numbers: bool) -> Counter:
     names: Counter = Counter()
     for step in facts.steps:
         for event in facts.events(rank, key, step):
-            digests: Sequence = digests_of_examples(event.value, event.examples)
+            digests = digests_of_examples(event.value, event.examples)
             if are_numbers and event.indices:
-                digests = event.indices
+                digests = [*event.indices]
             elif not event.examples and not has_rows(event, len(digests)):
                 continue
             names.update((event.round, one) for one in digests)

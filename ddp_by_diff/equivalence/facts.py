@@ -76,14 +76,6 @@ class Facts:
             last = first.counts[step].get(key, 0)  # a GradScaler skipped steps before this one
         return rank.events.get(key, [])[max(0, last - per_step) : last]
 
-    @cached_property
-    def unit(self) -> str:
-        """What is counted: "examples", or a tensor's "rows", if these may be steps in time."""
-        first, counts = self.ranks[0], set()
-        for key in self.keys:
-            counts |= {count_examples(event.value) for event in self.events(first, key, 0)}
-        return "examples" if self.keys[0].startswith("loader") or len(counts) == 1 else "rows"
-
     def examples(self, rank: Notes, step: int) -> int:
         """The number of a rank's examples in a step, of the first key: rows, if that is all."""
         counts, events = {}, self.events(rank, self.keys[0], step)

@@ -96,10 +96,8 @@ class Data(Observer):
             return None
         replaced = None
         tensors = list(tensors_in((args, kwargs)))
-        is_data = bool(tensors) and all(
-            one.is_leaf and type(one) is not nn.Parameter for one in tensors
-        )
-        if not self.steps.has_loader and is_data:  # and not what another model has computed
+        are_leaves = all(one.is_leaf and type(one) is not nn.Parameter for one in tensors)
+        if not self.steps.has_loader and tensors and are_leaves:  # which no model has computed
             self.note_draws()
             name = f"inputs of {type(unwrap_model(module)).__name__}"
             own, is_state = (args, dict(kwargs)), self.is_state  # a state is not noted, or replaced

@@ -17,8 +17,7 @@ from ddp_by_diff.instruments.command import Line
 
 NO_STEP = Reason(
     "no step of an optimizer of torch.optim was seen",
-    "in a copy, let torch.optim.SGD update the model's own parameters; if it does so already, then "
-    "in the first thread of each process, and not compiled",
+    "in a copy, let torch.optim.SGD update the model's parameters in the first thread, uncompiled",
 )
 PARTS_UNCLEAR = Reason(
     "the ranks' weights differ from the start, and the modules called in one process have others",
@@ -59,10 +58,6 @@ def few_steps(ranks: list[Notes], length: int) -> Answer:
     few = f"not all ranks made {length + 1} steps of an optimizer ({each})"
     if bad := first_infinite(ranks, min(made)):
         return verdict.unknown(Reason(f"gradients: {bad.sentence}; {few}", bad.way_on))
-    if min(made) > 1 and len(ranks) > 1:
-        check = copies(facts_of(ranks, min(made) - 1))
-        if not check.is_right:
-            return Answer(verdict.conclude([check], length), [check], [Line("note", few)])
     way_on = "let the program train longer, or give fewer --steps"
     if len(set(made)) > 1:
         way_on = "let all ranks make a step, or none, so that each makes as many"
@@ -187,26 +182,19 @@ def batch_and_look(runs: Runs, facts: Facts, look: Look | Reason) -> tuple[Check
     if isinstance(look, Reason):
         return inconclusive(facts.batch_check, one_batch.why_not_joined(facts) or look), None
     reason = None if look.is_given else one_batch.why_not_joined(facts)
-    if not runs.per_step:
-        reason = reason or why_other_steps(look)
+    if not reason and not runs.per_step and takes_other_steps(look):
+        reason = one_batch.OTHER_BATCHES
     if reason:
         return inconclusive(facts.batch_check, reason), None
     return one_batch.one_batch(runs, look)
 
 
-def why_other_steps(look: Look) -> Reason | None:
-    """Why batches can't be compared step by step; None if one process takes them in these steps."""
-    many, alone = look.facts.ranks[0], look.alone.notes
-    if many.counts == alone.counts:
-        return None
-    ahead = [key for key in look.facts.keys if many.reads_ahead(key) or alone.reads_ahead(key)]
-    if ahead and all(many.per_step(key) == alone.per_step(key) for key in look.facts.keys):
-        return None
-    key, steps = look.facts.keys[0], range(len(look.facts.steps) + 1)
-    step = next(step for step in steps if many.counts[step] != alone.counts[step])
-    taken = [notes.counts[step].get(key, 0) for notes in (many, alone)]
-    sentence = f"step {step + 1} comes after {taken[0]} batches, in one process after {taken[1]}"
-    return Reason(sentence, "in a copy, let each batch make a step: no GradScaler, no accumulation")
+def takes_other_steps(look: Look) -> bool:
+    """Whether one process makes its steps after other numbers of batches, not only in advance."""
+    many, alone, keys = look.facts.ranks[0], look.alone.notes, look.facts.keys
+    ahead = [key for key in keys if many.reads_ahead(key) or alone.reads_ahead(key)]
+    are_equal = all(many.per_step(key) == alone.per_step(key) for key in keys)
+    return many.counts != alone.counts and not (ahead and are_equal)
 
 
 def random_numbers(facts: Facts) -> list[Line]:

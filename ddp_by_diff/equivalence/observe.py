@@ -28,12 +28,7 @@ from ddp_by_diff.instruments.program import Finished
 
 
 def observers(
-    place: Place,
-    length: int,
-    log: str,
-    left_out: tuple = (),
-    source: Any = None,
-    terminal: int = 2,
+    place: Place, length: int, log: str, left_out: tuple = (), source: Any = None, terminal: int = 2
 ) -> list[Observer]:
     """All observers of `length` steps, and of the weights at the start of the next one.
 

@@ -1,8 +1,7 @@
 """Is the mean of the ranks' local gradients the gradient of all examples in one batch?"""
 
 import dataclasses
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from ddp_by_diff.equivalence import limits, vectors
@@ -81,10 +80,6 @@ class Look(NamedTuple):
         """The factors of each step; steps that were not measured repeat the last ones."""
         factors = [step.factors for step in self.steps]
         return factors + [factors[-1]] * (len(self.facts.steps) - len(factors))
-
-
-# Reasons that are asked in turn, each with whether it holds.
-Tests = list[tuple[Reason, Callable[[Runs, Look], bool]]]
 
 
 def look_at(runs: Runs, facts: Facts, left_out: tuple = ()) -> Look | Reason:
@@ -198,43 +193,42 @@ def one_batch(runs: Runs, look: Look) -> tuple[Check, Look | None]:
 
     A kind of layers is named as the cause only if the difference is gone without it alone.
     """
-    facts, figures, is_direct = look.facts, look.figures, look.facts.gradients == GOT
-    whole = whole_in_words(look)
-    if look.is_right and (reason := other_job(runs, look)):
-        return inconclusive(facts.batch_check, reason), None
-    if look.is_right:
-        text = "the optimizers receive one process's gradients"
-        if not is_direct:
-            text = f"this {combination(look.factors)} equals {whole}"
-        text = f"ok: {text} {figures}"
-        return Check(facts.batch_check, True, text, look.limit, figures=figures), look
-    text = f"this mean differs from {whole}"
-    if is_direct:
-        text = "what the optimizers receive differs from one process's gradients"
-    text += f" {figures}" + f", in {look.worst.name}" * bool(look.worst.name)
-    if kinds := kinds_that_differ(look):
-        names, without = " and ".join(kinds), without_kinds(runs, facts, kinds)
+    label, text, cause = look.facts.batch_check, in_words(look), ""
+    kinds = [] if look.is_right else kinds_that_differ(look)
+    if kinds:
+        names, without = " and ".join(kinds), without_kinds(runs, look.facts, kinds)
         if without is None:
             reason = Reason(f"the tool's run without {names} failed", f"in a copy, omit {names}")
-            return inconclusive(facts.batch_check, reason, text), None
-        look, figures, cause = without, without.figures, " and ".join(without.left_out)
-        if look.is_right and (reason := other_job(runs, look)):
-            return inconclusive(facts.batch_check, reason), None
+            return inconclusive(label, reason, text), None
+        look, cause = without, " and ".join(without.left_out)
         if look.is_right:
-            text = f"ok without {cause} {figures}; with it, {text}"
-            return Check(look.facts.batch_check, True, text, look.limit, cause, "", figures), look
-        text += f"; it differs without {names}, too {figures}"
-    return unexplained(runs, look, text)._replace(figures=figures), None
+            text = f"ok without {cause} {look.figures}; with it, {text}"
+        else:
+            text += f"; it differs without {names}, too {look.figures}"
+    if not look.is_right:
+        return unexplained(runs, look, text)._replace(figures=look.figures), None
+    if reason := other_job(runs, look):
+        return inconclusive(label, reason), None
+    return Check(label, True, text, look.limit, cause, figures=look.figures), look
 
 
-def whole_in_words(look: Look) -> str:
+def in_words(look: Look) -> str:
+    """Whether the ranks' gradient is that of the whole batch."""
     facts, whole = look.facts, "the gradient of the whole batch"
     if look.total == facts.total and len(facts.keys) == 1:
-        whole = f"the gradient of all {span(facts.totals)} {facts.unit} in one batch"
+        whole = f"the gradient of all {span(facts.totals)} examples in one batch"
     if len(look.steps) < len(facts.steps):
         steps = "step" + "s" * (len(look.steps) > 1)
         whole += f" ({steps} {span([1, len(look.steps)])}, before the ranks' weights differ)"
-    return whole
+    if look.is_right:
+        text = "the optimizers receive one process's gradients"
+        if facts.gradients != GOT:
+            text = f"this {combination(look.factors)} equals {whole}"
+        return f"ok: {text} {look.figures}"
+    text = f"this mean differs from {whole}"
+    if facts.gradients == GOT:
+        text = "what the optimizers receive differs from one process's gradients"
+    return f"{text} {look.figures}" + f", in {look.worst.name}" * bool(look.worst.name)
 
 
 def other_job(runs: Runs, look: Look) -> Reason | None:
@@ -254,7 +248,7 @@ def other_job(runs: Runs, look: Look) -> Reason | None:
         if isinstance(share, Reason):
             return told
         gradients.append(gradient(facts, share.notes, look.worst.step))
-    limit = max(facts.rounding_limit / limits.CLEARLY, limits.EQUAL)
+    limit = facts.rounding_limit / limits.CLEARLY
     return None if vectors.are_near(gradients, limit) else told
 
 
@@ -294,8 +288,11 @@ def unexplained(runs: Runs, look: Look, text: str) -> Check:
     """The check if layers don't explain the difference."""
     label, is_direct = look.facts.batch_check, look.facts.gradients == GOT
     wrong = Check(label, False, f"WRONG: {text}")
-    if reason := first_of(NOT_COMPARABLE, runs, look):
-        return inconclusive(label, reason, text)
+    if draws_others(look, 0):
+        return inconclusive(label, DRAWS, text)
+    is_measured = look.facts.is_coarse or look.worst.name in roundings(look)
+    if not is_measured and look.worst.far <= look.facts.rounding_limit:
+        return inconclusive(label, UNMEASURED, text)
     told = other_job(runs, look)
     if not told and (multiple := multiples(look)):  # which no wrongly joined batch makes
         what = "what the optimizers receive" if is_direct else "the mean of the ranks' gradients"
@@ -308,10 +305,8 @@ def unexplained(runs: Runs, look: Look, text: str) -> Check:
         # A batch size may set a teacher's momentum, say.
         reason = reason._replace(sentence=f"{reason.sentence}, and {why}")
         return inconclusive(label, reason, text)
-    if reason := first_of(NOT_JOINED_WELL, runs, look):
+    if reason := why_joined_wrongly(runs, look) or told:
         return inconclusive(label, reason, text)
-    if told:
-        return inconclusive(label, told, text)
     if is_direct or look.total < look.facts.total:
         return wrong._replace(why="" if is_direct else OF_PARTS)
     has_shares = len(look.facts.distinct) > 1 and not runs.per_step
@@ -362,7 +357,6 @@ def shares_give_their_own(runs: Runs, look: Look) -> bool | None:
     Or a multiple of it.  If not, padding or joining may be wrong.
     """
     facts = look.facts
-    limit = max(facts.rounding_limit / limits.CLEARLY, limits.EQUAL)
     for place, rank in enumerate(facts.distinct):
         share = runs.alone(facts, "one share", look.left_out, rank=place)
         if isinstance(share, Reason):
@@ -370,7 +364,7 @@ def shares_give_their_own(runs: Runs, look: Look) -> bool | None:
         for k in facts.comparable:
             own = vectors.only(rank.steps[k].own, facts.comparable_names(k))
             wanted = vectors.only(gradient(facts, share.notes, k), set(own))
-            if vectors.fit(own, [wanted]).left > limit:
+            if vectors.fit(own, [wanted]).left > facts.rounding_limit / limits.CLEARLY:
                 return False
     return True
 
@@ -379,23 +373,13 @@ def computes_the_same_again(runs: Runs, look: Look) -> bool:
     """Whether one process, with the first step's weights and batch in each step, repeats it."""
     ranks = [dataclasses.replace(r, steps=r.steps[:1] * len(r.steps)) for r in look.facts.ranks]
     facts = dataclasses.replace(look.facts, ranks=ranks)
-    counts = Counter(look.alone.notes.counts[0])
-    every = look.alone.batches
-    batches = {(key, k): every[key, k % counts[key]] for key, k in every if counts[key]}
+    counts, every = look.alone.notes.counts[0], look.alone.batches
+    batches = {(key, k): every[key, k % counts[key]] for key, k in every if counts.get(key)}
     again = runs.alone(facts, "given state", look.left_out, batches=batches)
     if isinstance(again, Reason):
         return False
     gradients = [gradient(facts, again.notes, k) for k in facts.steps]
     return vectors.are_near(gradients, limits.EQUAL)
-
-
-def may_be_rounding(runs: Runs, look: Look) -> bool:
-    is_measured = look.facts.is_coarse or look.worst.name in roundings(look)
-    return not is_measured and look.worst.far <= look.facts.rounding_limit
-
-
-def draws_at_first(runs: Runs, look: Look) -> bool:
-    return draws_others(look, 0)
 
 
 def draws_others(look: Look, step: int) -> bool:
@@ -428,12 +412,7 @@ def are_rows_examples(event: Event) -> bool:
     return bool(event.examples) or count == count_examples(value) and not is_list
 
 
-def takes_other_batches(runs: Runs, look: Look) -> bool:
-    is_other = look.facts.gradients == GOT or bool(runs.per_step) or look.alone.is_mixed
-    return is_other and not look.is_given
-
-
-def has_other_weights(runs: Runs, look: Look) -> bool:
+def has_other_weights(look: Look) -> bool:
     """Whether the parts, put together, are not the weights with which one process begins."""
     facts, theirs = look.facts, look.alone.notes.steps[0].weights
     for name in facts.parts & theirs.keys() if facts.gradients == GOT else ():
@@ -459,10 +438,6 @@ def number_in(leaves: list, key: Any) -> Any:
     return leaves[0] if is_one else 0
 
 
-def first_of(reasons: Tests, runs: Runs, look: Look) -> Reason | None:
-    return next((reason for reason, holds in reasons if holds(runs, look)), None)
-
-
 # If one of these holds, no difference is a mistake of the program: each with what settles it.
 DRAWS = Reason(
     "each step draws random numbers, and one process draws others",
@@ -478,7 +453,7 @@ UNSEEN = Reason(
 )
 OTHER_BATCHES = Reason(
     "one process takes other batches in a step than the ranks together",
-    "in a copy, take one batch in each step, and the examples in their order (shuffle=False)",
+    "in a copy, make a step after each batch (no GradScaler), in the data's order (shuffle=False)",
 )
 OTHER_WEIGHTS = Reason(
     "one process begins with other weights than the ranks' parts make",
@@ -488,21 +463,25 @@ ORDER = Reason(
     "the same examples have another gradient in another order",
     "in a copy, make each row of each tensor one example (batch_first=True)",
 )
-NOT_COMPARABLE: Tests = [(DRAWS, draws_at_first), (UNMEASURED, may_be_rounding)]
-# Then the one batch that was made of the ranks' batches, or the one model of their parts, may be
-# wrong.
-NOT_JOINED_WELL: Tests = [
-    (UNSEEN, lambda runs, look: look.facts.gradients == GOT and not look.facts.parts),
-    (OTHER_BATCHES, takes_other_batches),
-    (OTHER_WEIGHTS, has_other_weights),
-    (ROWS, lambda runs, look: not look.is_given and has_other_parts(look.facts)),
-    (ORDER, depends_on_order),
-]
 OTHERWISE = Reason(
     "a step may use more than weights, buffers and the batches seen (a generator, rows it picks)",
     "in a copy, let a DataLoader give all it uses, draw no random numbers, keep state in buffers",
 )
 JOINED = Reason(f"{OTHERWISE.sentence}, or these are joined wrongly", OTHERWISE.way_on)
+
+
+def why_joined_wrongly(runs: Runs, look: Look) -> Reason | None:
+    """Why the one batch, or the one model of the ranks' parts, may be made wrongly; None if not."""
+    is_direct = look.facts.gradients == GOT
+    if is_direct and not look.facts.parts:
+        return UNSEEN
+    if (is_direct or runs.per_step or look.alone.is_mixed) and not look.is_given:
+        return OTHER_BATCHES
+    if has_other_weights(look):
+        return OTHER_WEIGHTS
+    if not look.is_given and has_other_parts(look.facts):
+        return ROWS
+    return ORDER if depends_on_order(runs, look) else None
 
 
 def why_not_joined(facts: Facts) -> Reason | None:

@@ -1,7 +1,6 @@
 """Runs: more of them, after run A, in one process or with all ranks."""
 
 import argparse
-import itertools
 import os
 import re
 import tempfile
@@ -22,10 +21,7 @@ RUN_IT = (
     "run the program in one process, with --alone and the flags that it needs there (--json FILE "
     "holds the whole error); if it works, let a DataLoader give all that a step uses, in a copy"
 )
-IF_NO_FLAG = (
-    " with its flag for the batch size; if it has none, let argparse read --batch-size in a copy, "
-    "because one process is then given that of all ranks"
-)
+IF_NO_FLAG = " with its flag for the batch size; or let argparse read --batch-size in a copy"
 NO_COUNTERPART = "in a copy, call the same modules in both (with fully_shard in place of FSDP1)"
 NO_MEMORY = Reason(
     "one process has no memory for the examples of all ranks",
@@ -83,10 +79,8 @@ class Runs:
             return None
         own = alone.own_total or "other"
         text = f"one process takes {own} examples per step by itself, all ranks {facts.total}"
-        command = self.args.command
-        words = [*map(" ".join, itertools.pairwise(command)), *command]
-        given = [word for word in words if re.fullmatch(f".+[ =]{own}", word)]
-        flag = given[0].removesuffix(str(own)) if given else "FLAG "
+        given = re.search(rf"(\S+[ =]){own}(?!\S)", " ".join(self.args.command))
+        flag = given[1] if given else "FLAG "
         way_on = f'give --alone="{flag}{facts.total}"' + IF_NO_FLAG * (not given)
         return Reason(text, way_on)
 

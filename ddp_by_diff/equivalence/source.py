@@ -17,10 +17,7 @@ from ddp_by_diff.equivalence.vectors import put_together
 from ddp_by_diff.instruments.observer import Observer
 from ddp_by_diff.instruments.program import Refused
 
-# Kinds of runs: those whose optimizer gets the ranks' gradients, ...
-SHARES = ("one share", "repeated share")
-FORCED = ("all examples", "own data", "given state", *SHARES)
-GIVEN = ("given state", *SHARES)  # those that get the ranks' buffers in each step
+SHARES = ("one share", "repeated share")  # kinds of runs
 
 
 class Source(Observer):
@@ -96,8 +93,7 @@ class Source(Observer):
                 value = iterator._collate_fn(batches.plain_copy(joined.examples))
             else:
                 value = batches.from_plain(joined.value, own=value)
-        if self.kind == "all examples":
-            self.noted[key, number] = to_plain(value), state
+        self.noted[key, number] = to_plain(value), state
         return value, state
 
     def in_format(self, value: Any) -> Any:
@@ -173,7 +169,7 @@ class Source(Observer):
         A buffer (a codebook, a queue, a running mean) is moved by the program itself.
         """
         value = self.value("weights", name, step, tensor.shape)
-        goes_on = name not in self.facts.trained and self.kind not in GIVEN
+        goes_on = name not in self.facts.trained and self.kind not in ("given state", *SHARES)
         is_set = self.matched.get(name, False)
         self.matched[name] = is_set or value is not None
         if value is None or goes_on and is_set:
@@ -183,7 +179,7 @@ class Source(Observer):
 
     def set_gradient(self, name: str, step: int, parameter: torch.Tensor) -> None:
         """Set a parameter's gradient to the one that the ranks' optimizers got."""
-        if self.kind in FORCED and step in self.facts.forced:
+        if self.kind != "in float64" and step in self.facts.forced:
             value = self.value("got", name, step, parameter.shape)
             if value is not None:
                 put_gradient(parameter, value)

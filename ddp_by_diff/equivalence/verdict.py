@@ -78,7 +78,7 @@ class Answer(NamedTuple):
     def as_json(self) -> dict[str, Any]:
         """The object that --json writes; docs/equivalence.md explains its names, which stay."""
         states = {True: "right", False: "wrong", None: "not found out"}
-        checks: list[dict[str, Any]] = []
+        checks = []
         for check in self.checks:
             state: str = states[check.is_right]
             answer: dict[str, Any] = {"name": check.label, "state": state, "text": check.text}

@@ -163,7 +163,8 @@ def options(facts: Facts, alone: Alone | Reason, other_job: Reason | None) -> Ch
                 return Check(label(key), False, f"{text}, in step {k + 1}")
     found, steps = [], alone.notes.steps if isinstance(alone, Alone) else []
     for k, step in zip(facts.steps, steps, strict=False):
-        for two in unlike(of_all(facts, k), step.options):
+        every = ChainMap(*(rank.steps[k].options for rank in facts.ranks))
+        for two in unlike(every, step.options):
             if far_apart(*two[2:]) > limits.UPDATED:
                 found.append((k, *two))
     if not found:
@@ -189,11 +190,6 @@ def far_apart(value: Any, other: Any) -> float:
     if value == other or not are_numbers:
         return 0.0 if value == other else math.inf
     return abs(value - other) / max(abs(value), abs(other))
-
-
-def of_all(facts: Facts, step: int) -> Mapping[str, dict[str, Any]]:
-    """The options of all ranks' optimizers in a step, by parameter."""
-    return ChainMap(*(rank.steps[step].options for rank in facts.ranks))
 
 
 def label(key: str) -> str:
