@@ -4,7 +4,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -63,8 +63,7 @@ class Round:
         return Counter(itertools.chain(*self.batches))
 
 
-@dataclass
-class Epoch:
+class Epoch(NamedTuple):
     """One rank's notes on its loader's first epoch, and on the beginning of the second one.
 
     A round counts if a backward pass follows its batches before another loader gives one: before
@@ -130,8 +129,7 @@ class Follower(Observer):
         known.are_numbers &= bool(indices)
         self.pending = [one for one in self.pending if one is not known] + [known]
         if self.place.rank == 0:
-            count, number = self.place.world_size, len(known.batches)
-            show(f"equivalence: {count} processes, batch {number}")
+            show(f"equivalence: {self.place.world_size} processes, batch {len(known.batches)}")
         return batch
 
     def notes(self, is_own_thread: bool) -> Epoch | None:

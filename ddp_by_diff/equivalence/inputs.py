@@ -69,8 +69,7 @@ class Data(Observer):
             return original()
         key = self.loaders.name_of(iterator)
         self.note_draws()
-        batch = original()
-        return self.note_event(key, batch, iterator)
+        return self.note_event(key, original(), iterator)
 
     def loss(self, name: str, original: Callable, *args: Any, **kwargs: Any) -> Any:
         """Note a loss's target as an event, if the program has no DataLoader."""

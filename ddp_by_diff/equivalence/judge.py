@@ -45,8 +45,7 @@ def answer(args: argparse.Namespace, notes: list, folder: Path) -> Answer:
         return few_steps(ranks, args.steps)
     if len(ranks) < 2:
         return verdict.unknown(Reason("there is only one process", "give --nproc 2"))
-    found = judge(ranks, args.steps, runs)
-    return found._replace(error=runs.problem)
+    return judge(ranks, args.steps, runs)._replace(error=runs.problem)
 
 
 def few_steps(ranks: list[Notes], length: int) -> Answer:

@@ -198,8 +198,8 @@ def one_batch(runs: Runs, look: Look) -> tuple[Check, Look | None]:
     if kinds:
         names, without = " and ".join(kinds), without_kinds(runs, look.facts, kinds)
         if without is None:
-            reason = Reason(f"the tool's run without {names} failed", f"in a copy, omit {names}")
-            return inconclusive(label, reason, text), None
+            failed = Reason(f"the tool's run without {names} failed", f"in a copy, omit {names}")
+            return inconclusive(label, failed, text), None
         look, cause = without, " and ".join(without.left_out)
         if look.is_right:
             text = f"ok without {cause} {look.figures}; with it, {text}"
@@ -248,8 +248,7 @@ def other_job(runs: Runs, look: Look) -> Reason | None:
         if isinstance(share, Reason):
             return told
         gradients.append(gradient(facts, share.notes, look.worst.step))
-    limit = facts.rounding_limit / limits.CLEARLY
-    return None if vectors.are_near(gradients, limit) else told
+    return None if vectors.are_near(gradients, facts.rounding_limit / limits.CLEARLY) else told
 
 
 def combination(factors: list[list[float]]) -> str:
@@ -415,7 +414,7 @@ def are_rows_examples(event: Event) -> bool:
 def has_other_weights(look: Look) -> bool:
     """Whether the parts, put together, are not the weights with which one process begins."""
     facts, theirs = look.facts, look.alone.notes.steps[0].weights
-    for name in facts.parts & theirs.keys() if facts.gradients == GOT else ():
+    for name in facts.parts & theirs.keys():
         whole = facts.whole("weights", name, 0, theirs[name].shape)
         if whole is None or not whole.equal(theirs[name]):
             return True
