@@ -14,13 +14,12 @@ from ddp_by_diff.equivalence.examples import LABEL, Counted
 from ddp_by_diff.equivalence.loaders import Loaders
 from ddp_by_diff.equivalence.notes import Loader, have_one_dataset
 from ddp_by_diff.equivalence.observe import print_into
-from ddp_by_diff.equivalence.runs import Runs, be_alone
+from ddp_by_diff.equivalence.runs import Runs
 from ddp_by_diff.equivalence.verdict import Answer, Check, Reason, Verdict, inconclusive
 from ddp_by_diff.instruments.command import show
 from ddp_by_diff.instruments.meeting import Place
 from ddp_by_diff.instruments.observer import Observer
 from ddp_by_diff.instruments.program import Finished
-from ddp_by_diff.instruments.rank import Job
 
 FIRST = 8  # batches that tell whether the second epoch has another order
 NO_LOADER = Reason(
@@ -213,9 +212,8 @@ def of_stream(ranks: list[Epoch], text: str, count: int, runs: Runs) -> Check:
     """The same, if nobody knows how many there are: one process reads the stream, too."""
     if not all(rank.first.is_whole for rank in ranks):
         return Check(LABEL, True, text)
-    log, args = f"{runs.folder}/alone", runs.args
-    job = Job("equivalence", [*args.command, *args.alone], args.timeout, observers, (0, log))
-    notes, _ = runs.run(be_alone, job, 1)
+    command = [*runs.args.command, *runs.args.alone]
+    notes, _ = runs.run(1, command, (0, f"{runs.folder}/alone"), observers)
     read = [note.value for note in notes if note.value and note.value.first.is_whole]
     total = sum(one.first.counts.total() for one in read)
     missing, batch = total - count, global_batch(ranks)
@@ -262,8 +260,9 @@ def of_numbers(ranks: list[Epoch], loaders: list[Loader], found: Counted) -> Che
     if not repeated:
         return Check(LABEL, True, f"{text}, each once, on one rank")
     text += f", {repeated} of them again"
-    if repeated > len(ranks) and found.different < length:  # a sampler that pads leaves out none
-        return inconclusive(LABEL, examples.AGAIN, text)
+    check = examples.why_not_shared_out(found, f"{text}; ", loaders, False)
+    if check and repeated > len(ranks) and found.different < length:
+        return check  # a sampler that pads leaves out none
     return Check(LABEL, True, f"{text} (padding)")
 
 

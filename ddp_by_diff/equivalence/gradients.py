@@ -127,7 +127,7 @@ class Gradients(Observer):
             step.options[one.name] = plain_options(one.group)
         if self.steps.is_last:
             return
-        if self.steps.now.any_has_stepped:
+        if self.steps.now.any_steps:
             step.late |= {one.name for one in owned}
         for one in owned:
             if one.is_in_optimizer:
@@ -138,9 +138,7 @@ class Gradients(Observer):
         for tensor, name in self.weights.trained().items():  # another rank's optimizer may have it
             if name not in step.options:
                 self.note_own(name, tensor)
-
-    def optimizer_ends(self, optimizer: Any) -> None:
-        self.steps.now.any_has_stepped |= not self.hooks.is_in("optimizer")
+        self.steps.now.any_steps = True
 
     def note_got(self, name: str, parameter: torch.Tensor) -> None:
         step = self.steps.step
@@ -148,9 +146,8 @@ class Gradients(Observer):
         if parameter.grad is None:
             return
         step.got[name] = whole(parameter.grad)
-        clipped = self.steps.now.clipped
-        if id(parameter) in clipped:
-            step.unclipped[name] = clipped[id(parameter)]
+        if id(parameter) in self.steps.now.clipped:
+            step.unclipped[name] = self.steps.now.clipped[id(parameter)]
 
     def notes(self, is_own_thread: bool) -> None:
         trained = self.weights.trained().items()

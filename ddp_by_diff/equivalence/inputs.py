@@ -13,7 +13,7 @@ from torch import nn
 from ddp_by_diff.distributed import unwrap_model
 from ddp_by_diff.equivalence.batches import digest, mapped, tensors_in, to_plain
 from ddp_by_diff.equivalence.loaders import Loaders
-from ddp_by_diff.equivalence.notes import Event, random_state, set_random_state
+from ddp_by_diff.equivalence.notes import Event, drawn_between, random_state, set_random_state
 from ddp_by_diff.instruments.observer import Observer
 
 LOSSES = [name for name in dir(F) if name.endswith("_loss") or name in ("cross_entropy", "kl_div")]
@@ -45,7 +45,7 @@ class Data(Observer):
     def note_draws(self) -> None:
         """Note which random generators were used since the last event of this step."""
         if known := self.steps.now.known_state:
-            self.steps.step.draws |= random_state().other_than(known)
+            self.steps.step.draws |= drawn_between(known, random_state())
 
     def note_event(self, key: str, value: Any, iterator: Any = None) -> Any:
         """Note an event; returns what the program gets.  iterator: of a DataLoader, or None."""

@@ -8,7 +8,7 @@ from ddp_by_diff.equivalence import epoch, limits, one_batch, verdict, weights
 from ddp_by_diff.equivalence.averaging import averaging, in_weights
 from ddp_by_diff.equivalence.examples import copies, examples, has_own_data
 from ddp_by_diff.equivalence.facts import NONE_GOT, OWN, UNCLEAR, Facts, copies_or_parts, facts_of
-from ddp_by_diff.equivalence.notes import Alone, Notes
+from ddp_by_diff.equivalence.notes import Alone, Notes, drawn_between
 from ddp_by_diff.equivalence.one_batch import Look
 from ddp_by_diff.equivalence.runs import Runs, with_counterparts
 from ddp_by_diff.equivalence.vectors import only, unequal_names
@@ -201,7 +201,7 @@ def random_numbers(facts: Facts) -> list[Line]:
     ranks = facts.distinct
     drawn = set().union(*(rank.steps[0].draws for rank in ranks))
     states = [list(rank.events.values())[0][0].state for rank in ranks if rank.events]
-    others = set().union(*(state.other_than(states[0]) for state in states[1:]))
+    others = set().union(*(drawn_between(states[0], state) for state in states[1:]))
     if len(states) < 2 or not drawn or drawn & others:
         return []
     text = "all ranks draw the same random numbers in a step"

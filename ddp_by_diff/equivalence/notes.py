@@ -21,33 +21,28 @@ from ddp_by_diff.equivalence.vectors import Vector
 PICKING = 10  # seconds to wait for the examples of a data set
 
 
-class RandomState(NamedTuple):
-    """States of the generators of torch (the CPU's and this GPU's), Python and numpy."""
-
-    cpu: numpy.ndarray
-    gpu: numpy.ndarray | None
-    python: tuple
-    numpy: Any
-
-    def other_than(self, other: "RandomState") -> set[str]:
-        """Names of the generators that are in another state."""
-        states = zip(self._fields, self, other, strict=True)
-        known = [state for state in states if state[1] is not None and state[2] is not None]
-        return {name for name, own, theirs in known if pickle.dumps(own) != pickle.dumps(theirs)}
+RandomState = dict[str, Any]  # of each generator: torch's ("cpu", "gpu"), Python's and numpy's
 
 
 def random_state() -> RandomState:
-    cpu = torch.get_rng_state().numpy()
-    gpu = torch.cuda.get_rng_state().numpy() if torch.cuda.is_initialized() else None
-    return RandomState(cpu, gpu, random.getstate(), numpy.random.get_state())
+    state: RandomState = {"cpu": torch.get_rng_state().numpy(), "python": random.getstate()}
+    if torch.cuda.is_initialized():
+        state["gpu"] = torch.cuda.get_rng_state().numpy()
+    return state | {"numpy": numpy.random.get_state()}
 
 
 def set_random_state(state: RandomState) -> None:
-    torch.set_rng_state(torch.from_numpy(state.cpu))
-    random.setstate(state.python)
-    numpy.random.set_state(state.numpy)
-    if state.gpu is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(torch.from_numpy(state.gpu))
+    torch.set_rng_state(torch.from_numpy(state["cpu"]))
+    random.setstate(state["python"])
+    numpy.random.set_state(state["numpy"])
+    if "gpu" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(torch.from_numpy(state["gpu"]))
+
+
+def drawn_between(state: RandomState, other: RandomState) -> set[str]:
+    """Names of the generators whose states differ."""
+    names = state.keys() & other.keys()
+    return {name for name in names if pickle.dumps(state[name]) != pickle.dumps(other[name])}
 
 
 class Content(pickle.Pickler):

@@ -58,7 +58,7 @@ class Now:
     """What is known of the current step only."""
 
     has_stepped: bool = False  # the first optimizer has
-    any_has_stepped: bool = False  # any optimizer has
+    any_steps: bool = False  # any optimizer does, or has
     fetched: int = 0  # batches
     begun: set[int] = field(default_factory=set)  # the models that were called
     has_teacher: bool = False  # a model was called without gradients

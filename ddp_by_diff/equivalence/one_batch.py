@@ -8,7 +8,7 @@ from ddp_by_diff.equivalence import limits, vectors
 from ddp_by_diff.equivalence.batches import count_examples, counts_up, have_other_rows, mapped
 from ddp_by_diff.equivalence.examples import NO_BATCHES
 from ddp_by_diff.equivalence.facts import GOT, Facts
-from ddp_by_diff.equivalence.notes import Alone, Event, Notes
+from ddp_by_diff.equivalence.notes import Alone, Event, Notes, drawn_between
 from ddp_by_diff.equivalence.runs import Runs, with_counterparts
 from ddp_by_diff.equivalence.source import SHARES
 from ddp_by_diff.equivalence.vectors import Vector
@@ -46,6 +46,7 @@ class Look(NamedTuple):
     left_out: tuple  # kinds of layers that were switched off in both
     alone: Alone
     exact: Alone | None = None  # a run with the same batches, in float64
+    rounding: dict[str, float] = {}  # of each tensor, if it was measured
     steps: tuple[Apart, ...] = ()  # the ranks' gradients and one process's, in each step
 
     @property
@@ -109,8 +110,8 @@ def with_rounding(runs: Runs, look: Look) -> Look:
 
 def with_measurements(look: Look) -> Look:
     """The look, with a measurement of each step that all ranks begin with equal weights."""
-    rounding = roundings(look)
-    return look._replace(steps=tuple(measure(look, k, rounding) for k in look.facts.comparable))
+    look = look._replace(rounding=roundings(look))
+    return look._replace(steps=tuple(measure(look, k) for k in look.facts.comparable))
 
 
 def roundings(look: Look) -> dict[str, float]:
@@ -137,14 +138,13 @@ def scales(facts: Facts, wanted: Vector, parts: list[Vector]) -> dict[str, float
     return {name: max(least, sizes.get(name, 0.0)) for name in wanted}
 
 
-def measure(look: Look, step: int, rounding: dict[str, float]) -> Apart:
+def measure(look: Look, step: int) -> Apart:
     """The distance in a step: of the mean, or of a better combination if that is right."""
     facts, names = look.facts, look.facts.comparable_names(step)
     parts = [vectors.only(part, names) for part in facts.owns[step]]
     wanted = vectors.only(gradient(facts, look.alone.notes, step), names)
     actual = vectors.only(of_ranks(facts, wanted, step), names)
-    size, count = scales(facts, wanted, parts), len(parts)
-    apart = furthest_apart(facts, actual, wanted, rounding, size)
+    count, apart = len(parts), furthest_apart(look, actual, wanted, parts)
     even = apart._replace(step=step, factors=[1 / count for _ in parts])
     if apart.is_right or not parts:
         return even
@@ -153,7 +153,7 @@ def measure(look: Look, step: int, rounding: dict[str, float]) -> Apart:
         return even
     ones = [1.0] * count
     factors = ones if vectors.numbers_are_near(fit.factors, ones, limits.FACTOR) else fit.factors
-    left = furthest_apart(facts, vectors.combine(parts, factors), wanted, rounding, size)
+    left = furthest_apart(look, vectors.combine(parts, factors), wanted, parts)
     is_better = left.is_right and left.far <= apart.far / limits.CLEARLY
     return left._replace(step=step, factors=factors) if is_better else even
 
@@ -173,16 +173,15 @@ def of_ranks(facts: Facts, wanted: Vector, step: int) -> Vector:
     return {name: whole for name, whole in every.items() if whole is not None}
 
 
-def furthest_apart(
-    facts: Facts, actual: Vector, wanted: Vector, rounding: dict[str, float], size: dict[str, float]
-) -> Apart:
-    """The worst tensor.  rounding: of each, if it was measured."""
+def furthest_apart(look: Look, actual: Vector, wanted: Vector, parts: list[Vector]) -> Apart:
+    """The worst tensor.  parts: the ranks' own gradients."""
+    facts = look.facts
     # Below the rounding error of a sum over all examples nothing is measured.
     floor = limits.ROUNDING * max(4, facts.total) ** 0.5
     floor = limits.MOST_COARSE if facts.is_coarse else floor
     worst = Apart(0.0, floor)
-    for name, far in vectors.distances(actual, wanted, size).items():
-        most = min(facts.rounding_limit, limits.YARDSTICKS * rounding.get(name, 0.0))
+    for name, far in vectors.distances(actual, wanted, scales(facts, wanted, parts)).items():
+        most = min(facts.rounding_limit, limits.YARDSTICKS * look.rounding.get(name, 0.0))
         if far / max(floor, most) > worst.far / worst.limit:
             worst = Apart(far, max(floor, most), name)
     return worst
@@ -289,7 +288,7 @@ def unexplained(runs: Runs, look: Look, text: str) -> Check:
     wrong = Check(label, False, f"WRONG: {text}")
     if draws_others(look, 0):
         return inconclusive(label, DRAWS, text)
-    is_measured = look.facts.is_coarse or look.worst.name in roundings(look)
+    is_measured = look.facts.is_coarse or look.worst.name in look.rounding
     if not is_measured and look.worst.far <= look.facts.rounding_limit:
         return inconclusive(label, UNMEASURED, text)
     told = other_job(runs, look)
@@ -385,7 +384,7 @@ def draws_others(look: Look, step: int) -> bool:
     """Whether one process draws other random numbers in a step than a rank."""
     after = look.alone.notes.steps[step].after
     steps = [rank.steps[step] for rank in look.facts.ranks]
-    return any(one.draws & one.after.other_than(after) for one in steps)
+    return any(one.draws & drawn_between(one.after, after) for one in steps)
 
 
 def depends_on_order(runs: Runs, look: Look) -> bool:
@@ -399,8 +398,7 @@ def depends_on_order(runs: Runs, look: Look) -> bool:
     step = next(step for step in look.steps if not step.is_right)
     wanted = gradient(look.facts, look.alone.notes, step.step)
     reordered = gradient(look.facts, other.notes, step.step)
-    size = scales(look.facts, wanted, [])
-    apart = furthest_apart(look.facts, reordered, wanted, roundings(look), size)
+    apart = furthest_apart(look, reordered, wanted, [])
     return not apart.is_right and step.far <= limits.YARDSTICKS * apart.far
 
 
