@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ddp_by_diff import distributed_launcher as launcher
+import ddp_by_diff.distributed_launcher as launcher
 from ddp_by_diff.equivalence.facts import Facts, facts_of
 from ddp_by_diff.equivalence.notes import Alone
 from ddp_by_diff.equivalence.observe import observers
