@@ -82,7 +82,7 @@ def of_the_mean(facts: Facts, right: Look | None) -> Check:
         if vectors.are_near(got, limits.UPDATED):
             text = equal_in_words(vectors.fit(got[0], own), factors[step], place)
         clipped = [vectors.only(one.got, set(bad)) for one in steps[step] if one.unclipped]
-        return wrong(text or unequal_in_words(got, own, clipped, place), figures)
+        return wrong(text or unlike_in_words(got, own, clipped, place), figures)
 
     checks = {k: explained(k) for k in facts.steps if not goals[k].keys().isdisjoint(bad)}
     check = checks.get(worst) or explained(worst)
@@ -257,9 +257,7 @@ def perhaps_right(got: list[Vector], own: list[Vector], goal: Vector, place: str
     return ""
 
 
-def unequal_in_words(
-    got: list[Vector], own: list[Vector], clipped: list[Vector], place: str
-) -> str:
+def unlike_in_words(got: list[Vector], own: list[Vector], clipped: list[Vector], place: str) -> str:
     """The mistake in words, if the ranks' optimizers received different gradients.
 
     place: which tensors, if not all.  clipped: what clipping made of each rank's gradients.

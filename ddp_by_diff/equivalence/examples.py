@@ -192,7 +192,7 @@ def of_shares(facts: Facts, text: str) -> Check:
         if any(loader.redraws for loader in loaders):
             continue  # they may take an example again
         are_numbers = have_one_dataset(loaders)
-        check, is_listed = in_an_epoch(facts, begin, loaders, are_numbers)
+        check, is_listed = in_an_epoch(begin, loaders, are_numbers)
         found, slack = in_the_steps(facts, key, are_numbers)
         if not check and (not found.came or found.again and max(found[2:]) > slack):
             continue  # not known, drawn again, or equal: these tell nothing
@@ -206,9 +206,7 @@ def of_shares(facts: Facts, text: str) -> Check:
     return Check(LABEL, True, text + done)
 
 
-def in_an_epoch(
-    facts: Facts, text: str, loaders: list[Loader], are_numbers: bool
-) -> tuple[Check | None, bool]:
+def in_an_epoch(text: str, loaders: list[Loader], are_numbers: bool) -> tuple[Check | None, bool]:
     """The check if a whole epoch is not shared out; and whether its examples are known."""
     epochs = [Counter(loader.epoch) for loader in loaders]
     found, slack = counted(epochs), len(loaders)  # padding, or what is left out

@@ -7,7 +7,6 @@ import itertools
 import multiprocessing
 import pickle
 import random
-import re
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -197,8 +196,3 @@ class Alone(NamedTuple):
     is_mixed: bool  # both in one step
     own_total: int  # examples that it would take itself in the first step; 0: not known
     batches: dict  # what the program got, by key and number, and the random state after it
-
-
-def plain_name(name: str) -> str:
-    """A parameter's name without those of wrappers: DDP's, torch.compile's."""
-    return re.sub(r"\b(module|_orig_mod)\.", "", name)

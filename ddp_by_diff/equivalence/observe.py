@@ -5,6 +5,7 @@ In a run in one process a source, if there is one, gives a step its batch, weigh
 
 import contextlib
 import itertools
+import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from ddp_by_diff.equivalence.formats import CoarseOptimizers
 from ddp_by_diff.equivalence.gradients import Gradients
 from ddp_by_diff.equivalence.inputs import Data
 from ddp_by_diff.equivalence.layers import BATCH_NORM, Layers
-from ddp_by_diff.equivalence.notes import Alone, Notes, RandomState, Step, plain_name
+from ddp_by_diff.equivalence.notes import Alone, Notes, RandomState, Step
 from ddp_by_diff.instruments.command import show
 from ddp_by_diff.instruments.meeting import Place
 from ddp_by_diff.instruments.observer import Observer
@@ -179,8 +180,8 @@ class Weights(Observer):
         for number, model in enumerate(self.hooks.models.values()):
             prefix = f"{type(unwrap_model(model)).__name__} {number + 1}: " if number else ""
             for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
-                if not is_lazy(tensor):
-                    names.setdefault(tensor, prefix + plain_name(name))
+                if not is_lazy(tensor):  # without the names of wrappers: DDP's, torch.compile's
+                    names.setdefault(tensor, prefix + re.sub(r"\b(module|_orig_mod)\.", "", name))
         return names
 
     def trained(self) -> dict[torch.Tensor, str]:
