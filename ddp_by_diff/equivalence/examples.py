@@ -169,7 +169,7 @@ def examples(facts: Facts, total: int = 0) -> Check:
         return Check(LABEL, True, text + same * (len(facts.distinct) < len(facts.ranks)))
     if facts.is_same_work:
         who = "some ranks" if len(facts.distinct) > 1 else "all ranks"
-        text += f", but {who} have the same examples, so the work is done again"
+        text += f", but {who} have the same {facts.unit}, so the work is done again"
         return Check(LABEL, False, f"{text}: {remedy(facts.loaders(facts.keys[0]))}")
     if len(facts.distinct) < len(facts.ranks) or 0 < total < facts.total:
         return Check(LABEL, True, f"{text}: each rank takes its part of the same batch")
@@ -179,7 +179,7 @@ def examples(facts: Facts, total: int = 0) -> Check:
 def in_words(facts: Facts, ranks: list[Notes]) -> str:
     """The ranks' examples in a step, such as "8 + 7-8 per step"."""
     counts = [span([facts.examples(rank, k) for k in facts.steps]) for rank in ranks]
-    return " + ".join(counts) + " per step"
+    return " + ".join(counts) + " rows" * (facts.unit == "rows") + " per step"
 
 
 def of_shares(facts: Facts, text: str) -> Check:

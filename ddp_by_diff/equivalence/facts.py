@@ -76,6 +76,13 @@ class Facts:
             last = first.counts[step].get(key, 0)  # a GradScaler skipped steps before this one
         return rank.events.get(key, [])[max(0, last - per_step) : last]
 
+    @property
+    def unit(self) -> str:
+        """What is counted: "examples", or a tensor's "rows", if these may be steps in time."""
+        first = self.ranks[0].events
+        counts = {count_examples(first[key][0].value) for key in self.keys}
+        return "examples" if self.keys[0].startswith("loader") or len(counts) == 1 else "rows"
+
     def examples(self, rank: Notes, step: int) -> int:
         """The number of a rank's examples in a step, of the first key: rows, if that is all."""
         counts, events = {}, self.events(rank, self.keys[0], step)

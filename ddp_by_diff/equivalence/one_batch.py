@@ -215,7 +215,7 @@ def in_words(look: Look) -> str:
     """Whether the ranks' gradient is that of the whole batch."""
     facts, whole = look.facts, "the gradient of the whole batch"
     if look.total == facts.total and len(facts.keys) == 1:
-        whole = f"the gradient of all {span(facts.totals)} examples in one batch"
+        whole = f"the gradient of all {span(facts.totals)} {facts.unit} in one batch"
     if len(look.steps) < len(facts.steps):
         steps = "step" + "s" * (len(look.steps) > 1)
         whole += f" ({steps} {span([1, len(look.steps)])}, before the ranks' weights differ)"
