@@ -35,8 +35,7 @@ def averaging(facts: Facts, right: Look | None, weights: Check) -> Check:
     check = of_the_mean(facts, right)
     if right:
         check = of_the_whole_step(right, check)
-    is_wrong = check.is_right is False and not facts.unequal
-    if is_wrong and weights.is_right and not facts.forced:
+    if check.is_right is False and weights.is_right and not (facts.unequal or facts.forced):
         # The program averages the weights after the step, or the gradients in it.
         text = "ok: a step begins with each rank's local gradients, and ends as with their mean"
         return Check(LABEL, True, text, weights.limit)
