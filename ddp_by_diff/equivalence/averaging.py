@@ -277,8 +277,8 @@ def unlike_in_words(got: list[Vector], own: list[Vector], clipped: list[Vector],
 def are_multiples(got: list[Vector], own: list[Vector]) -> bool:
     """Whether each rank got its own gradients, or times a positive number (they may be clipped)."""
     fits = [vectors.fit(part, [own_part]) for part, own_part in zip(got, own, strict=False)]
-    is_more = any(fit.left > limits.UPDATED or abs(fit.factors[0]) < limits.FACTOR for fit in fits)
-    return len(got) == len(own) and not is_more
+    is_other = any(fit.left > limits.UPDATED or abs(fit.factors[0]) < limits.FACTOR for fit in fits)
+    return len(got) == len(own) and not is_other
 
 
 def equal_in_words(fit: Fit, proper: list[float], place: str) -> str:
