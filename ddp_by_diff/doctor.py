@@ -21,9 +21,9 @@ try:
 except Exception as problem:  # not only ImportError: a missing library of CUDA is an OSError
     sys.exit(f"WRONG  torch     {problem}: pip install torch")
 
+import ddp_by_diff.distributed_launcher as launcher
 from ddp_by_diff import __version__
 from ddp_by_diff import distributed as dist
-from ddp_by_diff import distributed_launcher as launcher
 from ddp_by_diff.instruments.command import started_as
 
 VARIABLES = [*launcher.LAUNCHER_VARIABLES, "NPROC"]

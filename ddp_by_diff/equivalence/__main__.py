@@ -10,23 +10,17 @@ import tempfile
 import time
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ddp_by_diff import equivalence
+from ddp_by_diff.equivalence.verdict import Answer, refusal_in
 from ddp_by_diff.instruments import command
 from ddp_by_diff.instruments.command import Line
-
-if TYPE_CHECKING:
-    from ddp_by_diff.equivalence.verdict import Answer
 
 FAILED = "the program failed with several processes"
 NCCL_SHARED = (
     "nccl needs a GPU for each process, and here they share GPUs: where the program asks for nccl, "
     'type init_process_group("gloo") in a copy of it'
 )
-LEFT_OUT = "the rest of the epoch (use --epoch), evaluation, resuming"
-NO_GRADIENTS = "gradients and weights"
-ONE_PROCESS = "there is only one process", "give --nproc 2"
 
 
 def parse_args() -> argparse.Namespace:
@@ -71,9 +65,8 @@ def compare(args: argparse.Namespace) -> int:
     """Run A; then, in the process that collects the ranks' notes, the other runs and the answer."""
     import torch
 
-    from ddp_by_diff.equivalence import epoch
+    from ddp_by_diff.equivalence import epoch, judge
     from ddp_by_diff.equivalence.observe import observers
-    from ddp_by_diff.equivalence.verdict import refusal_in
     from ddp_by_diff.instruments import ranks as instrument
     from ddp_by_diff.instruments.rank import Job
 
@@ -87,17 +80,17 @@ def compare(args: argparse.Namespace) -> int:
         if has_failed and not (args.epoch and epoch.are_cut_off(notes)):
             write(args, {"verdict": "error", "text": FAILED})
             return 2  # the launcher prints the error
-        codes.append(say(args, answer(args, sorted(notes), folder), len(notes), started))
+        instrument.exit_at_sigterm()
+        found = judge.answer(args, sorted(notes), folder)
+        codes.append(say(args, found, len(notes), started))
         return codes[0]
 
     torch.set_num_threads(1)  # with threads of torch, this process could not fork
     # On GPUs another batch size may select another kernel, with other rounding errors.
     os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    arguments = (args.steps, f"{folder}/log")
-    job = Job("equivalence", args.command, args.timeout, observers, arguments)
-    if args.epoch:
-        job = job._replace(make_observers=epoch.observers, arguments=(f"{folder}/log",))
+    make, arguments = epoch.observers if args.epoch else observers, (args.steps, f"{folder}/log")
+    job = Job("equivalence", args.command, args.timeout, make, arguments)
     args.nproc, args.shared = instrument.at_least_two(args.nproc)
     try:
         return instrument.look_at(job, args.nproc, show)
@@ -118,30 +111,7 @@ def compare(args: argparse.Namespace) -> int:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def answer(args: argparse.Namespace, notes: list, folder: Path) -> "Answer":
-    """The answer from the notes of all ranks that came."""
-    from ddp_by_diff.equivalence import epoch
-    from ddp_by_diff.equivalence.judge import few_steps, judge
-    from ddp_by_diff.equivalence.runs import Runs
-    from ddp_by_diff.equivalence.verdict import Reason, unknown
-    from ddp_by_diff.instruments.ranks import exit_at_sigterm
-
-    exit_at_sigterm()
-    ranks = [note.value for note in notes]
-    runs = Runs(args, folder, len(ranks))
-    if args.epoch:
-        return epoch.answer(ranks, runs)
-    is_stuck = any(note.ending == "stuck" for note in notes)
-    is_short = min(len(rank.counts) for rank in ranks) <= args.steps
-    if len(ranks) < ranks[0].world_size or is_stuck or is_short:
-        return few_steps(ranks, args.steps)
-    if len(ranks) < 2:
-        return unknown(Reason(*ONE_PROCESS))
-    found = judge(ranks, args.steps, runs)
-    return found._replace(error=runs.problem)
-
-
-def say(args: argparse.Namespace, found: "Answer", processes: int, started: float) -> int:
+def say(args: argparse.Namespace, found: Answer, processes: int, started: float) -> int:
     """Print the answer, and write it; returns the exit code."""
     import torch
 
@@ -152,9 +122,9 @@ def say(args: argparse.Namespace, found: "Answer", processes: int, started: floa
         gpus = "1 visible GPU" if args.shared == 1 else f"{args.shared} visible GPUs"
         shared = f" (over gloo, with {gpus})" if args.shared else ""
         text = f"{shlex.join(args.command)} on {processes} processes{shared}{and_one}, {length}"
-        place = 1 + len(found.verdict.ways_on)
-        lines.insert(place, Line("program", f"{text} ({seconds:.0f} s)"))
-        lines.append(Line("not checked", NO_GRADIENTS if args.epoch else LEFT_OUT))
+        lines.insert(1 + len(found.verdict.ways_on), Line("program", f"{text} ({seconds:.0f} s)"))
+        left_out = "the rest of the epoch (use --epoch), evaluation, resuming"
+        lines.append(Line("not checked", "gradients and weights" if args.epoch else left_out))
     command.show("")
     command.say(lines, indent=14)
     more = {"processes": processes, "steps": None if args.epoch else args.steps}

@@ -35,8 +35,7 @@ def averaging(facts: Facts, right: Look | None, weights: Check) -> Check:
     check = of_the_mean(facts, right)
     if right:
         check = of_the_whole_step(right, check)
-    is_wrong = check.is_right is False and not facts.unequal
-    if is_wrong and weights.is_right and not facts.forced:
+    if check.is_right is False and weights.is_right and not (facts.unequal or facts.forced):
         # The program averages the weights after the step, or the gradients in it.
         text = "ok: a step begins with each rank's local gradients, and ends as with their mean"
         return Check(LABEL, True, text, weights.limit)
@@ -75,14 +74,14 @@ def of_the_mean(facts: Facts, right: Look | None) -> Check:
 
     def explained(step: int) -> Check:
         own = [vectors.only(part, set(bad)) for part in facts.owns[step]]
-        got = [vectors.only(part, set(bad)) for part in gots[step]]
+        got = differ[step]
         text = "" if right else perhaps_right(got, own, vectors.only(goals[step], set(bad)), place)
         if text:
             return inconclusive(LABEL, Reason(f"{text}; {DEPENDS}", ""), text, figures)
         if vectors.are_near(got, limits.UPDATED):
             text = equal_in_words(vectors.fit(got[0], own), factors[step], place)
         clipped = [vectors.only(one.got, set(bad)) for one in steps[step] if one.unclipped]
-        return wrong(text or unequal_in_words(got, own, clipped, place), figures)
+        return wrong(text or unlike_in_words(got, own, clipped, place), figures)
 
     checks = {k: explained(k) for k in facts.steps if not goals[k].keys().isdisjoint(bad)}
     check = checks.get(worst) or explained(worst)
@@ -257,9 +256,7 @@ def perhaps_right(got: list[Vector], own: list[Vector], goal: Vector, place: str
     return ""
 
 
-def unequal_in_words(
-    got: list[Vector], own: list[Vector], clipped: list[Vector], place: str
-) -> str:
+def unlike_in_words(got: list[Vector], own: list[Vector], clipped: list[Vector], place: str) -> str:
     """The mistake in words, if the ranks' optimizers received different gradients.
 
     place: which tensors, if not all.  clipped: what clipping made of each rank's gradients.
@@ -270,9 +267,6 @@ def unequal_in_words(
         text = f"the gradients{place} are not averaged; each rank's optimizer receives only"
         return f"{text} its own rank's gradients"
     text = f"the ranks' optimizers receive different gradients{place}"
-    groups = groups_of(got)
-    if 1 < len(groups) < len(got):
-        return f"{text}, equal within groups of ranks only: {' | '.join(groups)}"
     fits = [vectors.fit(part, own) for part in got]
     if any(fit.left > limits.MOST_COARSE or not fit.is_clear for fit in fits):
         return text
@@ -283,19 +277,8 @@ def unequal_in_words(
 def are_multiples(got: list[Vector], own: list[Vector]) -> bool:
     """Whether each rank got its own gradients, or times a positive number (they may be clipped)."""
     fits = [vectors.fit(part, [own_part]) for part, own_part in zip(got, own, strict=False)]
-    are_fit = all(
-        fit.left <= limits.UPDATED and abs(fit.factors[0]) >= limits.FACTOR for fit in fits
-    )
-    return len(got) == len(own) and are_fit
-
-
-def groups_of(got: list[Vector]) -> list[str]:
-    """The ranks that got equal gradients, in words: "0, 1"."""
-    groups: dict[int, list[str]] = {}  # by their first rank
-    for rank, part in enumerate(got):
-        equal = (first for first in groups if vectors.are_near([got[first], part], limits.UPDATED))
-        groups.setdefault(next(equal, rank), []).append(str(rank))
-    return [", ".join(group) for group in groups.values()]
+    is_other = any(fit.left > limits.UPDATED or abs(fit.factors[0]) < limits.FACTOR for fit in fits)
+    return len(got) == len(own) and not is_other
 
 
 def equal_in_words(fit: Fit, proper: list[float], place: str) -> str:

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from ddp_by_diff.equivalence.limits import GROUPS
@@ -172,7 +171,11 @@ def join(batches: list, only: int | None = None, order: torch.Generator | None =
         shapes = [tensor.shape[1:] for tensor in leaves]
         longest = [max(sizes) for sizes in zip(*shapes, strict=True)]
         is_target = key == "labels" or any((tensor == IGNORED).any() for tensor in leaves)
-        return torch.cat([_padded(tensor, longest, IGNORED * is_target) for tensor in leaves])[rows]
+        padded = []
+        for tensor in leaves:
+            padded.append(tensor.new_full((len(tensor), *longest), IGNORED * is_target))
+            padded[-1][tuple(map(slice, tensor.shape))] = tensor
+        return torch.cat(padded)[rows]
 
     return mapped(joined, batches)
 
@@ -213,14 +216,6 @@ def counts_up(batch: Any) -> bool:
         if tensor[0] == 0 and tensor[-1] > 1 and steps <= {0, 1}:
             return True
     return False
-
-
-def _padded(tensor: torch.Tensor, longest: list[int], value: int) -> torch.Tensor:
-    """The tensor, padded at its ends to the sizes `longest` in all dimensions but the first."""
-    pads: list[int] = []
-    for size, here in zip(longest, tensor.shape[1:], strict=True):
-        pads = [0, size - here, *pads]  # F.pad begins with the last dimension
-    return F.pad(tensor, pads, value=value)
 
 
 def count_examples(batch: Any) -> int:

@@ -4,7 +4,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,13 +14,12 @@ from ddp_by_diff.equivalence.examples import LABEL, Counted
 from ddp_by_diff.equivalence.loaders import Loaders
 from ddp_by_diff.equivalence.notes import Loader, have_one_dataset
 from ddp_by_diff.equivalence.observe import print_into
-from ddp_by_diff.equivalence.runs import Runs, be_alone
+from ddp_by_diff.equivalence.runs import Runs
 from ddp_by_diff.equivalence.verdict import Answer, Check, Reason, Verdict, inconclusive
 from ddp_by_diff.instruments.command import show
 from ddp_by_diff.instruments.meeting import Place
 from ddp_by_diff.instruments.observer import Observer
 from ddp_by_diff.instruments.program import Finished
-from ddp_by_diff.instruments.rank import Job
 
 FIRST = 8  # batches that tell whether the second epoch has another order
 NO_LOADER = Reason(
@@ -57,9 +56,13 @@ class Round:
     trains: int = 0  # the backward passes that followed a batch of it
     trains_alone: bool = False  # and no other loader gave a batch before one of them
 
+    @property
+    def counts(self) -> Counter:
+        """How often each example was read."""
+        return Counter(itertools.chain(*self.batches))
 
-@dataclass
-class Epoch:
+
+class Epoch(NamedTuple):
     """One rank's notes on its loader's first epoch, and on the beginning of the second one.
 
     A round counts if a backward pass follows its batches before another loader gives one: before
@@ -72,26 +75,8 @@ class Epoch:
     loader: Loader
     loaders: set[str]  # that gave batches to train with
 
-    @property
-    def is_over(self) -> bool:
-        return self.first.is_whole or self.second is not None
 
-    @property
-    def counts(self) -> Counter:
-        """How often each example of the first epoch was read."""
-        return Counter(itertools.chain(*self.first.batches))
-
-    @property
-    def length(self) -> int:
-        """The number of batches."""
-        return len(self.first.batches)
-
-    @property
-    def largest(self) -> int:
-        return max(map(len, self.first.batches), default=0)
-
-
-def observers(place: Place, log: str, *_: Any) -> list[Observer]:
+def observers(place: Place, length: int, log: str, *_: Any) -> list[Observer]:
     return [Follower(place, f"{log}{place.rank}")]
 
 
@@ -143,8 +128,7 @@ class Follower(Observer):
         known.are_numbers &= bool(indices)
         self.pending = [one for one in self.pending if one is not known] + [known]
         if self.place.rank == 0:
-            count, number = self.place.world_size, len(known.batches)
-            show(f"equivalence: {count} processes, batch {number}")
+            show(f"equivalence: {self.place.world_size} processes, batch {len(known.batches)}")
         return batch
 
     def notes(self, is_own_thread: bool) -> Epoch | None:
@@ -161,11 +145,14 @@ class Follower(Observer):
 
 def are_cut_off(notes: list) -> bool:
     """Whether ranks failed as others, which have fewer batches, had come to the program's end."""
-    ended = [note.value for note in notes if note.ending != "failed"]
-    failed = [note.value for note in notes if note.ending == "failed"]
-    if not ended or None in (*ended, *failed):
-        return False
-    return max(one.length for one in ended) < min(one.length for one in failed)
+    ended = [length_of(note) for note in notes if note.ending != "failed"]
+    failed = [length_of(note) for note in notes if note.ending == "failed"]
+    return bool(ended) and min(ended) > 0 and max(ended) < min(failed)
+
+
+def length_of(note: Any) -> int:
+    """The number of batches of a rank's first epoch; 0 if no loader has trained."""
+    return len(note.value.first.batches) if note.value else 0
 
 
 def answer(ranks: list[Epoch | None], runs: Runs) -> Answer:
@@ -184,11 +171,11 @@ def answer(ranks: list[Epoch | None], runs: Runs) -> Answer:
 
 def batches(ranks: list[Epoch]) -> Check:
     """Whether all ranks have equally many batches; if not, some wait for ever."""
-    counts = [rank.length for rank in ranks]
+    counts = [len(rank.first.batches) for rank in ranks]
     text = " + ".join(map(str, counts))
     cut = [rank for rank in ranks if not rank.first.is_whole]
     if len(set(counts)) > 1 and len(cut) < len(ranks):
-        waits = not all(rank.is_over for rank in ranks)
+        waits = any(rank.second is None for rank in cut)
         least, most = counts.index(min(counts)), counts.index(max(counts))
         text += " or more" * waits
         text += f": rank {ranks[least].rank} has {counts[least]}, "
@@ -207,7 +194,7 @@ def came(ranks: list[Epoch], runs: Runs) -> Check:
     """Whether each example of the data was read once, by one rank."""
     loaders = [rank.loader for rank in ranks]
     are_numbers = all(rank.first.are_numbers for rank in ranks)
-    found = examples.counted([rank.counts for rank in ranks])
+    found = examples.counted([rank.first.counts for rank in ranks])
     text = f"{found.came} examples were read"
     pairs = itertools.combinations([rank.first.batches[:FIRST] for rank in ranks], 2)
     are_known = have_one_dataset(loaders) or not are_numbers
@@ -225,12 +212,11 @@ def of_stream(ranks: list[Epoch], text: str, count: int, runs: Runs) -> Check:
     """The same, if nobody knows how many there are: one process reads the stream, too."""
     if not all(rank.first.is_whole for rank in ranks):
         return Check(LABEL, True, text)
-    log, args = f"{runs.folder}/alone", runs.args
-    job = Job("equivalence", [*args.command, *args.alone], args.timeout, observers, (log, log))
-    notes, _ = runs.run(be_alone, job, 1)
+    command = [*runs.args.command, *runs.args.alone]
+    notes, _ = runs.run(1, command, (0, f"{runs.folder}/alone"), observers)
     read = [note.value for note in notes if note.value and note.value.first.is_whole]
-    total = sum(one.counts.total() for one in read)
-    missing, batch = total - count, sum(rank.largest for rank in ranks)
+    total = sum(one.first.counts.total() for one in read)
+    missing, batch = total - count, global_batch(ranks)
     text += f"; {total} in one process" * bool(total)
     text += f", so {missing} are never read" * (missing > 0)
     if missing < -batch:
@@ -240,28 +226,32 @@ def of_stream(ranks: list[Epoch], text: str, count: int, runs: Runs) -> Check:
     return Check(LABEL, missing <= batch, text)
 
 
+def global_batch(ranks: list[Epoch]) -> int:
+    """The largest number of examples in a step of all ranks."""
+    return sum(max(map(len, rank.first.batches)) for rank in ranks)
+
+
 def of_numbers(ranks: list[Epoch], loaders: list[Loader], found: Counted) -> Check:
     """The same, if examples are known by their numbers in the data."""
-    batch = sum(rank.largest for rank in ranks)
+    batch = global_batch(ranks)
     # What a sampler may add as padding, and what it or its loader may leave out.
     slack = len(ranks) + batch * (not all(loader.is_known for loader in loaders))
     rest = len(ranks) - 1 + batch * any(loader.drops for loader in loaders)
     length = examples.pool_of(loaders)
     text = f"{found.different} of {length} examples were read"
-    is_part = all(len(rank.counts) < rank.loader.length for rank in ranks)
+    is_part = all(len(rank.first.counts) < rank.loader.length for rank in ranks)
     is_shared_out = is_part and found.shared <= slack
     if check := examples.other_number(f"{text}; ", loaders, is_shared_out):
         return check
     if len({loader.length for loader in loaders}) > 1 or examples.have_own_data(loaders):
-        text = " + ".join(str(len(rank.counts)) for rank in ranks) + " examples were read"
+        text = " + ".join(str(len(rank.first.counts)) for rank in ranks) + " examples were read"
         return inconclusive(LABEL, OWN_DATA, text)
     is_proven = have_one_dataset(loaders)
     check = examples.why_not_shared_out(found, f"{text}; ", loaders, is_proven, slack)
     if not check and all(rank.first.is_whole for rank in ranks):
         check = examples.never_come(found, text, length, len(ranks), rest)
     repeated = found.came - found.different
-    seconds = [rank.second.batches if rank.second else [] for rank in ranks]
-    second = examples.counted([Counter(itertools.chain(*some)) for some in seconds])
+    second = examples.counted([rank.second.counts for rank in ranks if rank.second])
     if not check and second.shared > len(ranks) >= repeated:
         text += f"; but in the second epoch, {second.shared} of the first {second.different} are on"
         check = Check(LABEL, False, f"{text} more than one rank: {examples.remedy(loaders)}")

@@ -2,7 +2,6 @@
 
 import itertools
 from collections import Counter
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from ddp_by_diff.equivalence.batches import digests_of_examples, tensors_in
@@ -125,7 +124,7 @@ def other_number(text: str, loaders: list[Loader], is_shared_out: bool) -> Check
         for number in some.keys() & picks[0].keys():
             if some[number] != picks[0][number]:
                 text += f"example {number} of the data is not the same on rank {rank} as on rank 0"
-                if any(loader.has_changed for loader in loaders):
+                if any(one.begun and one.picks not in ({}, one.begun) for one in loaders):
                     return inconclusive(LABEL, CHANGED, text)
                 return Check(LABEL, False, f"{text}: {ONE_ORDER}")
     return None
@@ -172,9 +171,7 @@ def examples(facts: Facts, total: int = 0) -> Check:
         who = "some ranks" if len(facts.distinct) > 1 else "all ranks"
         text += f", but {who} have the same {facts.unit}, so the work is done again"
         return Check(LABEL, False, f"{text}: {remedy(facts.loaders(facts.keys[0]))}")
-    if len(facts.distinct) < len(facts.ranks):
-        return Check(LABEL, True, f"{text}: each rank takes its part of the same batch")
-    if 0 < total < facts.total:
+    if len(facts.distinct) < len(facts.ranks) or 0 < total < facts.total:
         return Check(LABEL, True, f"{text}: each rank takes its part of the same batch")
     return of_shares(facts, text)
 
@@ -195,7 +192,7 @@ def of_shares(facts: Facts, text: str) -> Check:
         if any(loader.redraws for loader in loaders):
             continue  # they may take an example again
         are_numbers = have_one_dataset(loaders)
-        check, is_listed = in_an_epoch(facts, begin, loaders, are_numbers)
+        check, is_listed = in_an_epoch(begin, loaders, are_numbers)
         found, slack = in_the_steps(facts, key, are_numbers)
         if not check and (not found.came or found.again and max(found[2:]) > slack):
             continue  # not known, drawn again, or equal: these tell nothing
@@ -209,9 +206,7 @@ def of_shares(facts: Facts, text: str) -> Check:
     return Check(LABEL, True, text + done)
 
 
-def in_an_epoch(
-    facts: Facts, text: str, loaders: list[Loader], are_numbers: bool
-) -> tuple[Check | None, bool]:
+def in_an_epoch(text: str, loaders: list[Loader], are_numbers: bool) -> tuple[Check | None, bool]:
     """The check if a whole epoch is not shared out; and whether its examples are known."""
     epochs = [Counter(loader.epoch) for loader in loaders]
     found, slack = counted(epochs), len(loaders)  # padding, or what is left out
@@ -244,9 +239,9 @@ def named(facts: Facts, rank: Notes, key: str, are_numbers: bool) -> Counter:
     names: Counter = Counter()
     for step in facts.steps:
         for event in facts.events(rank, key, step):
-            digests: Sequence = digests_of_examples(event.value, event.examples)
+            digests = digests_of_examples(event.value, event.examples)
             if are_numbers and event.indices:
-                digests = event.indices
+                digests = [*event.indices]
             elif not event.examples and not has_rows(event, len(digests)):
                 continue
             names.update((event.round, one) for one in digests)

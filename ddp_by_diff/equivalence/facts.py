@@ -76,12 +76,11 @@ class Facts:
             last = first.counts[step].get(key, 0)  # a GradScaler skipped steps before this one
         return rank.events.get(key, [])[max(0, last - per_step) : last]
 
-    @cached_property
+    @property
     def unit(self) -> str:
         """What is counted: "examples", or a tensor's "rows", if these may be steps in time."""
-        first, counts = self.ranks[0], set()
-        for key in self.keys:
-            counts |= {count_examples(event.value) for event in self.events(first, key, 0)}
+        first = self.ranks[0].events
+        counts = {count_examples(first[key][0].value) for key in self.keys}
         return "examples" if self.keys[0].startswith("loader") or len(counts) == 1 else "rows"
 
     def examples(self, rank: Notes, step: int) -> int:
@@ -105,13 +104,9 @@ class Facts:
     def total(self) -> int:
         return max(self.totals)
 
-    def own_total(self, alone: Alone) -> int:
-        """The examples that one process takes in a step by itself; 0: not known."""
-        return alone.rows.get(self.keys[0], 0) if self.keys else 0
-
     def is_same_job(self, alone: Alone) -> bool:
         """Whether it takes as many as all ranks: then its flags, too, are those of the whole."""
-        return not alone.is_joined or self.own_total(alone) in self.totals
+        return not alone.is_joined or alone.own_total in self.totals
 
     def flags_of_all(self) -> dict[str, int]:
         """The flags with which one process should take the examples of all ranks by itself.
@@ -182,9 +177,10 @@ class Facts:
     def owns(self) -> list[list[Vector]]:
         """The ranks' own gradients in each step (of ranks that do the same work, only one's).
 
-        [] for a step in which not all were seen.
+        [] for each step, if not all were seen in all.
         """
-        return [[] if self.model == PARTS else self.own_in(k) for k in self.steps]
+        owns = [[] if self.model == PARTS else self.own_in(k) for k in self.steps]
+        return owns if all(owns) else [[] for _ in self.steps]
 
     def own_in(self, step: int) -> list[Vector]:
         groups = self.groups if self.is_same_work else [[rank] for rank in self.ranks]
@@ -277,15 +273,11 @@ def names_with_other_shapes(ranks: list[Notes]) -> set[str]:
 
 def copies_or_parts(facts: Facts, alone: Alone) -> Facts:
     """Facts that say, from a run in one process, whether weights that differ are parts."""
-    first, parts = facts.ranks[0].steps[0].weights, set(facts.parts)
-    for name, tensor in alone.notes.steps[0].weights.items():
-        is_other = name not in first or first[name].shape != tensor.shape
-        if is_other and name in alone.notes.parameters:
-            parts.add(name)
+    others = names_with_other_shapes([facts.ranks[0], alone.notes])
+    parts = facts.parts | others.intersection(alone.notes.parameters)
     if not parts:
         return dataclasses.replace(facts, model=COPIES)
-    model = UNCLEAR if alone.unmatched else PARTS
-    return dataclasses.replace(facts, model=model, parts=frozenset(parts))
+    return dataclasses.replace(facts, model=UNCLEAR if alone.unmatched else PARTS, parts=parts)
 
 
 def complete(ranks: tuple[Step, ...]) -> list[Step]:

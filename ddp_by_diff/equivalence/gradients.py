@@ -1,6 +1,5 @@
 """Each rank's own gradients, what the optimizers got, and the optimizers' options."""
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -105,17 +104,15 @@ class Gradients(Observer):
         self.scale = float(scaler.get_scale()) or 1.0
         return scaled
 
-    def clip(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
+    def clip(self, original: Callable, parameters: Any, *args: Any, **kwargs: Any) -> Any:
         if self.hooks.is_elsewhere():
-            return original(*args, **kwargs)
-        arguments = inspect.signature(original).bind(*args, **kwargs).arguments
-        parameters = arguments["parameters"]
+            return original(parameters, *args, **kwargs)
         is_one = isinstance(parameters, torch.Tensor)
         parameters = [parameters] if is_one else list(parameters)  # an iterator is read once
         self.steps.noted.has_clipped = True
         # Of all of a DTensor, as ranks must agree.
         before = [(one, whole(one.grad)) for one in parameters if one.grad is not None]
-        result = original(**{**arguments, "parameters": parameters})
+        result = original(parameters, *args, **kwargs)
         for parameter, gradient in before:
             if not whole(parameter.grad).equal(gradient):
                 self.steps.now.clipped[id(parameter)] = gradient
@@ -130,7 +127,7 @@ class Gradients(Observer):
             step.options[one.name] = plain_options(one.group)
         if self.steps.is_last:
             return
-        if self.steps.now.any_has_stepped:
+        if self.steps.now.any_steps:
             step.late |= {one.name for one in owned}
         for one in owned:
             if one.is_in_optimizer:
@@ -141,9 +138,7 @@ class Gradients(Observer):
         for tensor, name in self.weights.trained().items():  # another rank's optimizer may have it
             if name not in step.options:
                 self.note_own(name, tensor)
-
-    def optimizer_ends(self, optimizer: Any) -> None:
-        self.steps.now.any_has_stepped |= not self.hooks.is_in("optimizer")
+        self.steps.now.any_steps = True
 
     def note_got(self, name: str, parameter: torch.Tensor) -> None:
         step = self.steps.step
@@ -151,9 +146,8 @@ class Gradients(Observer):
         if parameter.grad is None:
             return
         step.got[name] = whole(parameter.grad)
-        clipped = self.steps.now.clipped
-        if id(parameter) in clipped:
-            step.unclipped[name] = clipped[id(parameter)]
+        if id(parameter) in self.steps.now.clipped:
+            step.unclipped[name] = self.steps.now.clipped[id(parameter)]
 
     def notes(self, is_own_thread: bool) -> None:
         trained = self.weights.trained().items()

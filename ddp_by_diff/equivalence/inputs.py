@@ -13,7 +13,7 @@ from torch import nn
 from ddp_by_diff.distributed import unwrap_model
 from ddp_by_diff.equivalence.batches import digest, mapped, tensors_in, to_plain
 from ddp_by_diff.equivalence.loaders import Loaders
-from ddp_by_diff.equivalence.notes import Event, random_state, set_random_state
+from ddp_by_diff.equivalence.notes import Event, drawn_between, random_state, set_random_state
 from ddp_by_diff.instruments.observer import Observer
 
 LOSSES = [name for name in dir(F) if name.endswith("_loss") or name in ("cross_entropy", "kl_div")]
@@ -45,24 +45,23 @@ class Data(Observer):
     def note_draws(self) -> None:
         """Note which random generators were used since the last event of this step."""
         if known := self.steps.now.known_state:
-            self.steps.step.draws |= random_state().other_than(known)
+            self.steps.step.draws |= drawn_between(known, random_state())
 
     def note_event(self, key: str, value: Any, iterator: Any = None) -> Any:
         """Note an event; returns what the program gets.  iterator: of a DataLoader, or None."""
+        event = Event(to_plain(value), random_state(), round=self.loaders.rounds.get(key, 0))
+        if iterator is not None:
+            indices = self.loaders.indices_of(iterator)
+            event = event._replace(examples=self.loaders.examples, indices=indices)
         self.steps.seen[key] += 1
-        examples = self.loaders.examples if iterator is not None else None
-        indices = self.loaders.indices_of(iterator) if iterator is not None else ()
-        given = None
+        self.steps.now.known_state = event.state
         if self.steps.source:
             number, step = self.steps.seen[key] - 1, len(self.steps.noted.steps)
-            given = self.steps.source.batch(key, number, step, value, iterator, examples or indices)
-        if given is not None:
-            value, self.steps.now.known_state = given
-            set_random_state(self.steps.now.known_state)
-            return value
-        state = self.steps.now.known_state = random_state()
-        event = Event(to_plain(value), state, examples, self.loaders.rounds.get(key, 0), indices)
-        self.steps.noted.events.setdefault(key, []).append(event)
+            value, state = self.steps.source.batch(key, number, step, event, value, iterator)
+            self.steps.now.known_state = state
+            set_random_state(state)
+        else:
+            self.steps.noted.events.setdefault(key, []).append(event)
         return value
 
     def load(self, iterator: Any, original: Callable) -> Any:
@@ -70,8 +69,7 @@ class Data(Observer):
             return original()
         key = self.loaders.name_of(iterator)
         self.note_draws()
-        batch = original()
-        return self.note_event(key, batch, iterator)
+        return self.note_event(key, original(), iterator)
 
     def loss(self, name: str, original: Callable, *args: Any, **kwargs: Any) -> Any:
         """Note a loss's target as an event, if the program has no DataLoader."""
@@ -97,10 +95,8 @@ class Data(Observer):
             return None
         replaced = None
         tensors = list(tensors_in((args, kwargs)))
-        is_data = bool(tensors) and all(
-            one.is_leaf and type(one) is not nn.Parameter for one in tensors
-        )
-        if not self.steps.has_loader and is_data:  # and not what another model has computed
+        are_leaves = all(one.is_leaf and type(one) is not nn.Parameter for one in tensors)
+        if not self.steps.has_loader and tensors and are_leaves:  # which no model has computed
             self.note_draws()
             name = f"inputs of {type(unwrap_model(module)).__name__}"
             own, is_state = (args, dict(kwargs)), self.is_state  # a state is not noted, or replaced

@@ -1,12 +1,14 @@
 """The questions, one after the other: what can be seen of a program says which checks are made."""
 
+import argparse
 import itertools
+from pathlib import Path
 
-from ddp_by_diff.equivalence import limits, one_batch, verdict, weights
+from ddp_by_diff.equivalence import epoch, limits, one_batch, verdict, weights
 from ddp_by_diff.equivalence.averaging import averaging, in_weights
-from ddp_by_diff.equivalence.examples import NO_BATCHES, copies, examples, has_own_data
+from ddp_by_diff.equivalence.examples import copies, examples, has_own_data
 from ddp_by_diff.equivalence.facts import NONE_GOT, OWN, UNCLEAR, Facts, copies_or_parts, facts_of
-from ddp_by_diff.equivalence.notes import Alone, Notes
+from ddp_by_diff.equivalence.notes import Alone, Notes, drawn_between
 from ddp_by_diff.equivalence.one_batch import Look
 from ddp_by_diff.equivalence.runs import Runs, with_counterparts
 from ddp_by_diff.equivalence.vectors import only, unequal_names
@@ -15,14 +17,12 @@ from ddp_by_diff.instruments.command import Line
 
 NO_STEP = Reason(
     "no step of an optimizer of torch.optim was seen",
-    "in a copy, let torch.optim.SGD update the model's own parameters; if it does so already, then "
-    "in the first thread of each process, and not compiled",
+    "in a copy, let torch.optim.SGD update the model's parameters in the first thread, uncompiled",
 )
 PARTS_UNCLEAR = Reason(
     "the ranks' weights differ from the start, and the modules called in one process have others",
     "if they are parts of one model, let one module's forward call them, in a copy",
 )
-NO_GRADIENTS = Reason("not compared, as equal gradients were not found", "settle the others first")
 WRONG_GRADIENTS = Reason("not compared, as the gradients are wrong", "")
 ON_THEIR_OWN = "no process has started a process group, so each of them trains on its own"
 PORT_IT = "call init_process_group, and wrap the model in DDP (docs/porting.md)"
@@ -34,6 +34,20 @@ RESUMED = Reason(
 INFINITE = "torch.autograd.set_detect_anomaly(True), in a copy, names the line of the program"
 
 
+def answer(args: argparse.Namespace, notes: list, folder: Path) -> Answer:
+    """The answer from the notes of all ranks that came."""
+    ranks = [note.value for note in notes]
+    runs = Runs(args, folder, len(ranks))
+    if args.epoch:
+        return epoch.answer(ranks, runs)
+    is_short = min(len(rank.counts) for rank in ranks) <= args.steps
+    if len(ranks) < ranks[0].world_size or is_short:
+        return few_steps(ranks, args.steps)
+    if len(ranks) < 2:
+        return verdict.unknown(Reason("there is only one process", "give --nproc 2"))
+    return judge(ranks, args.steps, runs)._replace(error=runs.problem)
+
+
 def few_steps(ranks: list[Notes], length: int) -> Answer:
     """The answer if not all ranks made enough steps."""
     made = [len(rank.counts) for rank in ranks]
@@ -43,10 +57,6 @@ def few_steps(ranks: list[Notes], length: int) -> Answer:
     few = f"not all ranks made {length + 1} steps of an optimizer ({each})"
     if bad := first_infinite(ranks, min(made)):
         return verdict.unknown(Reason(f"gradients: {bad.sentence}; {few}", bad.way_on))
-    if min(made) > 1 and len(ranks) > 1:
-        check = copies(facts_of(ranks, min(made) - 1))
-        if not check.is_right:
-            return Answer(verdict.conclude([check], length), [check], [Line("note", few)])
     way_on = "let the program train longer, or give fewer --steps"
     if len(set(made)) > 1:
         way_on = "let all ranks make a step, or none, so that each makes as many"
@@ -74,14 +84,10 @@ def judge(ranks: list[Notes], length: int, runs: Runs) -> Answer:
     if facts.model == UNCLEAR:
         own_data = runs.alone(facts, "own data")
         facts = copies_or_parts(facts, own_data) if isinstance(own_data, Alone) else facts
-    look = one_batch.look_at(runs, facts) if facts.keys else NO_BATCHES
-    if isinstance(look, Look):
-        alone: Alone | Reason = look.alone
-        compared, notes = compared_with(look)
-    else:
-        alone, compared, notes = own_data or runs.alone(facts, "own data"), verdict.ONE_PROCESS, []
-    other_job = runs.other_job(facts, alone) if isinstance(alone, Alone) else None
-    three = checks_of(runs, facts, look, alone, weights.options(facts, alone, other_job))
+    look = one_batch.look_at(runs, facts)
+    alone = look.alone if isinstance(look, Look) else own_data or runs.alone(facts, "own data")
+    compared, notes = compared_with(facts, alone)
+    three = checks_of(runs, facts, look, alone)
     total = look.total if isinstance(look, Look) else 0
     checks = [examples(facts, total), copies(facts), *three]
     if not isinstance(look, Look) or one_batch.draws_others(look, 0):  # else the masks are equal
@@ -108,18 +114,19 @@ def are_on_their_own(facts: Facts) -> bool:
     return is_apart and not any(rank.has_group for rank in facts.ranks)
 
 
-def compared_with(look: Look) -> tuple[Compared, list[Line]]:
+def compared_with(facts: Facts, alone: Alone | Reason) -> tuple[Compared, list[Line]]:
     """One process; and a note, if its batch is not that of its flags."""
-    facts, read = look.facts, look.alone.notes.sizes
+    if isinstance(alone, Reason) or not facts.keys:
+        return verdict.ONE_PROCESS, []
+    read, own, total = alone.notes.sizes, alone.own_total, facts.total
     flags = {flag: size for flag, size in facts.flags_of_all().items() if read.get(flag) == size}
     if flags and len(facts.distinct) > 1:
         sizes = dict.fromkeys(str(facts.ranks[0].sizes[flag]) for flag in flags)
         given = " ".join(f"{flag} {size}" for flag, size in flags.items())
         numbers = f" (with the same flags, it would take {' and '.join(sizes)})"
         return Compared(f"one process with {given}", numbers), []
-    if facts.is_same_job(look.alone):
+    if facts.is_same_job(alone):
         return verdict.ONE_PROCESS, []
-    own, total = facts.own_total(look.alone), facts.total
     numbers = f" that takes {total} examples in a step (with the same flags, it takes {own})"
     note = f"one process with the same flags takes {own} examples per step"
     note += f", the {len(facts.ranks)} processes {total}"
@@ -133,10 +140,9 @@ def has_resumed(facts: Facts, alone: Alone) -> bool:
     return bool(unequal_names(own, first)) and any(not unequal_names(own, some) for some in later)
 
 
-def checks_of(
-    runs: Runs, facts: Facts, look: Look | Reason, alone: Alone | Reason, settings: Check
-) -> list[Check]:
+def checks_of(runs: Runs, facts: Facts, look: Look | Reason, alone: Alone | Reason) -> list[Check]:
     """The options and the three checks; the first one tells if the gradients are right."""
+    settings = weights.options(facts, alone, runs.other_job(facts, alone))
     if facts.model == UNCLEAR:
         names = "averaging", facts.batch_check, "weights"
         reason = alone if isinstance(alone, Reason) else PARTS_UNCLEAR
@@ -148,7 +154,7 @@ def checks_of(
     elif facts.are_forced:
         last = weights.weights(facts, alone, None, settings)
     elif right is None:
-        last = inconclusive(weights.LABEL, NO_GRADIENTS)
+        last = inconclusive(weights.LABEL, one_batch.NO_GRADIENTS)
     else:
         right = one_batch.with_rounding(runs, right)
         last = weights.weights(right.facts, right.alone, right.exact, settings)
@@ -172,30 +178,22 @@ def checks_of(
 
 def batch_and_look(runs: Runs, facts: Facts, look: Look | Reason) -> tuple[Check, Look | None]:
     """The check, and the look in which it is right: perhaps one without BatchNorm or dropout."""
-    reason = look if isinstance(look, Reason) else None
-    if facts.keys and not (isinstance(look, Look) and look.is_given):
-        reason = one_batch.why_not_joined(facts) or reason
-    if isinstance(look, Look) and not reason:
-        reason = why_other_steps(look) if not runs.per_step else None
-        reason = reason or (None if look.steps else NO_GRADIENTS)
-        if not reason:
-            return one_batch.one_batch(runs, look)
-    return inconclusive(facts.batch_check, reason or NO_BATCHES), None
+    if isinstance(look, Reason):
+        return inconclusive(facts.batch_check, one_batch.why_not_joined(facts) or look), None
+    reason = None if look.is_given else one_batch.why_not_joined(facts)
+    if not reason and not runs.per_step and takes_other_steps(look):
+        reason = one_batch.OTHER_BATCHES
+    if reason:
+        return inconclusive(facts.batch_check, reason), None
+    return one_batch.one_batch(runs, look)
 
 
-def why_other_steps(look: Look) -> Reason | None:
-    """Why batches can't be compared step by step; None if one process takes them in these steps."""
-    many, alone = look.facts.ranks[0], look.alone.notes
-    if many.counts == alone.counts:
-        return None
-    ahead = [key for key in look.facts.keys if many.reads_ahead(key) or alone.reads_ahead(key)]
-    if ahead and all(many.per_step(key) == alone.per_step(key) for key in look.facts.keys):
-        return None
-    key, steps = look.facts.keys[0], range(len(look.facts.steps) + 1)
-    step = next(step for step in steps if many.counts[step] != alone.counts[step])
-    taken = [notes.counts[step].get(key, 0) for notes in (many, alone)]
-    sentence = f"step {step + 1} comes after {taken[0]} batches, in one process after {taken[1]}"
-    return Reason(sentence, "in a copy, let each batch make a step: no GradScaler, no accumulation")
+def takes_other_steps(look: Look) -> bool:
+    """Whether one process makes its steps after other numbers of batches, not only in advance."""
+    many, alone, keys = look.facts.ranks[0], look.alone.notes, look.facts.keys
+    ahead = [key for key in keys if many.reads_ahead(key) or alone.reads_ahead(key)]
+    are_equal = all(many.per_step(key) == alone.per_step(key) for key in keys)
+    return many.counts != alone.counts and not (ahead and are_equal)
 
 
 def random_numbers(facts: Facts) -> list[Line]:
@@ -203,7 +201,7 @@ def random_numbers(facts: Facts) -> list[Line]:
     ranks = facts.distinct
     drawn = set().union(*(rank.steps[0].draws for rank in ranks))
     states = [list(rank.events.values())[0][0].state for rank in ranks if rank.events]
-    others = set().union(*(state.other_than(states[0]) for state in states[1:]))
+    others = set().union(*(drawn_between(states[0], state) for state in states[1:]))
     if len(states) < 2 or not drawn or drawn & others:
         return []
     text = "all ranks draw the same random numbers in a step"

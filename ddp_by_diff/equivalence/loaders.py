@@ -9,8 +9,9 @@ from torch.utils import data as torch_data
 from torch.utils.data import ConcatDataset, Subset, dataloader
 from torch.utils.data._utils import collate, fetch
 
+from ddp_by_diff.equivalence import notes
 from ddp_by_diff.equivalence.batches import plain_copy
-from ddp_by_diff.equivalence.notes import Loader, draws, pick_in_a_child, pick_some, random_state
+from ddp_by_diff.equivalence.notes import Loader, draws, pick_in_a_child, pick_some
 
 FIXED = (torch_data.SequentialSampler, torch_data.DistributedSampler)  # order known without a draw
 KEPT = "equivalence: a batch, and its examples"  # a class of ours could not be sent
@@ -106,9 +107,9 @@ class Loaders:
             nonlocal kept
             is_each = type(examples) is list and len(examples) == len(index)  # or __getitems__'s
             kept = plain_copy(examples) if is_each else None
-            state = random_state()
+            state = notes.random_state()
             batch = own(examples)
-            if random_state().other_than(state):
+            if notes.drawn_between(state, notes.random_state()):
                 kept = None  # from the same examples it makes another batch each time
             return batch
 

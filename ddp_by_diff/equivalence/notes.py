@@ -7,7 +7,6 @@ import itertools
 import multiprocessing
 import pickle
 import random
-import re
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -21,33 +20,28 @@ from ddp_by_diff.equivalence.vectors import Vector
 PICKING = 10  # seconds to wait for the examples of a data set
 
 
-class RandomState(NamedTuple):
-    """States of the generators of torch (the CPU's and this GPU's), Python and numpy."""
-
-    cpu: numpy.ndarray
-    gpu: numpy.ndarray | None
-    python: tuple
-    numpy: Any
-
-    def other_than(self, other: "RandomState") -> set[str]:
-        """Names of the generators that are in another state."""
-        states = zip(self._fields, self, other, strict=True)
-        known = [state for state in states if state[1] is not None and state[2] is not None]
-        return {name for name, own, theirs in known if pickle.dumps(own) != pickle.dumps(theirs)}
+RandomState = dict[str, Any]  # of each generator: torch's ("cpu", "gpu"), Python's and numpy's
 
 
 def random_state() -> RandomState:
-    cpu = torch.get_rng_state().numpy()
-    gpu = torch.cuda.get_rng_state().numpy() if torch.cuda.is_initialized() else None
-    return RandomState(cpu, gpu, random.getstate(), numpy.random.get_state())
+    state: RandomState = {"cpu": torch.get_rng_state().numpy(), "python": random.getstate()}
+    if torch.cuda.is_initialized():
+        state["gpu"] = torch.cuda.get_rng_state().numpy()
+    return state | {"numpy": numpy.random.get_state()}
 
 
 def set_random_state(state: RandomState) -> None:
-    torch.set_rng_state(torch.from_numpy(state.cpu))
-    random.setstate(state.python)
-    numpy.random.set_state(state.numpy)
-    if state.gpu is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(torch.from_numpy(state.gpu))
+    torch.set_rng_state(torch.from_numpy(state["cpu"]))
+    random.setstate(state["python"])
+    numpy.random.set_state(state["numpy"])
+    if "gpu" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(torch.from_numpy(state["gpu"]))
+
+
+def drawn_between(state: RandomState, other: RandomState) -> set[str]:
+    """Names of the generators whose states differ."""
+    names = state.keys() & other.keys()
+    return {name for name in names if pickle.dumps(state[name]) != pickle.dumps(other[name])}
 
 
 class Content(pickle.Pickler):
@@ -72,11 +66,6 @@ class Loader:
     pool: list[int] | None = None  # the numbers that a Subset has of it
     begun: dict[int, str] = field(default_factory=dict)  # a few examples, before the first batch
     picks: dict[int, str] = field(default_factory=dict)  # the same at the end; {}: not known
-
-    @property
-    def has_changed(self) -> bool:
-        """Whether the data set has other examples than when its first epoch began."""
-        return bool(self.begun and self.picks) and self.begun != self.picks
 
 
 def have_one_dataset(loaders: list[Loader]) -> bool:
@@ -147,7 +136,7 @@ class Step:
     kinds: set[str] = field(default_factory=set)  # "BatchNorm", "dropout", of layers that train
     inputs: str = ""  # a digest of what the models were called with
     draws: set[str] = field(default_factory=set)  # generators used after the batch
-    after: RandomState | None = None  # when the optimizer gets its gradients
+    after: RandomState = field(default_factory=random_state)  # when an optimizer gets gradients
     late: set[str] = field(default_factory=set)  # gradients that came after an optimizer's step
     is_repeated: bool = False  # an optimizer has asked for gradients more than once
 
@@ -205,10 +194,5 @@ class Alone(NamedTuple):
     unmatched: list[str]  # weights that the ranks don't have, or not in this shape
     is_joined: bool  # it was given the ranks' batches as one, or has others; else its own were they
     is_mixed: bool  # both in one step
-    rows: dict[str, int]  # examples that it would take itself in the first step, by key
+    own_total: int  # examples that it would take itself in the first step; 0: not known
     batches: dict  # what the program got, by key and number, and the random state after it
-
-
-def plain_name(name: str) -> str:
-    """A parameter's name without those of wrappers: DDP's, torch.compile's."""
-    return re.sub(r"\b(module|_orig_mod)\.", "", name)

@@ -5,6 +5,7 @@ In a run in one process a source, if there is one, gives a step its batch, weigh
 
 import contextlib
 import itertools
+import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from ddp_by_diff.equivalence.formats import CoarseOptimizers
 from ddp_by_diff.equivalence.gradients import Gradients
 from ddp_by_diff.equivalence.inputs import Data
 from ddp_by_diff.equivalence.layers import BATCH_NORM, Layers
-from ddp_by_diff.equivalence.notes import Alone, Notes, RandomState, Step, plain_name
+from ddp_by_diff.equivalence.notes import Alone, Notes, RandomState, Step
 from ddp_by_diff.instruments.command import show
 from ddp_by_diff.instruments.meeting import Place
 from ddp_by_diff.instruments.observer import Observer
@@ -28,12 +29,7 @@ from ddp_by_diff.instruments.program import Finished
 
 
 def observers(
-    place: Place,
-    length: int,
-    log: str,
-    left_out: tuple = (),
-    source: Any = None,
-    terminal: int = 2,
+    place: Place, length: int, log: str, left_out: tuple = (), source: Any = None, terminal: int = 2
 ) -> list[Observer]:
     """All observers of `length` steps, and of the weights at the start of the next one.
 
@@ -63,7 +59,7 @@ class Now:
     """What is known of the current step only."""
 
     has_stepped: bool = False  # the first optimizer has
-    any_has_stepped: bool = False  # any optimizer has
+    any_steps: bool = False  # any optimizer does, or has
     fetched: int = 0  # batches
     begun: set[int] = field(default_factory=set)  # the models that were called
     has_teacher: bool = False  # a model was called without gradients
@@ -184,8 +180,8 @@ class Weights(Observer):
         for number, model in enumerate(self.hooks.models.values()):
             prefix = f"{type(unwrap_model(model)).__name__} {number + 1}: " if number else ""
             for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
-                if not is_lazy(tensor):
-                    names.setdefault(tensor, prefix + plain_name(name))
+                if not is_lazy(tensor):  # without the names of wrappers: DDP's, torch.compile's
+                    names.setdefault(tensor, prefix + re.sub(r"\b(module|_orig_mod)\.", "", name))
         return names
 
     def trained(self) -> dict[torch.Tensor, str]:
@@ -209,13 +205,10 @@ class Weights(Observer):
 
     def notes(self, is_own_thread: bool) -> None:
         noted, names = self.steps.noted, self.names()
-        buffers = set()
-        for model in self.hooks.models.values():
-            buffers.update(model.buffers())
-            for layer in model.modules():
-                if isinstance(layer, BATCH_NORM):
-                    noted.norm_buffers |= {names[one] for one in names.keys() & layer.buffers()}
-        parameters = [name for tensor, name in names.items() if tensor not in buffers]
+        for layer in itertools.chain(*(model.modules() for model in self.hooks.models.values())):
+            if isinstance(layer, BATCH_NORM):
+                noted.norm_buffers |= {names[one] for one in names.keys() & layer.buffers()}
+        parameters = [name for one, name in names.items() if isinstance(one, nn.Parameter)]
         for step in noted.steps:
             parameters += step.options
         noted.parameters = list(dict.fromkeys(parameters))

@@ -1,15 +1,14 @@
 """Is the mean of the ranks' local gradients the gradient of all examples in one batch?"""
 
 import dataclasses
-import itertools
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from ddp_by_diff.equivalence import limits, vectors
 from ddp_by_diff.equivalence.batches import count_examples, counts_up, have_other_rows, mapped
+from ddp_by_diff.equivalence.examples import NO_BATCHES
 from ddp_by_diff.equivalence.facts import GOT, Facts
-from ddp_by_diff.equivalence.notes import Alone, Event, Notes
+from ddp_by_diff.equivalence.notes import Alone, Event, Notes, drawn_between
 from ddp_by_diff.equivalence.runs import Runs, with_counterparts
 from ddp_by_diff.equivalence.source import SHARES
 from ddp_by_diff.equivalence.vectors import Vector
@@ -21,6 +20,7 @@ TOGETHER = "the loss, a layer or the step depends on the composition or the size
 NUMBERS = "; or on numbers that differ by rank"
 OF_PARTS = "the ranks compute parts of one batch, and their gradients don't add up to the batch's"
 ALONE_RIGHT = "each rank's examples, computed alone, give that rank's gradient"
+NO_GRADIENTS = Reason("not compared, as equal gradients were not found", "settle the others first")
 OWN_DIFFERS = "a rank's examples, computed in one process, don't give that rank's gradient"
 STATE = "training reads what each process changes by its own examples"
 
@@ -46,11 +46,12 @@ class Look(NamedTuple):
     left_out: tuple  # kinds of layers that were switched off in both
     alone: Alone
     exact: Alone | None = None  # a run with the same batches, in float64
+    rounding: dict[str, float] = {}  # of each tensor, if it was measured
     steps: tuple[Apart, ...] = ()  # the ranks' gradients and one process's, in each step
 
     @property
     def is_right(self) -> bool:
-        return bool(self.steps) and all(step.is_right for step in self.steps)
+        return all(step.is_right for step in self.steps)
 
     @property
     def worst(self) -> Apart:
@@ -68,7 +69,7 @@ class Look(NamedTuple):
     @property
     def total(self) -> int:
         """The number of examples in a step of one process."""
-        own_total = 0 if self.alone.is_joined else self.facts.own_total(self.alone)
+        own_total = 0 if self.alone.is_joined else self.alone.own_total
         return own_total or self.facts.total
 
     @property
@@ -82,18 +83,18 @@ class Look(NamedTuple):
         return factors + [factors[-1]] * (len(self.facts.steps) - len(factors))
 
 
-# Reasons that are asked in turn, each with whether it holds.
-Tests = list[tuple[Reason, Callable[[Runs, Look], bool]]]
-
-
 def look_at(runs: Runs, facts: Facts, left_out: tuple = ()) -> Look | Reason:
     """The look at a run with all examples; with rounding, if it may explain a difference."""
+    if not facts.keys:
+        return NO_BATCHES
+    if not facts.comparable:
+        return NO_GRADIENTS
     alone = runs.alone(facts, "all examples", left_out) if left_out else runs.of_the_same_job(facts)
     alone = with_counterparts(alone)
     if isinstance(alone, Reason):
         return alone
     look = with_measurements(Look(facts, left_out, alone))
-    if not look.steps or look.is_right:
+    if look.is_right:
         return look
     is_far = look.worst.far > facts.rounding_limit
     return look if is_far and kinds_that_differ(look) else with_rounding(runs, look)
@@ -109,8 +110,8 @@ def with_rounding(runs: Runs, look: Look) -> Look:
 
 def with_measurements(look: Look) -> Look:
     """The look, with a measurement of each step that all ranks begin with equal weights."""
-    rounding = roundings(look)
-    return look._replace(steps=tuple(measure(look, k, rounding) for k in look.facts.comparable))
+    look = look._replace(rounding=roundings(look))
+    return look._replace(steps=tuple(measure(look, k) for k in look.facts.comparable))
 
 
 def roundings(look: Look) -> dict[str, float]:
@@ -118,13 +119,13 @@ def roundings(look: Look) -> dict[str, float]:
 
     A tensor that changes more than that is not measured: the program does something else there.
     """
-    facts, runs = look.facts, [look.exact] if look.exact else []
-    most: dict[str, float] = {}
-    what = "got" if facts.gradients == GOT else "own"
-    for k, run in itertools.product(facts.comparable, runs):
-        _, wanted = sides(facts, look.alone.notes, k)
-        exact = gradient(facts, run.notes, k, what)
-        size = scales(facts, wanted, facts.owns[k] if what == "own" else [])
+    facts, most = look.facts, dict[str, float]()
+    if look.exact is None:
+        return {}
+    for k in facts.comparable:
+        wanted = gradient(facts, look.alone.notes, k)
+        exact = gradient(facts, look.exact.notes, k)
+        size = scales(facts, wanted, facts.owns[k])
         for name, far in vectors.distances(exact, wanted, size).items():
             most[name] = max(most.get(name, 0.0), far)
     return {name: far for name, far in most.items() if far <= facts.rounding_limit}
@@ -137,14 +138,13 @@ def scales(facts: Facts, wanted: Vector, parts: list[Vector]) -> dict[str, float
     return {name: max(least, sizes.get(name, 0.0)) for name in wanted}
 
 
-def measure(look: Look, step: int, rounding: dict[str, float]) -> Apart:
+def measure(look: Look, step: int) -> Apart:
     """The distance in a step: of the mean, or of a better combination if that is right."""
     facts, names = look.facts, look.facts.comparable_names(step)
-    owns = facts.owns[step] if facts.gradients != GOT else []
-    parts = [vectors.only(part, names) for part in owns]
-    actual, wanted = (vectors.only(side, names) for side in sides(facts, look.alone.notes, step))
-    size, count = scales(facts, wanted, parts), len(parts)
-    apart = furthest_apart(facts, actual, wanted, rounding, size)
+    parts = [vectors.only(part, names) for part in facts.owns[step]]
+    wanted = vectors.only(gradient(facts, look.alone.notes, step), names)
+    actual = vectors.only(of_ranks(facts, wanted, step), names)
+    count, apart = len(parts), furthest_apart(look, actual, wanted, parts)
     even = apart._replace(step=step, factors=[1 / count for _ in parts])
     if apart.is_right or not parts:
         return even
@@ -153,41 +153,38 @@ def measure(look: Look, step: int, rounding: dict[str, float]) -> Apart:
         return even
     ones = [1.0] * count
     factors = ones if vectors.numbers_are_near(fit.factors, ones, limits.FACTOR) else fit.factors
-    left = furthest_apart(facts, vectors.combine(parts, factors), wanted, rounding, size)
+    left = furthest_apart(look, vectors.combine(parts, factors), wanted, parts)
     is_better = left.is_right and left.far <= apart.far / limits.CLEARLY
     return left._replace(step=step, factors=factors) if is_better else even
 
 
-def sides(facts: Facts, alone: Notes, step: int) -> tuple[Vector, Vector]:
-    """The ranks' gradient and one process's: own, if these were seen; else the optimizers'."""
+def gradient(facts: Facts, notes: Notes, step: int) -> Vector:
+    """One process's gradient: its own, if the ranks' were seen; else its optimizers'."""
+    noted = notes.steps[step]
+    seen = noted.got if facts.gradients == GOT else noted.own
+    return vectors.only(seen, facts.trained & noted.options.keys())
+
+
+def of_ranks(facts: Facts, wanted: Vector, step: int) -> Vector:
+    """The ranks' gradient.  wanted: one process's, in whose shapes it is put together."""
     if facts.gradients != GOT:
-        return vectors.mean(facts.owns[step]), gradient(facts, alone, step, "own")
-    wanted, actual = gradient(facts, alone, step, "got"), {}
-    for name, tensor in wanted.items():
-        whole = facts.whole("got", name, step, tensor.shape)
-        if whole is not None:
-            actual[name] = whole
-    return actual, wanted
+        return vectors.mean(facts.owns[step])
+    every = {name: facts.whole("got", name, step, one.shape) for name, one in wanted.items()}
+    return {name: whole for name, whole in every.items() if whole is not None}
 
 
-def furthest_apart(
-    facts: Facts, actual: Vector, wanted: Vector, rounding: dict[str, float], size: dict[str, float]
-) -> Apart:
-    """The worst tensor.  rounding: of each, if it was measured."""
+def furthest_apart(look: Look, actual: Vector, wanted: Vector, parts: list[Vector]) -> Apart:
+    """The worst tensor.  parts: the ranks' own gradients."""
+    facts = look.facts
     # Below the rounding error of a sum over all examples nothing is measured.
     floor = limits.ROUNDING * max(4, facts.total) ** 0.5
     floor = limits.MOST_COARSE if facts.is_coarse else floor
     worst = Apart(0.0, floor)
-    for name, far in vectors.distances(actual, wanted, size).items():
-        most = min(facts.rounding_limit, limits.YARDSTICKS * rounding.get(name, 0.0))
+    for name, far in vectors.distances(actual, wanted, scales(facts, wanted, parts)).items():
+        most = min(facts.rounding_limit, limits.YARDSTICKS * look.rounding.get(name, 0.0))
         if far / max(floor, most) > worst.far / worst.limit:
             worst = Apart(far, max(floor, most), name)
     return worst
-
-
-def gradient(facts: Facts, notes: Notes, step: int, what: str) -> Vector:
-    noted = notes.steps[step]
-    return vectors.only(getattr(noted, what), facts.trained & noted.options.keys())
 
 
 def one_batch(runs: Runs, look: Look) -> tuple[Check, Look | None]:
@@ -195,43 +192,42 @@ def one_batch(runs: Runs, look: Look) -> tuple[Check, Look | None]:
 
     A kind of layers is named as the cause only if the difference is gone without it alone.
     """
-    facts, figures, is_direct = look.facts, look.figures, look.facts.gradients == GOT
-    whole = whole_in_words(look)
-    if look.is_right and (reason := other_job(runs, look)):
-        return inconclusive(facts.batch_check, reason), None
-    if look.is_right:
-        text = "the optimizers receive one process's gradients"
-        if not is_direct:
-            text = f"this {combination(look.factors)} equals {whole}"
-        text = f"ok: {text} {figures}"
-        return Check(facts.batch_check, True, text, look.limit, figures=figures), look
-    text = f"this mean differs from {whole}"
-    if is_direct:
-        text = "what the optimizers receive differs from one process's gradients"
-    text += f" {figures}" + f", in {look.worst.name}" * bool(look.worst.name)
-    if kinds := kinds_that_differ(look):
-        names, without = " and ".join(kinds), without_kinds(runs, facts, kinds)
+    label, text, cause = look.facts.batch_check, in_words(look), ""
+    kinds = [] if look.is_right else kinds_that_differ(look)
+    if kinds:
+        names, without = " and ".join(kinds), without_kinds(runs, look.facts, kinds)
         if without is None:
-            reason = Reason(f"the tool's run without {names} failed", f"in a copy, omit {names}")
-            return inconclusive(facts.batch_check, reason, text), None
-        look, figures, cause = without, without.figures, " and ".join(without.left_out)
-        if look.is_right and (reason := other_job(runs, look)):
-            return inconclusive(facts.batch_check, reason), None
+            failed = Reason(f"the tool's run without {names} failed", f"in a copy, omit {names}")
+            return inconclusive(label, failed, text), None
+        look, cause = without, " and ".join(without.left_out)
         if look.is_right:
-            text = f"ok without {cause} {figures}; with it, {text}"
-            return Check(look.facts.batch_check, True, text, look.limit, cause, "", figures), look
-        text += f"; it differs without {names}, too {figures}"
-    return unexplained(runs, look, text)._replace(figures=figures), None
+            text = f"ok without {cause} {look.figures}; with it, {text}"
+        else:
+            text += f"; it differs without {names}, too {look.figures}"
+    if not look.is_right:
+        return unexplained(runs, look, text)._replace(figures=look.figures), None
+    if reason := other_job(runs, look):
+        return inconclusive(label, reason), None
+    return Check(label, True, text, look.limit, cause, figures=look.figures), look
 
 
-def whole_in_words(look: Look) -> str:
+def in_words(look: Look) -> str:
+    """Whether the ranks' gradient is that of the whole batch."""
     facts, whole = look.facts, "the gradient of the whole batch"
     if look.total == facts.total and len(facts.keys) == 1:
         whole = f"the gradient of all {span(facts.totals)} {facts.unit} in one batch"
     if len(look.steps) < len(facts.steps):
         steps = "step" + "s" * (len(look.steps) > 1)
         whole += f" ({steps} {span([1, len(look.steps)])}, before the ranks' weights differ)"
-    return whole
+    if look.is_right:
+        text = "the optimizers receive one process's gradients"
+        if facts.gradients != GOT:
+            text = f"this {combination(look.factors)} equals {whole}"
+        return f"ok: {text} {look.figures}"
+    text = f"this mean differs from {whole}"
+    if facts.gradients == GOT:
+        text = "what the optimizers receive differs from one process's gradients"
+    return f"{text} {look.figures}" + f", in {look.worst.name}" * bool(look.worst.name)
 
 
 def other_job(runs: Runs, look: Look) -> Reason | None:
@@ -250,10 +246,8 @@ def other_job(runs: Runs, look: Look) -> Reason | None:
         share = runs.alone(facts, kind, look.left_out, rank=0)
         if isinstance(share, Reason):
             return told
-        what = "got" if facts.gradients == GOT else "own"
-        gradients.append(gradient(facts, share.notes, look.worst.step, what))
-    limit = max(facts.rounding_limit / limits.CLEARLY, limits.EQUAL)
-    return None if vectors.are_near(gradients, limit) else told
+        gradients.append(gradient(facts, share.notes, look.worst.step))
+    return None if vectors.are_near(gradients, facts.rounding_limit / limits.CLEARLY) else told
 
 
 def combination(factors: list[list[float]]) -> str:
@@ -279,7 +273,7 @@ def without_kinds(runs: Runs, facts: Facts, kinds: list[str]) -> Look | None:
     def without(*some: str) -> Look | None:
         other = runs.with_all_ranks(some, facts)
         look = look_at(runs, other, some) if other else None
-        return look if isinstance(look, Look) and look.steps else None
+        return look if isinstance(look, Look) else None
 
     without_all = without(*kinds)
     if without_all is None or not without_all.is_right or len(kinds) == 1:
@@ -292,47 +286,44 @@ def unexplained(runs: Runs, look: Look, text: str) -> Check:
     """The check if layers don't explain the difference."""
     label, is_direct = look.facts.batch_check, look.facts.gradients == GOT
     wrong = Check(label, False, f"WRONG: {text}")
-    if reason := first_of(NOT_COMPARABLE, runs, look):
-        return inconclusive(label, reason, text)
+    if draws_others(look, 0):
+        return inconclusive(label, DRAWS, text)
+    is_measured = look.facts.is_coarse or look.worst.name in look.rounding
+    if not is_measured and look.worst.far <= look.facts.rounding_limit:
+        return inconclusive(label, UNMEASURED, text)
     told = other_job(runs, look)
     if not told and (multiple := multiples(look)):  # which no wrongly joined batch makes
         what = "what the optimizers receive" if is_direct else "the mean of the ranks' gradients"
         return wrong._replace(text=f"WRONG: {what} is {multiple}")
-    goes_on = not look.steps[0].step and look.steps[0].is_right
+    goes_on = look.steps[0].is_right
     if goes_on and (names := buffers_that_differ(runs, look)):
-        return of_state(runs, look, wrong, f"{STATE}: {some_of(names)}")
-    if reason := first_of(NOT_JOINED_WELL, runs, look):
+        why, reason = f"{STATE}: {some_of(names)}", runs.other_job(look.facts, look.alone)
+        if reason is None:
+            return wrong._replace(why=why)
+        # A batch size may set a teacher's momentum, say.
+        reason = reason._replace(sentence=f"{reason.sentence}, and {why}")
         return inconclusive(label, reason, text)
-    if told:
-        return inconclusive(label, told, text)
+    if reason := why_joined_wrongly(runs, look) or told:
+        return inconclusive(label, reason, text)
     if is_direct or look.total < look.facts.total:
         return wrong._replace(why="" if is_direct else OF_PARTS)
-    if len(look.facts.distinct) == 1:
-        is_same = computes_the_same_again(runs, look)  # else the step uses what was not seen
-        return wrong._replace(why=OF_PARTS) if is_same else inconclusive(label, OTHERWISE, text)
-    is_own = None if runs.per_step else shares_give_their_own(runs, look)
+    has_shares = len(look.facts.distinct) > 1 and not runs.per_step
+    is_own = shares_give_their_own(runs, look) if has_shares else None
     if is_own:
         why = TOGETHER + f"; or {STATE}" * goes_on + NUMBERS * has_other_parts(look.facts)
         return wrong._replace(text=f"{wrong.text}; {ALONE_RIGHT}", why=why)
     if look.is_given and computes_the_same_again(runs, look):  # nothing was joined
-        return wrong._replace(why="" if is_own is None else OWN_DIFFERS)
+        why = OF_PARTS if len(look.facts.distinct) == 1 else OWN_DIFFERS * (is_own is not None)
+        return wrong._replace(why=why)
     joined = runs.failure if is_own is None else JOINED
     reason = OTHERWISE if look.is_given else joined
     return inconclusive(label, reason, text + "; step 1 is ok" * goes_on)
 
 
-def of_state(runs: Runs, look: Look, wrong: Check, why: str) -> Check:
-    """The check if buffers are the cause: a batch size may set a teacher's momentum, say."""
-    reason = runs.other_job(look.facts, look.alone)
-    if reason is None:
-        return wrong._replace(why=why)
-    text = wrong.text.removeprefix("WRONG: ")
-    return inconclusive(wrong.label, Reason(f"{reason.sentence}, and {why}", reason.way_on), text)
-
-
 def multiples(look: Look) -> str:
     """Each tensor as a multiple of one process's, in words."""
-    actual, wanted = sides(look.facts, look.alone.notes, look.worst.step)
+    wanted = gradient(look.facts, look.alone.notes, look.worst.step)
+    actual = of_ranks(look.facts, wanted, look.worst.step)
     names: dict[float, list[str]] = {}
     for name, goal in wanted.items():
         fit = vectors.fit({name: actual.get(name, goal * 0)}, [{name: goal}])
@@ -364,15 +355,14 @@ def shares_give_their_own(runs: Runs, look: Look) -> bool | None:
     Or a multiple of it.  If not, padding or joining may be wrong.
     """
     facts = look.facts
-    limit = max(facts.rounding_limit / limits.CLEARLY, limits.EQUAL)
     for place, rank in enumerate(facts.distinct):
         share = runs.alone(facts, "one share", look.left_out, rank=place)
         if isinstance(share, Reason):
             return None
         for k in facts.comparable:
             own = vectors.only(rank.steps[k].own, facts.comparable_names(k))
-            wanted = vectors.only(gradient(facts, share.notes, k, "own"), set(own))
-            if vectors.fit(own, [wanted]).left > limit:
+            wanted = vectors.only(gradient(facts, share.notes, k), set(own))
+            if vectors.fit(own, [wanted]).left > facts.rounding_limit / limits.CLEARLY:
                 return False
     return True
 
@@ -381,32 +371,20 @@ def computes_the_same_again(runs: Runs, look: Look) -> bool:
     """Whether one process, with the first step's weights and batch in each step, repeats it."""
     ranks = [dataclasses.replace(r, steps=r.steps[:1] * len(r.steps)) for r in look.facts.ranks]
     facts = dataclasses.replace(look.facts, ranks=ranks)
-    counts = Counter(look.alone.notes.counts[0])
-    every = look.alone.batches
-    batches = {(key, k): every[key, k % counts[key]] for key, k in every if counts[key]}
+    counts, every = look.alone.notes.counts[0], look.alone.batches
+    batches = {(key, k): every[key, k % counts[key]] for key, k in every if counts.get(key)}
     again = runs.alone(facts, "given state", look.left_out, batches=batches)
     if isinstance(again, Reason):
         return False
-    gradients = [gradient(facts, again.notes, k, "own") for k in facts.steps]
+    gradients = [gradient(facts, again.notes, k) for k in facts.steps]
     return vectors.are_near(gradients, limits.EQUAL)
-
-
-def may_be_rounding(runs: Runs, look: Look) -> bool:
-    is_measured = look.facts.is_coarse or look.worst.name in roundings(look)
-    return not is_measured and look.worst.far <= look.facts.rounding_limit
-
-
-def draws_at_first(runs: Runs, look: Look) -> bool:
-    return draws_others(look, 0)
 
 
 def draws_others(look: Look, step: int) -> bool:
     """Whether one process draws other random numbers in a step than a rank."""
     after = look.alone.notes.steps[step].after
-    for one in [rank.steps[step] for rank in look.facts.ranks]:
-        if one.draws and one.after and after and one.draws & one.after.other_than(after):
-            return True
-    return False
+    steps = [rank.steps[step] for rank in look.facts.ranks]
+    return any(one.draws & drawn_between(one.after, after) for one in steps)
 
 
 def depends_on_order(runs: Runs, look: Look) -> bool:
@@ -418,10 +396,9 @@ def depends_on_order(runs: Runs, look: Look) -> bool:
     if isinstance(other, Reason):
         return False
     step = next(step for step in look.steps if not step.is_right)
-    _, wanted = sides(look.facts, look.alone.notes, step.step)
-    _, reordered = sides(look.facts, other.notes, step.step)
-    size = scales(look.facts, wanted, [])
-    apart = furthest_apart(look.facts, reordered, wanted, roundings(look), size)
+    wanted = gradient(look.facts, look.alone.notes, step.step)
+    reordered = gradient(look.facts, other.notes, step.step)
+    apart = furthest_apart(look, reordered, wanted, [])
     return not apart.is_right and step.far <= limits.YARDSTICKS * apart.far
 
 
@@ -432,15 +409,10 @@ def are_rows_examples(event: Event) -> bool:
     return bool(event.examples) or count == count_examples(value) and not is_list
 
 
-def takes_other_batches(runs: Runs, look: Look) -> bool:
-    is_other = look.facts.gradients == GOT or bool(runs.per_step) or look.alone.is_mixed
-    return is_other and not look.is_given
-
-
-def has_other_weights(runs: Runs, look: Look) -> bool:
+def has_other_weights(look: Look) -> bool:
     """Whether the parts, put together, are not the weights with which one process begins."""
     facts, theirs = look.facts, look.alone.notes.steps[0].weights
-    for name in facts.parts & theirs.keys() if facts.gradients == GOT else ():
+    for name in facts.parts & theirs.keys():
         whole = facts.whole("weights", name, 0, theirs[name].shape)
         if whole is None or not whole.equal(theirs[name]):
             return True
@@ -463,10 +435,6 @@ def number_in(leaves: list, key: Any) -> Any:
     return leaves[0] if is_one else 0
 
 
-def first_of(reasons: Tests, runs: Runs, look: Look) -> Reason | None:
-    return next((reason for reason, holds in reasons if holds(runs, look)), None)
-
-
 # If one of these holds, no difference is a mistake of the program: each with what settles it.
 DRAWS = Reason(
     "each step draws random numbers, and one process draws others",
@@ -482,7 +450,7 @@ UNSEEN = Reason(
 )
 OTHER_BATCHES = Reason(
     "one process takes other batches in a step than the ranks together",
-    "in a copy, take one batch in each step, and the examples in their order (shuffle=False)",
+    "in a copy, make a step after each batch (no GradScaler), in the data's order (shuffle=False)",
 )
 OTHER_WEIGHTS = Reason(
     "one process begins with other weights than the ranks' parts make",
@@ -492,21 +460,25 @@ ORDER = Reason(
     "the same examples have another gradient in another order",
     "in a copy, make each row of each tensor one example (batch_first=True)",
 )
-NOT_COMPARABLE: Tests = [(DRAWS, draws_at_first), (UNMEASURED, may_be_rounding)]
-# Then the one batch that was made of the ranks' batches, or the one model of their parts, may be
-# wrong.
-NOT_JOINED_WELL: Tests = [
-    (UNSEEN, lambda runs, look: look.facts.gradients == GOT and not look.facts.parts),
-    (OTHER_BATCHES, takes_other_batches),
-    (OTHER_WEIGHTS, has_other_weights),
-    (ROWS, lambda runs, look: not look.is_given and has_other_parts(look.facts)),
-    (ORDER, depends_on_order),
-]
 OTHERWISE = Reason(
     "a step may use more than weights, buffers and the batches seen (a generator, rows it picks)",
     "in a copy, let a DataLoader give all it uses, draw no random numbers, keep state in buffers",
 )
 JOINED = Reason(f"{OTHERWISE.sentence}, or these are joined wrongly", OTHERWISE.way_on)
+
+
+def why_joined_wrongly(runs: Runs, look: Look) -> Reason | None:
+    """Why the one batch, or the one model of the ranks' parts, may be made wrongly; None if not."""
+    is_direct = look.facts.gradients == GOT
+    if is_direct and not look.facts.parts:
+        return UNSEEN
+    if (is_direct or runs.per_step or look.alone.is_mixed) and not look.is_given:
+        return OTHER_BATCHES
+    if has_other_weights(look):
+        return OTHER_WEIGHTS
+    if not look.is_given and has_other_parts(look.facts):
+        return ROWS
+    return ORDER if depends_on_order(runs, look) else None
 
 
 def why_not_joined(facts: Facts) -> Reason | None:

@@ -1,14 +1,14 @@
 """Runs: more of them, after run A, in one process or with all ranks."""
 
 import argparse
-import itertools
 import os
 import re
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ddp_by_diff import distributed_launcher as launcher
+import ddp_by_diff.distributed_launcher as launcher
 from ddp_by_diff.equivalence.facts import Facts, facts_of
 from ddp_by_diff.equivalence.notes import Alone
 from ddp_by_diff.equivalence.observe import observers
@@ -22,10 +22,7 @@ RUN_IT = (
     "run the program in one process, with --alone and the flags that it needs there (--json FILE "
     "holds the whole error); if it works, let a DataLoader give all that a step uses, in a copy"
 )
-IF_NO_FLAG = (
-    " with its flag for the batch size; if it has none, let argparse read --batch-size in a copy, "
-    "because one process is then given that of all ranks"
-)
+IF_NO_FLAG = " with its flag for the batch size; or let argparse read --batch-size in a copy"
 NO_COUNTERPART = "in a copy, call the same modules in both (with fully_shard in place of FSDP1)"
 NO_MEMORY = Reason(
     "one process has no memory for the examples of all ranks",
@@ -48,8 +45,7 @@ class Runs:
     def with_all_ranks(self, left_out: tuple, known: Facts) -> Facts | None:
         """Facts of run A, made once more without kinds of layers; None if it was not completed."""
         arguments = (self.args.steps, f"{self.folder}/log", left_out)
-        job = Job("equivalence", self.args.command, self.args.timeout, observers, arguments)
-        notes, _ = self.run(be_started_rank, job, self.processes)
+        notes, _ = self.run(self.processes, self.args.command, arguments)
         ranks = [note.value for note in sorted(notes)]
         complete = [rank for rank in ranks if len(rank.counts) > self.args.steps]
         return facts_of(ranks, self.args.steps, known) if len(complete) == self.processes else None
@@ -60,10 +56,7 @@ class Runs:
         Otherwise a loss that is divided by --batch, say, would be another one: the flags with which
         N processes run describe one rank's share.
         """
-        alone = self.alone(facts, "all examples")
-        flags = facts.flags_of_all()
-        given = " ".join(self.args.alone).replace("=", " ").split()
-        flags = {flag: size for flag, size in flags.items() if flag not in given}
+        alone, flags = self.alone(facts, "all examples"), facts.flags_of_all()
         if not flags or self.is_hopeless or isinstance(alone, Alone) and facts.is_same_job(alone):
             return alone
         before = dict(vars(self))
@@ -74,19 +67,17 @@ class Runs:
         vars(self).update(before)
         return alone
 
-    def other_job(self, facts: Facts, alone: Alone) -> Reason | None:
+    def other_job(self, facts: Facts, alone: Alone | Reason) -> Reason | None:
         """Why no difference is a mistake that a batch size may make; None if it can't be one.
 
         One process has the flags of one rank, and the examples of all.
         """
-        if facts.is_same_job(alone):
+        if isinstance(alone, Reason) or facts.is_same_job(alone):
             return None
-        own = facts.own_total(alone) or "other"
+        own = alone.own_total or "other"
         text = f"one process takes {own} examples per step by itself, all ranks {facts.total}"
-        command = self.args.command
-        words = [*map(" ".join, itertools.pairwise(command)), *command]
-        given = [word for word in words if re.fullmatch(f".+[ =]{own}", word)]
-        flag = given[0].removesuffix(str(own)) if given else "FLAG "
+        given = re.search(rf"(\S+[ =]){own}(?!\S)", " ".join(self.args.command))
+        flag = given[1] if given else "FLAG "
         way_on = f'give --alone="{flag}{facts.total}"' + IF_NO_FLAG * (not given)
         return Reason(text, way_on)
 
@@ -106,13 +97,13 @@ class Runs:
     def run_alone(self, source: Source) -> Alone | Reason:
         if self.is_hopeless:
             return self.failure
-        command = [*self.args.command, *self.args.alone]
+        command = [*self.args.command]
         for flag, size in self.flags.items() if source.kind != "one share" else ():
             command += [flag, str(size)]
+        command += self.args.alone  # comes last, so it decides
         out = tempfile.mkdtemp(prefix="alone-", dir=self.folder)
-        arguments = (self.args.steps, f"{out}/out", source.left_out, source)
-        job = Job("equivalence", command, self.args.timeout, observers, arguments)
-        notes, error = self.run(be_alone, job, 1)
+        arguments = self.args.steps, f"{out}/out", source.left_out, source
+        notes, error = self.run(1, command, arguments)
         ending = notes[0].ending if notes else "failed"
         if source.kind != "in float64" and (error or ending in ("failed", "stuck")):
             refusal = refusal_in(error)
@@ -126,12 +117,14 @@ class Runs:
             self.failure = Reason(refusal, "") if refusal else failure
         return notes[0].value if notes else self.failure
 
-    def run(self, be_process: object, job: Job, count: int) -> tuple[list, str]:
-        """The notes that the processes left, and the launcher's error."""
-        error = ""
+    def run(
+        self, count: int, command: list[str], arguments: tuple, make: Callable = observers
+    ) -> tuple[list, str]:
+        """The notes that so many processes left, and the launcher's error."""
+        job, error = Job("equivalence", command, self.args.timeout, make, arguments), ""
         with tempfile.TemporaryDirectory(prefix="notes-", dir=self.folder) as place:
             try:
-                launcher.run(be_process, (job, place), count)
+                launcher.run(be_alone if count == 1 else be_started_rank, (job, place), count)
             except SystemExit as end:
                 if isinstance(end.code, int):
                     raise  # after Ctrl-C or SIGTERM

@@ -1,42 +1,22 @@
 """A source for the run in one process: it gives step k the ranks' batch, weights and gradients."""
 
-import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import distributed as torch_dist
 from torch import nn
 
 from ddp_by_diff.equivalence import batches
-from ddp_by_diff.equivalence.batches import count_examples, digest, digests_of_examples, to_plain
-from ddp_by_diff.equivalence.facts import Facts
+from ddp_by_diff.equivalence.batches import digest, digests_of_examples, to_plain
+from ddp_by_diff.equivalence.facts import Facts, count_in
 from ddp_by_diff.equivalence.formats import InFloat64, in_float64
-from ddp_by_diff.equivalence.notes import Alone, Event, Notes, RandomState, random_state
+from ddp_by_diff.equivalence.notes import Alone, Event, Notes, RandomState
 from ddp_by_diff.equivalence.vectors import put_together
 from ddp_by_diff.instruments.observer import Observer
 from ddp_by_diff.instruments.program import Refused
 
-# Kinds of runs: those whose optimizer gets the ranks' gradients, ...
-SHARES = ("one share", "repeated share")
-FORCED = ("all examples", "own data", "given state", *SHARES)
-GIVEN = ("given state", *SHARES)  # those that get the ranks' buffers in each step
-
-
-class Batch(NamedTuple):
-    """A batch made of the ranks' batches, in place of the one that the program has loaded."""
-
-    value: Any
-    examples: list | None  # in place of a value, for the program's own collate_fn
-    state: RandomState
-    parts: list  # the ranks' batches
-
-    def is_in(self, value: Any, examples: list | None) -> bool:
-        """Whether the program's batch has the same examples: then it is as good."""
-        if not examples and len(self.parts) > 1 and batches.is_made_of(value, self.parts):
-            return True
-        theirs = digests_of_examples(value, examples if self.examples else None)
-        return sorted(digests_of_examples(self.value, self.examples)) == sorted(theirs)
+SHARES = ("one share", "repeated share")  # kinds of runs
 
 
 class Source(Observer):
@@ -65,7 +45,7 @@ class Source(Observer):
         vars(self).update(given)
         self.name = f"one process, {kind}"
         self.matched: dict[str, bool] = {}  # whether the ranks had such a weight, in some step
-        self.rows: dict[str, dict[str, int]] = {}  # of each batch of the first step
+        self.taken: dict[str, int] = {}  # examples of the first step's own batches, by digest
         self.noted: dict[tuple[str, int], tuple] = {}  # what the program got, and the state
 
     def installed(self) -> None:
@@ -78,8 +58,7 @@ class Source(Observer):
 
     def group_begins(self, original: Callable, *args: Any, **kwargs: Any) -> None:
         """Refuse a program that waits for more processes, as it has their number by itself."""
-        given = inspect.signature(original).bind(*args, **kwargs).arguments
-        size = given.get("world_size", 1)
+        size = kwargs.get("world_size", 1)
         if size > 1:
             raise Refused(
                 f"in one process the program waits for {size} processes: give the flags with "
@@ -88,33 +67,32 @@ class Source(Observer):
         original(*args, **kwargs)
 
     def batch(
-        self, key: str, number: int, step: int, value: Any, iterator: Any, known: list | tuple
-    ) -> tuple[Any, RandomState] | None:
-        """The batch in place of the run's own, and the random state after it; None: its own.
+        self, key: str, number: int, step: int, own: Event, value: Any, iterator: Any
+    ) -> tuple[Any, RandomState]:
+        """The batch that the program gets, and the random state after it.
 
-        known: the examples that the program's collate_fn has joined, or the numbers of the batch's.
+        own, value: the run's own, as an event and as it is.
         """
         if (key, number) in self.batches:
             plain, state = self.batches[key, number]
             return self.in_format(batches.from_plain(plain, own=value)), state
-        if number < self.per_step.get(key, self.facts.per_step(key)):  # of the first step
-            count = len(known) or count_examples(value)
-            self.rows.setdefault(key, {})[digest(value)] = count
-        batch = self.joined(key, number, value)
-        if batch is None:
+        takes = self.per_step.get(key, self.facts.per_step(key))
+        if number < takes and key in self.facts.keys[:1]:
+            self.taken[digest(own.value)] = count_in(own)
+        state, events = own.state, self.events_of_ranks(key, number, own)
+        if not events:
             if not self.facts.per_step(key) and step <= len(self.facts.steps):
                 self.joined_in = step  # whether it has the ranks' examples is not known
-            return None
-        if self.keeps_own(batch, step, value, iterator, known if type(known) is list else None):
-            given = None
-        elif batch.examples:
-            given = iterator._collate_fn(batches.plain_copy(batch.examples)), batch.state
-        else:
-            given = batches.from_plain(batch.value, own=value), batch.state
-        if self.kind == "all examples":
-            value, state = given or (value, random_state())
-            self.noted[key, number] = to_plain(value), state
-        return given
+            return value, state
+        joined = self.join(events, number)
+        if not self.keeps_own(joined, events, step, own, iterator):
+            state = joined.state
+            if joined.examples:
+                value = iterator._collate_fn(batches.plain_copy(joined.examples))
+            else:
+                value = batches.from_plain(joined.value, own=value)
+        self.noted[key, number] = to_plain(value), state
+        return value, state
 
     def in_format(self, value: Any) -> Any:
         """The value, in float64 if this run is."""
@@ -124,14 +102,12 @@ class Source(Observer):
         kwargs.update(self.in_format(kwargs))
         return self.in_format(args)
 
-    def joined(self, key: str, number: int, own: Any) -> Batch | None:
-        """The batch that replaces the run's own of this number; None: it keeps its own."""
-        if self.kind == "own data":
-            return None
+    def events_of_ranks(self, key: str, number: int, own: Event) -> list[Event]:
+        """The ranks' batches that replace the run's own of this number; []: it keeps its own."""
         shares = [rank.events.get(key, []) for rank in self.facts.distinct]
         ranks_take = self.facts.per_step(key)  # so many batches in a step
-        if self.per_step and not ranks_take:  # which of the ranks' batches to give is not known
-            return None
+        if self.kind == "own data" or self.per_step and not ranks_take:  # which is not known
+            return []
         takes = self.per_step.get(key, ranks_take)
         events = [share[number] for share in shares if number < len(share)]
         if takes != ranks_take:  # its batches are joined of fewer or more of the step's events
@@ -139,27 +115,26 @@ class Source(Observer):
             every: list[Event] = []
             for place in range(step * ranks_take, (step + 1) * ranks_take):
                 every += [share[place] for share in shares if place < len(share)]
-            size, name = len(every) // max(1, takes), digest(to_plain(own))
+            size, name = len(every) // max(1, takes), digest(own.value)
             same = [event for event in every if digest(event.value) == name]  # in another place
             events = same[:1] or every[part * size : (part + 1) * size]
         if self.kind == "repeated share":
             events = events[self.rank : self.rank + 1] * len(events)
-        only = self.rank if self.kind == "one share" else None
-        return self.union(events, only, number) if len(events) > (only or 0) else None
+        return events if len(events) > self.rank else []
 
-    def union(self, events: list[Event], only: int | None, number: int) -> Batch:
-        """One batch of the ranks' events, or of the examples of one: see batches.join."""
+    def join(self, events: list[Event], number: int) -> Event:
+        """One batch of the ranks' batches, or of the examples of one: see batches.join."""
+        only = self.rank if self.kind == "one share" else None
         order = torch.Generator().manual_seed(number) if self.kind == "other order" else None
         state = events[only or 0].state
-        values = [event.value for event in events]
         if not all(event.examples for event in events):
-            return Batch(batches.join(values, only, order), None, state, values)
-        examples: list = []
+            return Event(batches.join([event.value for event in events], only, order), state)
+        examples: list = []  # for the program's own collate_fn
         for event in events if only is None else [events[only]]:
             examples += event.examples or []
         if order is not None:
             examples = [examples[row] for row in torch.randperm(len(examples), generator=order)]
-        return Batch(None, examples, state, values)
+        return Event(None, state, examples)
 
     def value(self, what: str, name: str, step: int, shape: torch.Size) -> torch.Tensor | None:
         """A tensor of the ranks' "weights" or "got"; of one rank, if its examples are computed."""
@@ -171,15 +146,15 @@ class Source(Observer):
         return put_together([getattr(rank.steps[step], what).get(name)], shape)
 
     def keeps_own(
-        self, batch: Batch, step: int, value: Any, iterator: Any, examples: list | None
+        self, joined: Event, events: list[Event], step: int, own: Event, iterator: Any
     ) -> bool:
         """Whether the program's own batch has the same examples: it is better than a joined one."""
         if self.kind in SHARES:
             return False
-        digests = {digest(part) for part in (to_plain(value), *batch.parts)}
-        if iterator is None and len(digests) == 1 < len(batch.parts):
+        digests = {digest(event.value) for event in (own, *events)}
+        if iterator is None and len(digests) == 1 < len(events):
             return True  # on all ranks and here: a graph, a grid, and no examples
-        if self.joined_in != step and batch.is_in(value, examples):
+        if self.joined_in != step and have_same_examples(joined, events, own):
             self.own_in = step
             return True
         self.joined_in = step
@@ -192,7 +167,7 @@ class Source(Observer):
         A buffer (a codebook, a queue, a running mean) is moved by the program itself.
         """
         value = self.value("weights", name, step, tensor.shape)
-        goes_on = name not in self.facts.trained and self.kind not in GIVEN
+        goes_on = name not in self.facts.trained and self.kind not in ("given state", *SHARES)
         is_set = self.matched.get(name, False)
         self.matched[name] = is_set or value is not None
         if value is None or goes_on and is_set:
@@ -202,18 +177,26 @@ class Source(Observer):
 
     def set_gradient(self, name: str, step: int, parameter: torch.Tensor) -> None:
         """Set a parameter's gradient to the one that the ranks' optimizers got."""
-        if self.kind in FORCED and step in self.facts.forced:
+        if self.kind != "in float64" and step in self.facts.forced:
             value = self.value("got", name, step, parameter.shape)
             if value is not None:
                 put_gradient(parameter, value)
 
     def result(self, noted: Notes) -> Alone:
         """The run's notes, and what it was given."""
-        noted.events = {}
         unmatched = sorted(name for name, is_matched in self.matched.items() if not is_matched)
-        rows = {key: sum(counts.values()) for key, counts in self.rows.items()}
         is_joined = self.joined_in >= 0 or self.kind == "own data"
-        return Alone(noted, unmatched, is_joined, self.is_mixed, rows, self.noted)
+        total = sum(self.taken.values())
+        return Alone(noted, unmatched, is_joined, self.is_mixed, total, self.noted)
+
+
+def have_same_examples(joined: Event, events: list[Event], own: Event) -> bool:
+    """Whether the program's own batch has those that are joined of the ranks' batches."""
+    parts = [event.value for event in events]
+    if not own.examples and len(parts) > 1 and batches.is_made_of(own.value, parts):
+        return True
+    theirs = digests_of_examples(own.value, own.examples if joined.examples else None)
+    return sorted(digests_of_examples(joined.value, joined.examples)) == sorted(theirs)
 
 
 def put_gradient(parameter: torch.Tensor, value: torch.Tensor) -> None:

@@ -78,7 +78,7 @@ class Answer(NamedTuple):
     def as_json(self) -> dict[str, Any]:
         """The object that --json writes; docs/equivalence.md explains its names, which stay."""
         states = {True: "right", False: "wrong", None: "not found out"}
-        checks: list[dict[str, Any]] = []
+        checks = []
         for check in self.checks:
             state: str = states[check.is_right]
             answer: dict[str, Any] = {"name": check.label, "state": state, "text": check.text}
@@ -88,9 +88,8 @@ class Answer(NamedTuple):
         name = ["same", "different", "not found out"][self.verdict.code]
         notices = max((check.limit for check in self.checks), default=0.0) or None
         found = {"verdict": name, "text": self.verdict.text, "links": checks, "notices": notices}
-        notes = [note.text for note in self.notes]
         more = {"to_settle_it": self.verdict.ways_on, "error_of_own_run": self.error or None}
-        return found | {"notes": notes} | more
+        return found | {"notes": [note.text for note in self.notes]} | more
 
 
 def problem(checks: list[Check], other: str) -> Verdict | None:

@@ -40,7 +40,7 @@ def weights(facts: Facts, alone: Alone, exact: Alone | None, settings: Check) ->
     """The check.  exact: the same run in float64.  settings: equal learning rates?"""
     limit = limits.UPDATED
     if not facts.are_forced:  # one process had gradients of its own, with other rounding errors
-        rounding = between(facts, exact, alone) if exact else facts.rounding_limit
+        rounding = furthest(each_change(facts, alone, exact)) if exact else facts.rounding_limit
         if rounding > facts.rounding_limit or exact is None and not facts.is_coarse:
             return inconclusive(LABEL, UNMEASURED)
         limit = max(limit, min(facts.rounding_limit, limits.YARDSTICKS * rounding))
@@ -71,18 +71,22 @@ def weights(facts: Facts, alone: Alone, exact: Alone | None, settings: Check) ->
 def change_as_in_float64(facts: Facts, exact: Alone) -> bool:
     """Whether the weights change as in one process with gradients and options of its own."""
     changes = each_change(facts, exact)
-    most = max((change.far for change in changes), default=0.0)
-    return most <= limits.UPDATED and any(change.size for change in changes)
+    return furthest(changes) <= limits.UPDATED and any(change.size for change in changes)
 
 
-def each_change(facts: Facts, alone: Alone) -> list[Change]:
-    """The change of each weight in each step."""
+def furthest(changes: list[Change]) -> float:
+    return max((change.far for change in changes), default=0.0)
+
+
+def each_change(facts: Facts, alone: Alone, exact: Alone | None = None) -> list[Change]:
+    """The change of each weight in each step.  exact: a run in float64, in the ranks' place."""
     changes = []
     for k in facts.steps:
         for name, old, news, value_alone in values(facts, alone, k):
+            if exact:
+                news = [exact.notes.steps[k + 1].weights[name].to(old.dtype)]
             for new in news if name in facts.trained else []:
-                change = change_apart(old, new, old, value_alone)
-                changes.append(change._replace(name=name, step=k))
+                changes.append(change_apart(old, new, value_alone)._replace(name=name, step=k))
     return changes
 
 
@@ -103,33 +107,19 @@ def values(
             yield name, old, news, value_alone
 
 
-def change_apart(
-    old: torch.Tensor, new: torch.Tensor, old_alone: torch.Tensor, new_alone: torch.Tensor
-) -> Change:
+def change_apart(old: torch.Tensor, new: torch.Tensor, new_alone: torch.Tensor) -> Change:
     """The distance of the changes of one weight with several processes, and in one."""
     if not old.is_floating_point() and not old.is_complex():
         return Change()
     digit = limits.DIGITS * torch.finfo(new.dtype).eps * vectors.numbers(new).abs()
     many = vectors.numbers(new) - vectors.numbers(old)
-    one = vectors.numbers(new_alone) - vectors.numbers(old_alone)
+    one = vectors.numbers(new_alone) - vectors.numbers(old)
     size = max(many.norm().item(), one.norm().item())
     far = (many - one).abs()
     if not size or not bool(far.any()):
         return Change(size=size)
     beyond = (far - digit).clamp(min=0).norm().item()
     return Change(beyond / size, size, digit.norm().item() / size)
-
-
-def between(facts: Facts, exact: Alone, alone: Alone) -> float:
-    """The largest distance of changes in a run in one process from those in float64."""
-    most_apart = 0.0
-    for k in facts.steps:
-        ends = exact.notes.steps[k + 1].weights
-        for name, old, _, value_alone in values(facts, alone, k):
-            if name in ends and name in facts.trained:
-                change = change_apart(old, ends[name].to(old.dtype), old, value_alone)
-                most_apart = max(most_apart, change.far)
-    return most_apart
 
 
 def buffers(facts: Facts, alone: Alone, limit: float, is_right: bool) -> list[Line]:
@@ -153,7 +143,7 @@ def other_state(facts: Facts, alone: Alone, limit: float) -> dict[str, float]:
     for k in facts.comparable:
         for name, old, news, value_alone in values(facts, alone, k):
             if name not in facts.trained:
-                far = max(change_apart(old, new, old, value_alone).far for new in news)
+                far = max(change_apart(old, new, value_alone).far for new in news)
                 if far > limit and vectors.are_near([*map(in_order, (value_alone, *news))], limit):
                     far = 0.0  # such as the rows of a queue
                 furthest[name] = max(furthest.get(name, 0.0), far)
@@ -173,7 +163,8 @@ def options(facts: Facts, alone: Alone | Reason, other_job: Reason | None) -> Ch
                 return Check(label(key), False, f"{text}, in step {k + 1}")
     found, steps = [], alone.notes.steps if isinstance(alone, Alone) else []
     for k, step in zip(facts.steps, steps, strict=False):
-        for two in unlike(of_all(facts, k), step.options):
+        every = ChainMap(*(rank.steps[k].options for rank in facts.ranks))
+        for two in unlike(every, step.options):
             if far_apart(*two[2:]) > limits.UPDATED:
                 found.append((k, *two))
     if not found:
@@ -199,11 +190,6 @@ def far_apart(value: Any, other: Any) -> float:
     if value == other or not are_numbers:
         return 0.0 if value == other else math.inf
     return abs(value - other) / max(abs(value), abs(other))
-
-
-def of_all(facts: Facts, step: int) -> Mapping[str, dict[str, Any]]:
-    """The options of all ranks' optimizers in a step, by parameter."""
-    return ChainMap(*(rank.steps[step].options for rank in facts.ranks))
 
 
 def label(key: str) -> str:

@@ -43,7 +43,7 @@ def add_timeout(parser: argparse.ArgumentParser, seconds: float) -> None:
     """Add --timeout, which was --patience before version 1.0."""
     of_steps = "seconds to wait for a step (default: %(default)s)"
     parser.add_argument("--timeout", type=float, default=seconds, help=of_steps)
-    hidden = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+    hidden: dict = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
     parser.add_argument("--patience", dest="timeout", type=float, **hidden)
 
 
@@ -98,7 +98,7 @@ def say(lines: Iterable[Line], indent: int = 10) -> None:
     """Print each text behind its label, as wide as the terminal."""
     width = max(40, shutil.get_terminal_size().columns - 1)
     # Paths stay whole, so that they can be copied.
-    options = {"break_long_words": False, "break_on_hyphens": False}
+    options: dict = {"break_long_words": False, "break_on_hyphens": False}
     for label, text in lines:
         whole = f"{label:{indent - 1}} {text}"
         try:

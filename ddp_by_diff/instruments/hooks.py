@@ -133,7 +133,7 @@ class Hooks:
         with self.doing("backward"):
             return self._around("backward", functools.partial(original, *args, **kwargs))
 
-    def _before_module(self, module: nn.Module, args: tuple) -> tuple | None:
+    def _before_module(self, module: nn.Module, args: tuple) -> Any:  # torch's types say None
         """A forward pass is a call of a module with parameters, by no other, not to load data."""
         if self.is_compiling():
             return None

@@ -72,7 +72,7 @@ class Store:
         self.store = torch_dist.PrefixStore(f"{tool} {run} {attempt}", store)
 
     def put(self, key: str, value: Any) -> None:
-        packed = zlib.compress(pickle.dumps(value), 1)
+        packed: Any = zlib.compress(pickle.dumps(value), 1)  # torch's types don't know set(bytes)
         starts = range(0, len(packed), CHUNK)
         for number, start in enumerate(starts):
             self.store.set(f"{key} {number}", packed[start : start + CHUNK])

@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from ddp_by_diff import distributed_launcher as launcher
+import ddp_by_diff.distributed_launcher as launcher
 
 PACKAGE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
 

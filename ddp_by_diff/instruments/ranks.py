@@ -12,8 +12,8 @@ from collections.abc import Callable
 
 import torch
 
+import ddp_by_diff.distributed_launcher as launcher
 from ddp_by_diff import distributed as dist
-from ddp_by_diff import distributed_launcher as launcher
 from ddp_by_diff.instruments.command import refuse
 from ddp_by_diff.instruments.meeting import (
     Folder,
@@ -96,4 +96,6 @@ def open_store(job: Job, place: Place) -> Meeting:
 
 
 def be_started_rank(job: Job, folder: str) -> None:
-    leave(be_rank(job, read_place(), Folder(folder), None))
+    place = read_place()
+    assert place, "the launcher has set RANK and WORLD_SIZE"
+    leave(be_rank(job, place, Folder(folder), None))
