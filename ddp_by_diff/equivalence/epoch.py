@@ -21,7 +21,7 @@ from ddp_by_diff.instruments.meeting import Place
 from ddp_by_diff.instruments.observer import Observer
 from ddp_by_diff.instruments.program import Finished
 
-FIRST = 8  # batches that tell whether the second epoch has another order
+FIRST = 8  # batches that tell whether the second epoch has a different order
 NO_LOADER = Reason(
     "no DataLoader gave batches to train with: those that a program makes can't be followed",
     "in a copy, load the data with a DataLoader",
@@ -162,10 +162,10 @@ def answer(ranks: list[Epoch | None], runs: Runs) -> Answer:
     checks = [batches(known), came(known, runs), order(known)]
     if any(len(rank.loaders) > 1 for rank in known):
         checks.append(inconclusive("loaders", OTHER_LOADERS))
-    text = "the ranks share out the examples"
+    text = "each rank has its own share of the examples"
     if any(rank.loader.redraws for rank in known):
         text = "the ranks have equally many batches, and draw them at random"
-    same = Verdict(verdict.SAME, f"THE SAME as one process in one whole epoch: {text}")
+    same = Verdict(verdict.SAME, f"THE SAME as one process over one epoch: {text}")
     return Answer(verdict.problem(checks, "one process in an epoch") or same, checks, [])
 
 
@@ -267,13 +267,13 @@ def of_numbers(ranks: list[Epoch], loaders: list[Loader], found: Counted) -> Che
 
 
 def order(ranks: list[Epoch]) -> Check:
-    """Whether a shuffled loader has another order in the next epoch."""
+    """Whether a shuffled loader has a different order in the next epoch."""
     first, second = ranks[0].first, ranks[0].second
     if second is None:
         return Check("order", True, "no second epoch was followed")
     count = min(len(first.batches), len(second.batches))
     if first.batches[:count] != second.batches[:count]:
-        return Check("order", True, "the second epoch has another order")
+        return Check("order", True, "the second epoch has a different order")
     text, names = "the second epoch has the order of the first", [*itertools.chain(*first.batches)]
     if not first.are_numbers:
         return Check("order", True, f"{text}; whether it is shuffled is not known")

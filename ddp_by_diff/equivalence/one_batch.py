@@ -388,7 +388,7 @@ def draws_others(look: Look, step: int) -> bool:
 
 
 def depends_on_order(runs: Runs, look: Look) -> bool:
-    """Whether the same examples have another gradient in another order, in a step that differs."""
+    """Whether the same examples have a different gradient in another order, in a differing step."""
     events = [event for some in side_by_side(look.facts) for event in some]
     if look.is_given or all(map(are_rows_examples, events)):
         return False  # then it is the program that depends on the order
@@ -457,7 +457,7 @@ OTHER_WEIGHTS = Reason(
     "in a copy, draw the whole model's weights on each rank, and let it keep its part",
 )
 ORDER = Reason(
-    "the same examples have another gradient in another order",
+    "the same examples have a different gradient in a different order",
     "in a copy, make each row of each tensor one example (batch_first=True)",
 )
 OTHERWISE = Reason(

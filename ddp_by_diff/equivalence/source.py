@@ -26,7 +26,7 @@ class Source(Observer):
     own data      the program's own batches, as one can't be made; and these gradients
     given state   the batches of an earlier run, and in each step the ranks' buffers
     in float64    the batches of an earlier run, in float64
-    other order   all examples, in another order
+    other order   all examples, in a different order
     one share     one rank's examples, padded to the longest of all
     repeated share  the same, as often as there are ranks: as many examples as all have
     """

@@ -13,7 +13,7 @@ The function for SIGTERM only sets a flag.  After each step the ranks agree: the
 or dist.all_reduce, is the same on all ranks.  A rank must not decide by its own flag.
 """
 SIGNS = {  # where the ranks are, or the error
-    r"checks/common\.py:": "a rank has stopped alone, and another waits for it, so all must base the decision on the same number",
+    r"checks/common\.py:": "a rank has stopped alone, and another waits for it: all must decide by the same number",
     r"killed by SIGTERM": "no function is set for SIGTERM: call signal.signal(signal.SIGTERM, function)",
     r"sys\.exit\(.*was called": "the process ends itself; the function for SIGTERM should only set a flag",
 }

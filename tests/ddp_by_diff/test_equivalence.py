@@ -819,7 +819,7 @@ def turned(x):
         ready="random.seed(0)",
     ),
     "time_first": case(  # (time, batch): the ranks' rows can't be joined
-        "INCONCLUSIVE: one batch: the same examples have another gradient in another order",
+        "INCONCLUSIVE: one batch: the same examples have a different gradient in a different order",
         {"averaging": "ok: .*", "weights": "ok: .*"},
         begin="net = nn.GRU(8, 4); torch.manual_seed(rank)",
         loader="[(torch.randn(5, SIZE, 8), 0) for _ in range(20)]",
@@ -1257,7 +1257,7 @@ def dealt(every):
 EPOCHS = {  # the exit code, and what is said by label; of programs with these parts
     "right": (
         0,
-        {"examples": "480 of 480 examples were read, each once, on one rank", "order": ".* has another order"},
+        {"examples": "480 of 480 examples were read, each once, on one rank", "order": ".* has a different order"},
         {},
     ),
     "padded": (0, {"examples": r"475 of 475 examples were read, [12] of them again .padding."}, {"begin": SHORT}),
@@ -1389,22 +1389,22 @@ EPOCHS = {  # the exit code, and what is said by label; of programs with these p
     ),
     "looks_at_the_data_first": (  # a shape, an average
         0,
-        {"examples": "480 of 480 examples were read, each once, on one rank", "order": ".* has another order"},
+        {"examples": "480 of 480 examples were read, each once, on one rank", "order": ".* has a different order"},
         {"ready": "next(iter(loader))\nfor x, y in loader: net(x)"},
     ),
     "evaluates": (  # the loop is not within no_grad
         0,
-        {"order": ".* has another order"},
+        {"order": ".* has a different order"},
         {"ready": "test = DataLoader(data, 100)", "stepped": "if step == 0: [net(a) for a, _ in test]"},
     ),
     "a_loader_for_each_epoch": (
         0,
-        {"order": ".* has another order"},
+        {"order": ".* has a different order"},
         {"begin": ANEW, "loader": "Anew()", "before": ""},
     ),
     "a_loader_for_each_epoch_after_another": (
         0,
-        {"order": ".* has another order"},
+        {"order": ".* has a different order"},
         {
             "begin": ANEW,
             "ready": "for (x,) in DataLoader(TensorDataset(torch.ones(32, 8)), 8): net(x)",
