@@ -39,16 +39,18 @@ class Change(NamedTuple):
 def weights(facts: Facts, alone: Alone, exact: Alone | None, settings: Check) -> Check:
     """The check.  exact: the same run in float64.  settings: equal learning rates?"""
     limit = limits.UPDATED
-    if not facts.are_forced:  # one process had gradients of its own, with other rounding errors
-        rounding = furthest(each_change(facts, alone, exact)) if exact else facts.rounding_limit
-        if rounding > facts.rounding_limit or exact is None and not facts.is_coarse:
-            return inconclusive(LABEL, UNMEASURED)
-        limit = max(limit, min(facts.rounding_limit, limits.YARDSTICKS * rounding))
     changes = each_change(facts, alone)
     changed = {change.step for change in changes if change.size}
     if not changed:
         return inconclusive(LABEL, UNCHANGED)
     worst = max(changes, key=lambda change: change.far)
+    if (
+        worst.far > limit and not facts.are_forced
+    ):  # one process had gradients of its own, with other rounding errors
+        rounding = furthest(each_change(facts, alone, exact)) if exact else facts.rounding_limit
+        if rounding > facts.rounding_limit or exact is None and not facts.is_coarse:
+            return inconclusive(LABEL, UNMEASURED)
+        limit = max(limit, min(facts.rounding_limit, limits.YARDSTICKS * rounding))
     figures = Figures(worst.far, limit)
     skipped = ", ".join(str(k + 1) for k in facts.steps if k not in changed)
     where = f" {figures}" + f"; not in step {skipped}, where nothing changes" * bool(skipped)
