@@ -51,7 +51,7 @@ ROOMS = {
     "ddp_by_diff/replay/*.py": 640,
     "ddp_by_diff/timeline/*.py": 1975,
     "ddp_by_diff/equivalence/*.py": 3134,
-    "ddp_by_diff/instruments/*.py": 617,
+    "ddp_by_diff/instruments/*.py": 635,
     "dev/**/*.py": 1610,
 }
 

@@ -80,6 +80,7 @@ def of_the_mean(facts: Facts, right: Look | None) -> Check:
             return inconclusive(LABEL, Reason(f"{text}; {DEPENDS}", ""), text, figures)
         if vectors.are_near(got, limits.UPDATED):
             text = equal_in_words(vectors.fit(got[0], own), factors[step], place)
+            text = "before clipping, " * any(one.unclipped for one in steps[step]) + text
         clipped = [vectors.only(one.got, set(bad)) for one in steps[step] if one.unclipped]
         return wrong(text or unlike_in_words(got, own, clipped, place), figures)
 
@@ -149,7 +150,8 @@ def of_the_whole_step(right: Look, check: Check) -> Check:
     if not check.is_right:
         earlier, place, sent, made = furthest_from_alone(right, is_before=True)
         if earlier > limit >= far and not is_part:
-            text = check.text.replace("WRONG: ", "after clipping they are one process's; before, ")
+            text = check.text.replace("WRONG: ", "").replace("before clipping", "before")
+            text = f"after clipping, the gradients are those of one process; {text}"
             return ok(text, Figures(far, limit))
         if earlier > limit:
             own, times = right.alone.notes.steps[place].own, vectors.fit(sent, [made])

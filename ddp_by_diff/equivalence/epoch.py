@@ -36,8 +36,8 @@ UNEQUAL = Reason(
     "if the program takes care of that (DDP's join()), nothing is wrong; else give all as many",
 )
 OWN_DATA = Reason(
-    "each rank has a data set of its own: whether these share examples was not compared",
-    "in a copy, wrap the data set: with ConcatDataset([data]), examples are known by their content",
+    "each rank has a dataset of its own: whether these share examples was not compared",
+    "in a copy, wrap the dataset: with ConcatDataset([data]), examples are known by their content",
 )
 UNREAD = Reason(
     "others may never be read, as one process reads fewer, or not to the end",
@@ -195,15 +195,19 @@ def came(ranks: list[Epoch], runs: Runs) -> Check:
     loaders = [rank.loader for rank in ranks]
     are_numbers = all(rank.first.are_numbers for rank in ranks)
     found = examples.counted([rank.first.counts for rank in ranks])
-    text = f"{found.came} examples were read"
+    text = f"{found.different} examples were read"
     pairs = itertools.combinations([rank.first.batches[:FIRST] for rank in ranks], 2)
     are_known = have_one_dataset(loaders) or not are_numbers
     if are_known and any(one == other for one, other in pairs):
         return Check(LABEL, False, f"{text}, the same on two ranks: {examples.remedy(loaders)}")
     if any(loader.redraws for loader in loaders):
-        return Check(LABEL, True, f"{text}, drawn at random, so they were not counted")
+        return Check(
+            LABEL,
+            True,
+            f"{found.came} examples were read, drawn at random, so they were not counted",
+        )
     if are_numbers:
-        return of_numbers(ranks, loaders, found)
+        return of_numbers(ranks, loaders, found, runs)
     check = examples.why_not_shared_out(found, f"{text}; ", loaders, False)
     return check or of_stream(ranks, f"{text}, each once, on one rank", found.came, runs)
 
@@ -231,14 +235,16 @@ def global_batch(ranks: list[Epoch]) -> int:
     return sum(max(map(len, rank.first.batches)) for rank in ranks)
 
 
-def of_numbers(ranks: list[Epoch], loaders: list[Loader], found: Counted) -> Check:
+def of_numbers(ranks: list[Epoch], loaders: list[Loader], found: Counted, runs: Runs) -> Check:
     """The same, if examples are known by their numbers in the data."""
     batch = global_batch(ranks)
     # What a sampler may add as padding, and what it or its loader may leave out.
     slack = len(ranks) + batch * (not all(loader.is_known for loader in loaders))
     rest = len(ranks) - 1 + batch * any(loader.drops for loader in loaders)
     length = examples.pool_of(loaders)
-    text = f"{found.different} of {length} examples were read"
+    is_one_pool = all(loader.pool == loaders[0].pool for loader in loaders)
+    repeated = found.came - found.different
+    text = f"{found.different}{f' of {length}' * is_one_pool} examples were read"
     is_part = all(len(rank.first.counts) < rank.loader.length for rank in ranks)
     is_shared_out = is_part and found.shared <= slack
     if check := examples.other_number(f"{text}; ", loaders, is_shared_out):
@@ -250,7 +256,8 @@ def of_numbers(ranks: list[Epoch], loaders: list[Loader], found: Counted) -> Che
     check = examples.why_not_shared_out(found, f"{text}; ", loaders, is_proven, slack)
     if not check and all(rank.first.is_whole for rank in ranks):
         check = examples.never_come(found, text, length, len(ranks), rest)
-    repeated = found.came - found.different
+    if not (check or is_one_pool or repeated):  # only one process knows of what these are Subsets
+        return of_stream(ranks, f"{text}, each once, on one rank", found.different, runs)
     second = examples.counted([rank.second.counts for rank in ranks if rank.second])
     if not check and second.shared > len(ranks) >= repeated:
         text += f"; but in the second epoch, {second.shared} of the first {second.different} are on"

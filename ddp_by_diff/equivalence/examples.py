@@ -108,7 +108,7 @@ def remedy(loaders: list[Loader]) -> str:
     if any(subset != subsets[0] for subset in subsets) and all(samplers):
         return "the ranks' Subsets have different examples (random_split: seed it equally)"
     if all(samplers):
-        return f"the ranks' DistributedSamplers have {', '.join(samplers)}"
+        return f"the ranks' DistributedSamplers have {'; '.join(samplers)}"
     has_length = any(loader.length for loader in loaders)  # a stream has none
     return "give each rank its own share" + " (DistributedSampler)" * has_length
 

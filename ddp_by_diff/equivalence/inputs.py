@@ -38,7 +38,8 @@ class Data(Observer):
         found = original(parser, *args, **kwargs)
         for action in parser._actions:
             value, flags = getattr(found[0], action.dest, None), action.option_strings
-            if flags and type(value) is int and "batch" in f"{action.dest} {flags}".lower():
+            name = f"{action.dest} {flags}".lower().replace("batches", "")  # they are counted
+            if flags and type(value) is int and "batch" in name:
                 self.steps.noted.sizes[flags[-1]] = value
         return found
 

@@ -22,7 +22,7 @@ OF_PARTS = "the ranks compute parts of one batch, and their gradients don't add 
 ALONE_RIGHT = "each rank's examples, computed alone, give that rank's gradient"
 NO_GRADIENTS = Reason("not compared, as equal gradients were not found", "settle the others first")
 OWN_DIFFERS = "a rank's examples, computed in one process, don't give that rank's gradient"
-STATE = "training reads what each process changes by its own examples"
+STATE = "training reads what does not change as in one process"
 
 
 class Apart(NamedTuple):
@@ -201,7 +201,7 @@ def one_batch(runs: Runs, look: Look) -> tuple[Check, Look | None]:
             return inconclusive(label, failed, text), None
         look, cause = without, " and ".join(without.left_out)
         if look.is_right:
-            text = f"ok without {cause} {look.figures}; with it, {text}"
+            text = f"ok without {cause} {look.figures}; with all layers, {text}"
         else:
             text += f"; it differs without {names}, too {look.figures}"
     if not look.is_right:

@@ -44,9 +44,8 @@ def weights(facts: Facts, alone: Alone, exact: Alone | None, settings: Check) ->
     if not changed:
         return inconclusive(LABEL, UNCHANGED)
     worst = max(changes, key=lambda change: change.far)
-    if (
-        worst.far > limit and not facts.are_forced
-    ):  # one process had gradients of its own, with other rounding errors
+    if worst.far > limit and not facts.are_forced:
+        # One process had gradients of its own, with other rounding errors.
         rounding = furthest(each_change(facts, alone, exact)) if exact else facts.rounding_limit
         if rounding > facts.rounding_limit or exact is None and not facts.is_coarse:
             return inconclusive(LABEL, UNMEASURED)

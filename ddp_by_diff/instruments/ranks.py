@@ -4,12 +4,15 @@ Who reads the notes: the process that has started the ranks; under torchrun rank
 """
 
 import os
+import random
 import shutil
 import signal
 import sys
 import tempfile
 from collections.abc import Callable
+from pathlib import Path
 
+import numpy
 import torch
 
 import ddp_by_diff.distributed_launcher as launcher
@@ -98,4 +101,15 @@ def open_store(job: Job, place: Place) -> Meeting:
 def be_started_rank(job: Job, folder: str) -> None:
     place = read_place()
     assert place, "the launcher has set RANK and WORLD_SIZE"
+    file = f"{job.command[1].replace('.', '/')}.py" if job.command[0] == "-m" else job.command[0]
+    source = (
+        Path(file).read_text(encoding="utf-8", errors="replace")
+        if Path(file).is_file()
+        else "launch("
+    )
+    if (
+        "launch(" not in source
+    ):  # torchrun starts it: then ranks don't draw the same numbers, as with launch
+        random.seed()
+        numpy.random.seed()
     leave(be_rank(job, place, Folder(folder), None))

@@ -17,7 +17,7 @@ SAME_UP_TO = r"THE SAME as one process, up to rounding, in the 3 steps compared 
 SAME = SAME_UP_TO.format("1e-05")
 DIFFERENT = "DIFFERENT from one process in: "
 BATCH = "DIFFERENT from one process: "
-STATE = BATCH + "training reads what each process changes by its own examples: "
+STATE = BATCH + "training reads what does not change as in one process: "
 TOGETHER = BATCH + "the loss, a layer or the step depends on the composition or the size of the batch"
 UNSEEN = r"INCONCLUSIVE: one batch: a step may use more than weights, buffers and the batches seen .*"
 EXCEPT = r"THE SAME as one process, except for {}, in the 3 steps compared .apart from that, differences below {} .*"
@@ -385,7 +385,7 @@ CASES = {
         begin=USUAL.format("", BUFFER),
     ),
     "usual_that_is_no_buffer": case(
-        TOGETHER + "; or training reads what each process changes by its own examples",
+        TOGETHER + "; or training reads what does not change as in one process",
         nproc=(2, 3),
         begin=USUAL.format("", "usual = torch.zeros(8)"),
     ),
@@ -441,6 +441,22 @@ CASES = {
         SAME_WITH.format("--train_batch 24 --eval_batch 24", 8),
         begin=flags(train_batch=8, eval_batch=8, log_batches=5),
         loss=SUM,
+    ),
+    "flag_for_a_number_of_batches": case(  # which happens to equal the batch
+        SAME_WITH.format("--batch 24", 8),
+        begin=flags(batch=8, warmup_batches=8),
+        optimizer="torch.optim.SGD(net.parameters(), 0.1 / args.warmup_batches)",
+    ),
+    "clip_then_divide": case(
+        DIFFERENT + "averaging",
+        {"averaging": "WRONG: before clipping, 3 times one process's gradients: the ranks' sum, not their mean"},
+        model="net",
+        got="average(net.parameters(), n)" + CLIP + "\nfor p in net.parameters(): p.grad /= n",
+    ),
+    "drawn_without_a_seed": case(  # torchrun's processes have random numbers of their own
+        DIFFERENT + "examples",
+        {"examples": r".*example \d+ of the data is not the same on rank 1 as on rank 0: .*"},
+        begin="rows = list(range(480)); random.shuffle(rows); data = TensorDataset(*data[rows])",
     ),
     "flag_of_a_micro_batch": case(
         SAME_WITH.format("--batch 24", 8),
@@ -614,7 +630,7 @@ if n > 1: fully_shard(net)""",
     ),
     "sum_then_clip": case(  # which hides the factor
         SAME_UP_TO.format(".*"),
-        {"averaging": "ok: after clipping they are one process's; before, 3 times one process's gradients: .*"},
+        {"averaging": "ok: after clipping, the gradients are those of one process; before, 3 times one process's .*"},
         model="net",
         got="average(net.parameters(), n)" + CLIP + CLAMP,
     ),
@@ -1245,6 +1261,7 @@ class Classes:  # 4 batches of all ranks together: 4 of the 8 examples of 6 of 1
 SIZES = "batches = [[j for j in range(24 * k, 24 * k + 24) if j % (n + 1) % n == rank] for k in range(20)]"
 LISTED = "listed = torch.randperm(480, generator=torch.Generator().manual_seed(2)).tolist()"
 LISTS = "DataLoader(data, batch_sampler=[listed[k : k + 24][rank::n] for k in range(0, 480, 24)])"
+HALF = "data = torch.utils.data.Subset(data, range(rank, 240 if n > 1 else 480, n))"
 ONCE = "examples were read, each once, on one rank"
 
 
@@ -1284,7 +1301,7 @@ EPOCHS = {  # the exit code, and what is said by label; of programs with these p
     ),
     "same_examples": (
         1,
-        {"examples": r"(960|1440) examples were read, the same on two ranks: give each rank its own share .*"},
+        {"examples": "480 examples were read, the same on two ranks: give each rank its own share .*"},
         {"loader": "DataLoader(data, SIZE, shuffle=True)", "before": ""},
     ),
     "unequal": (  # rank 0 has more; nobody averages, so it does not wait
@@ -1340,8 +1357,18 @@ EPOCHS = {  # the exit code, and what is said by label; of programs with these p
     ),
     "subset_and_sampler": (
         1,
-        {"examples": r"\d+ of 480 examples were read, \d+ are never read: as if each rank took its share .*"},
+        {"examples": r"\d+ examples were read, \d+ are never read: as if each rank took its share .*"},
         {"begin": "data = torch.utils.data.Subset(data, range(rank, 480, n))"},
+    ),
+    "subsets_of_a_half": (  # no rank has the rest, but one process does
+        1,
+        {"examples": f"240 {ONCE}; 480 in one process, so 240 are never read"},
+        {"begin": HALF, "loader": "DataLoader(data, SIZE)", "before": ""},
+    ),
+    "subsets": (
+        0,
+        {"examples": f"480 {ONCE}; 480 in one process"},
+        {"begin": HALF.replace("240", "480"), "loader": "DataLoader(data, SIZE)", "before": ""},
     ),
     "replacement": (
         0,
@@ -1433,7 +1460,7 @@ EPOCHS = {  # the exit code, and what is said by label; of programs with these p
     ),
     "shards_of_unequal_length": (
         2,
-        {"verdict": "INCONCLUSIVE: examples: each rank has a data set of its own: .*"},
+        {"verdict": "INCONCLUSIVE: examples: each rank has a dataset of its own: .*"},
         {
             "begin": "data = TensorDataset(*(one[rank::n][: 160 - rank] for one in data.tensors))",
             "loader": "DataLoader(data, 8, shuffle=True)",
