@@ -470,7 +470,7 @@ def part_of_an_optimizer(heading, folder):
     return taken == ["body.weight", "body.bias"]
 
 
-FOLDERS_OF_RANKS = "torch.distributed.checkpoint: another number of ranks"
+FOLDERS_OF_RANKS = "torch.distributed.checkpoint: a different number of ranks"
 
 
 def adam_run(is_alone=False, lr=0.01):
@@ -697,7 +697,7 @@ WITH_ANY_NUMBER = {
     "A stream: each example once, in equal steps": once_and_in_equal_steps,
     "Seeds of DataLoader workers": worker_seeds,
     "Skipping a bad batch on all ranks": skipped,
-    "The same global batch on another number of GPUs": same_global_batch,
+    "The same global batch on a different number of GPUs": same_global_batch,
     "An exact evaluation": exact_evaluation,
     "AUC, F1, correlation": scored,
     FOLDERS_OF_RANKS: another_number_of_ranks,
