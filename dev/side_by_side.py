@@ -344,7 +344,7 @@ def replay_html(script: str) -> str:
     page = next(step.replay for step in STEPS if step.script == script)
     if not page.exists():
         return ""
-    return f'<p><a href="{page.relative_to(PAGE.parent)}">Step through {script}</a>, line by line on all ranks.</p>\n'
+    return f' <a href="{page.relative_to(PAGE.parent)}">Step through it</a>.'
 
 
 def pair_html(before: str, after: str) -> str:
@@ -353,9 +353,8 @@ def pair_html(before: str, after: str) -> str:
     adds = next(step.adds for step in STEPS if step.script == after)
     heads = "".join(f'<th scope=col><a href="../{path}">{path}</a>' for path in (before, after))
     html = f'<section id="{key(before, after)}">\n<h2>{before} → {after}</h2>\n'
-    html += f"<p><b>+{added} −{removed}</b> lines. {prose.html(adds[:1].upper() + adds[1:])}.</p>\n"
+    html += f"<p><b>+{added} −{removed}</b> lines. {prose.html(adds[:1].upper() + adds[1:])}.{replay_html(after)}</p>\n"
     html += picture_html(before, after)
-    html += replay_html(after)
     html += f"<table>\n<thead><tr>{heads}</thead>\n"
     parts, number = compared(before, after), 0
     for part in parts:

@@ -181,15 +181,18 @@ def join(batches: list, only: int | None = None, order: torch.Generator | None =
 
 
 def is_made_of(value: Any, parts: list) -> bool:
-    """Whether the ranks' parts hold all numbers of `value`, in any order, along any dimension.
+    """Whether the ranks' parts hold all numbers of `value`, in any order, along another dimension.
 
-    True if each rank has its part of a sequence.  A tensor may be the same on all ranks.
+    True if each rank has its part of each sequence.  A tensor may be the same on all ranks.  Parts
+    along the first dimension are compared row by row, as numbers in a row may be in another order.
     """
     is_shared = False
     for tensors in zip(tensors_in(value), *[tensors_in(part) for part in parts], strict=False):
         whole, *some = [tensor.detach().cpu() for tensor in tensors]
         if all(tensor.equal(whole) for tensor in some):
             continue
+        if any(tensor.shape[:1] != whole.shape[:1] for tensor in some):
+            return False
         numbers = torch.cat([tensor.flatten() for tensor in some]).sort().values
         if numbers.dtype != whole.dtype or not numbers.equal(whole.flatten().sort().values):
             return False
