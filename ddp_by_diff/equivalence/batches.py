@@ -191,10 +191,10 @@ def is_made_of(value: Any, parts: list) -> bool:
         whole, *some = [tensor.detach().cpu() for tensor in tensors]
         if all(tensor.equal(whole) for tensor in some):
             continue
-        if any(tensor.shape[:1] != whole.shape[:1] for tensor in some):
-            return False
+        are_rows = any(tensor.shape[:1] != whole.shape[:1] for tensor in some)
         numbers = torch.cat([tensor.flatten() for tensor in some]).sort().values
-        if numbers.dtype != whole.dtype or not numbers.equal(whole.flatten().sort().values):
+        is_other = are_rows or numbers.dtype != whole.dtype
+        if is_other or not numbers.equal(whole.flatten().sort().values):
             return False
         is_shared = True
     return is_shared

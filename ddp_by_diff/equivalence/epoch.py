@@ -201,11 +201,8 @@ def came(ranks: list[Epoch], runs: Runs) -> Check:
     if are_known and any(one == other for one, other in pairs):
         return Check(LABEL, False, f"{text}, the same on two ranks: {examples.remedy(loaders)}")
     if any(loader.redraws for loader in loaders):
-        return Check(
-            LABEL,
-            True,
-            f"{found.came} examples were read, drawn at random, so they were not counted",
-        )
+        drawn = f"{found.came} examples were read, drawn at random, so they were not counted"
+        return Check(LABEL, True, drawn)
     if are_numbers:
         return of_numbers(ranks, loaders, found, runs)
     check = examples.why_not_shared_out(found, f"{text}; ", loaders, False)

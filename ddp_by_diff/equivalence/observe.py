@@ -230,7 +230,7 @@ class Progress(Observer):
             return
         if noted.rank == 0:
             source = self.steps.source
-            run = source.name if source else f"{noted.world_size} processes"
+            run = f"one process, {source.kind}" if source else f"{noted.world_size} processes"
             show(f"equivalence: {run}, step {len(noted.counts)} of {length + 1}", self.terminal)
         if self.steps.is_last:
             raise Finished

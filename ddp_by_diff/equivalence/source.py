@@ -43,9 +43,9 @@ class Source(Observer):
         """per_step: of runs.py.  left_out: kinds of layers.  given: rank, batches."""
         self.facts, self.kind, self.per_step, self.left_out = facts, kind, per_step, left_out
         vars(self).update(given)
-        self.name = f"one process, {kind}"
         self.matched: dict[str, bool] = {}  # whether the ranks had such a weight, in some step
         self.taken: dict[str, int] = {}  # examples of the first step's own batches, by digest
+        self.left: dict[tuple[str, int], list[Event]] = {}  # of a step, what no batch has got yet
         self.noted: dict[tuple[str, int], tuple] = {}  # what the program got, and the state
 
     def installed(self) -> None:
@@ -77,9 +77,10 @@ class Source(Observer):
             plain, state = self.batches[key, number]
             return self.in_format(batches.from_plain(plain, own=value)), state
         takes = self.per_step.get(key, self.facts.per_step(key))
-        if number < takes and key in self.facts.keys[:1]:
-            self.taken[digest(own.value)] = count_in(own)
         state, events = own.state, self.events_of_ranks(key, number, own)
+        if number < takes and key in self.facts.keys[:1]:
+            names = [digest(event.value) for event in (own, *events)]
+            self.taken["".join(names)] = count_in(own)  # once: LBFGS repeats it
         if not events:
             if not self.facts.per_step(key) and step <= len(self.facts.steps):
                 self.joined_in = step  # whether it has the ranks' examples is not known
@@ -111,13 +112,13 @@ class Source(Observer):
         takes = self.per_step.get(key, ranks_take)
         events = [share[number] for share in shares if number < len(share)]
         if takes != ranks_take:  # its batches are joined of fewer or more of the step's events
-            step, part = divmod(number, max(1, takes))
-            every: list[Event] = []
-            for place in range(step * ranks_take, (step + 1) * ranks_take):
-                every += [share[place] for share in shares if place < len(share)]
-            size, name = len(every) // max(1, takes), digest(own.value)
-            same = [event for event in every if digest(event.value) == name]  # in another place
-            events = same[:1] or every[part * size : (part + 1) * size]
+            step = number // max(1, takes)
+            places = range(step * ranks_take, (step + 1) * ranks_take)
+            every = [share[place] for place in places for share in shares if place < len(share)]
+            left = self.left.setdefault((key, step), [*every])
+            same = [event for event in left if digest(event.value) == digest(own.value)]
+            events = same[:1] or left[: len(every) // max(1, takes)]
+            left[:] = [event for event in left if not any(event is one for one in events)]
         if self.kind == "repeated share":
             events = events[self.rank : self.rank + 1] * len(events)
         return events if len(events) > self.rank else []

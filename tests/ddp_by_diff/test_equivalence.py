@@ -307,6 +307,21 @@ def flags(**sizes):
     return "\n".join([*lines, "args, _ = parser.parse_known_args()", f"SIZE = args.{next(iter(sizes))}"])
 
 
+FLIPS = """
+class Flips(TensorDataset):
+    def __getitem__(self, k):
+        x, y = super().__getitem__(k)
+        return (x.flip(0) if random.random() < 0.5 else x), y
+data = Flips(*data.tensors)"""
+DRAWN = """
+many = TensorDataset(torch.randn(10**5, 8), torch.randint(4, (10**5,)))
+torch.manual_seed(rank)
+def drawn(): return many[torch.randint(10**5, (6,))]
+def accumulate(x, y):
+    loss, following = F.cross_entropy(model(x), y) / (4 // n), drawn()
+    loss.backward()
+    return following
+ahead = drawn()"""
 FLAG, CONSTANT = flags(batch=8), "SIZE = 8"
 SUM = "F.cross_entropy(model(x), y, reduction='sum') / SIZE"
 ADDED = {"model": "net", "got": "average(net.parameters(), n)"}  # up, and not divided
@@ -452,6 +467,20 @@ CASES = {
         {"averaging": "WRONG: before clipping, 3 times one process's gradients: the ranks' sum, not their mean"},
         model="net",
         got="average(net.parameters(), n)" + CLIP + "\nfor p in net.parameters(): p.grad /= n",
+    ),
+    "flips": case(  # the one process draws others for the same examples
+        SAME_WITH.format("--batch 24", 8),
+        begin=flags(batch=8) + FLIPS,
+    ),
+    "draws_in_advance": case(  # as nanoGPT does; each process accumulates its share of four batches
+        SAME_UP_TO.format(".*"),
+        {"examples": r"12 \+ 12 per step, none of them .*"},
+        nproc=(2,),
+        begin=DRAWN,
+        loader="[(0, 0)] * 10",
+        before="x, y = ahead",
+        loss="0",
+        backward="for k in range(4 // n): ahead = accumulate(*ahead)",
     ),
     "drawn_without_a_seed": case(  # torchrun's processes have random numbers of their own
         DIFFERENT + "examples",
