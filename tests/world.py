@@ -270,6 +270,7 @@ for line in sys.stdin:
     print(os.waitstatus_to_exitcode(status), flush=True)
 else:
     sys.exit()
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job in the background ignores it
 for fd, (file, mode) in enumerate([(os.devnull, os.O_RDONLY), (job["out"], os.O_WRONLY), (job["err"], os.O_WRONLY)]):
     os.dup2(os.open(file, mode | os.O_CREAT), fd)
 sys.stdout = open(1, "w", closefd=False)  # not frozen: distributed_launcher.py looks for open files
