@@ -246,7 +246,10 @@ def _digits(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return digits in Pillow's font, turned, scaled, moved, faded and noisy: uint8 [count, 1, 28, 28], and labels."""
     from PIL import Image, ImageDraw, ImageFont  # only this function needs Pillow
 
-    glyphs = torch.zeros(10, 1, 28, 28)
+    def zeros(*shape: int) -> torch.Tensor:  # float32, whatever the default dtype is, so the digits are always the same
+        return torch.zeros(shape, dtype=torch.int32).view(torch.float32)
+
+    glyphs = zeros(10, 1, 28, 28)
     for digit in range(10):
         glyph = Image.new("L", (28, 28))
         ImageDraw.Draw(glyph).text((14, 14), str(digit), font=ImageFont.load_default(24), fill=255, anchor="mm")
@@ -255,7 +258,7 @@ def _digits(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
 
     def uniform(low: float, high: float, *shape: int) -> torch.Tensor:
-        return torch.empty(count, *shape).uniform_(low, high, generator=generator)
+        return zeros(count, *shape).uniform_(low, high, generator=generator)
 
     labels = torch.randint(10, (count,), generator=generator)
     angle, scale = uniform(-0.6, 0.6), uniform(0.75, 1.25)

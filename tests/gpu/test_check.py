@@ -17,10 +17,10 @@ def test_parts_and_one_that_fails(machine, tmp_path):
     assert run.code == 1 and len(results) == 2, run.out + run.err[-3000:]
     failed = "FAILED (exit code 2): distributed: 3 processes, but 1 visible GPU"
     assert results["mnist_ddp, one process per card"].startswith(failed)
-    pattern = r"loss ([\d.]+), accuracy ([\d.]+) %, (\d+) images/s"
+    pattern = r"loss ([\d.]+), accuracy ([\d.]+) %, ([\d,]+) images/s"
     found = re.fullmatch(pattern, results["mnist_ddp, two on one card, gloo"])
     assert found, (results, run.err[-3000:])
-    figures = found.groups()
+    figures = [figure.replace(",", "") for figure in found.groups()]
     assert {"table.md", "mnist_ddp_two_on_one_card_gloo.log"} <= {file.name for file in (tmp_path / "out").iterdir()}
     text = (tmp_path / "report.json").read_text()
     report = json.loads(text)
