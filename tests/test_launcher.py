@@ -561,14 +561,14 @@ import distributed_launcher
 def worker(rank, n):
     c = ctypes.CDLL(None)
     c.strdup.restype = pointer = ctypes.c_void_p
-    for function, argument in (c.system, c.strdup(b"touch ended%d" % rank)), (c.sleep, 6):  # the last one runs first
+    for function, argument in (c.system, c.strdup(b"touch ended%d" % rank)), (c.sleep, 12):  # the last one runs first
         c.__cxa_atexit(ctypes.cast(function, pointer), pointer(argument), None)  # after Python's own end
     open(f"returned{rank}", "w").close()
     return 7
 
 def ask():
     while not (os.path.exists("returned0") and os.path.exists("returned1")): time.sleep(0.01)
-    for _ in range(3):
+    for _ in range(8):  # on a slow machine, one table answers several signals
         time.sleep(1)
         os.kill(os.getpid(), signal.SIGUSR1)
 
@@ -589,7 +589,7 @@ def test_a_rank_that_has_finished_is_not_failed_by_those_who_look_at_it(tmp_path
     done = shell("-m", "mine", cwd=tmp_path, path=[ROOT])
     assert (done.code, done.out) == (0, "result 7\n"), done
     assert sorted(path.name for path in tmp_path.glob("ended*")) == ["ended0", "ended1"]
-    assert "where each rank is:" in done.err, done  # by SIGUSR1, or because they have not ended
+    assert done.err.count("where each rank is:") >= 2, done  # by SIGUSR1, and because they have not ended
 
 
 AT_HOME = """
