@@ -246,7 +246,7 @@ def _digits(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return digits in Pillow's font, turned, scaled, moved, faded and noisy: uint8 [count, 1, 28, 28], and labels."""
     from PIL import Image, ImageDraw, ImageFont  # only this function needs Pillow
 
-    def zeros(*shape: int) -> torch.Tensor:  # float32, whatever the default dtype is, so the digits are always the same
+    def zeros(*shape: int) -> torch.Tensor:  # float32 also where equivalence makes all float32 float64: the same digits
         return torch.zeros(shape, dtype=torch.int32).view(torch.float32)
 
     glyphs = zeros(10, 1, 28, 28)

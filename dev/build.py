@@ -57,7 +57,7 @@ def steps() -> str:
 
 def _as_link(parent: str, script: str) -> str:
     """The size of a diff; on the site it is a link, but GitHub would show the source of that page."""
-    page = f"docs/side_by_side.html#{Path(parent).stem}..{Path(script).stem}"
+    page = f"docs/side_by_side.html#{side_by_side.key(parent, script)}"
     return f"{lines(parent, script)} from `{parent}`<!--site  ([diff]({page}))-->"
 
 

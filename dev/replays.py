@@ -76,14 +76,13 @@ def add_links(page: Path, name: str, run: Run) -> None:
         f'<a href="../../README.md">ddp-by-diff</a> › <a href="../replay.md">replay</a>. Look for: {hint}. '
         f"Recorded with <code>--nproc {run.nproc} {run.command}</code>"
     )
-    data = read_data(page)
-    starts = (k for k, row in enumerate(data["rows"], 1) if run.start in data["files"][row[0]][1][row[1] - 1])
-    data["start"] = next(starts) if run.start else data["start"]
-    text = page.read_text(encoding="utf-8")
+    text, data = page.read_text(encoding="utf-8"), read_data(page)
+    if run.start:
+        starts = (k for k, row in enumerate(data["rows"], 1) if run.start in data["files"][row[0]][1][row[1] - 1])
+        text = re.sub(r'"start":\d+', f'"start":{next(starts)}', text, count=1)
     text = re.sub(r"<(title|h1)>.*?<", lambda match: f"<{match[1]}>{title}<", text)
     text = text.replace('<p id="about" class="small">', f'<p id="about" class="small">{about}')
-    packed = json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
-    page.write_text(re.sub("const data = .*;\n", lambda _: f"const data = {packed};\n", text), encoding="utf-8")
+    page.write_text(text, encoding="utf-8")
 
 
 def read_data(page: Path) -> dict:

@@ -16,14 +16,18 @@ class Step(NamedTuple):
     adds: str
 
     @property
+    def name(self) -> str:
+        return Path(self.script).stem.removeprefix("mnist_")
+
+    @property
     def picture(self) -> Path:
         """The picture by dev/timelines.py; not each step has one."""
-        return ROOT / "docs/timelines" / f"{Path(self.script).stem.removeprefix('mnist_')}.svg"
+        return ROOT / "docs/timelines" / f"{self.name}.svg"
 
     @property
     def replay(self) -> Path:
         """The page by dev/replays.py; not each step has one."""
-        return ROOT / "docs/replays" / f"{Path(self.script).stem.removeprefix('mnist_')}.html"
+        return ROOT / "docs/replays" / f"{self.name}.html"
 
 
 GROUPS = {

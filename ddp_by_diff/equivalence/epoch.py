@@ -238,8 +238,7 @@ def of_numbers(ranks: list[Epoch], loaders: list[Loader], found: Counted, runs: 
     # What a sampler may add as padding, and what it or its loader may leave out.
     slack = len(ranks) + batch * (not all(loader.is_known for loader in loaders))
     rest = len(ranks) - 1 + batch * any(loader.drops for loader in loaders)
-    length = examples.pool_of(loaders)
-    is_one_pool = all(loader.pool == loaders[0].pool for loader in loaders)
+    length, is_one_pool = examples.pool_of(loaders), examples.have_one_pool(loaders)
     repeated = found.came - found.different
     text = f"{found.different}{f' of {length}' * is_one_pool} examples were read"
     is_part = all(len(rank.first.counts) < rank.loader.length for rank in ranks)

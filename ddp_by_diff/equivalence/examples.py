@@ -104,13 +104,17 @@ def remedy(loaders: list[Loader]) -> str:
     if any(loader.redraws for loader in loaders):
         return "let each rank draw its own examples (another seed on each rank)"
     samplers = [loader.sampler for loader in loaders]
-    subsets = [sorted(loader.pool or []) for loader in loaders]
-    if any(subset != subsets[0] for subset in subsets) and all(samplers):
+    if all(samplers) and not have_one_pool(loaders):
         return "the ranks' Subsets have different examples (random_split: seed it equally)"
     if all(samplers):
         return f"the ranks' DistributedSamplers have {'; '.join(samplers)}"
     has_length = any(loader.length for loader in loaders)  # a stream has none
     return "give each rank its own share" + " (DistributedSampler)" * has_length
+
+
+def have_one_pool(loaders: list[Loader]) -> bool:
+    """Whether the ranks' Subsets, if there are any, have the same examples."""
+    return all(sorted(loader.pool or []) == sorted(loaders[0].pool or []) for loader in loaders)
 
 
 def other_number(text: str, loaders: list[Loader], is_shared_out: bool) -> Check | None:
