@@ -23,6 +23,7 @@ from torchvision import datasets
 from world import ROOT, forker, run_in_a_group_of_one
 
 import data
+from ddp_by_diff.equivalence.formats import InFloat64
 
 CPU = torch.device("cpu")
 
@@ -368,3 +369,15 @@ def test_real_mnist():
     mean = (shares * shades).sum().item()
     std = (shares * (shades - mean) ** 2).sum().item() ** 0.5
     assert (round(mean, 4), round(std, 4)) == (train.mean[0], train.std[0])
+
+
+def test_the_digits_are_the_same_in_float64():
+    """equivalence measures rounding in a run in float64, which must have the same images."""
+    expected = data.load("synthetic", "")[0].images
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with InFloat64():
+            assert data.load("synthetic", "")[0].images.equal(expected)
+    finally:
+        torch.set_default_dtype(default)

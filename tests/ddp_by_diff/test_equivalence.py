@@ -1406,7 +1406,7 @@ EPOCHS = {  # the exit code, and what is said by label; of programs with these p
     ),
     "replacement_alike": (
         1,
-        {"examples": r"\d+ examples were read, the same on two ranks: let each rank draw its own examples .*"},
+        {"examples": r"1\d\d examples were read, the same on two ranks: let each rank draw its own examples .*"},
         {"loader": f"DataLoader(data, SIZE, sampler={DRAW}(data, True, 480 // n))", "before": ""},
     ),
     "drawn_again": (  # classes, of which some examples are drawn
