@@ -3,6 +3,8 @@
 And is that what one process's optimizer would receive, after its own program has clipped it?
 """
 
+import re
+
 import torch
 
 from ddp_by_diff.equivalence import limits, one_batch, vectors, verdict
@@ -68,9 +70,8 @@ def of_the_mean(facts: Facts, right: Look | None) -> Check:
     differ = [[vectors.only(got, set(bad)) for got in in_step] for in_step in gots]
     if check := sent_coarsely(facts, differ, goals, figures):
         return check
-    names = set().union(*goals)
-    place = f" of {len(bad)} of {len(names)} tensors ({verdict.some_of(bad)})"
-    place *= len(bad) < len(names)
+    tensors = len(set().union(*goals))
+    place = f" of {len(bad)} of {tensors} tensors ({verdict.some_of(bad)})" * (len(bad) < tensors)
 
     def explained(step: int) -> Check:
         own = [vectors.only(part, set(bad)) for part in facts.owns[step]]
@@ -88,8 +89,10 @@ def of_the_mean(facts: Facts, right: Look | None) -> Check:
     check = checks.get(worst) or explained(worst)
     if check.is_right is None or len({one.text for one in checks.values()}) == 1:
         return check
-    same = [str(k + 1) for k, one in checks.items() if one == check]
-    return check._replace(text=check.text.replace("WRONG:", f"WRONG in step {', '.join(same)}:"))
+    same = ", ".join(str(k + 1) for k, one in checks.items() if one == check)
+    kinds = {re.sub(r"\d", "", one.text) for one in checks.values()}  # without their numbers
+    where = f"in {'each step, such as ' * (len(kinds) == 1)}step {same}"
+    return check._replace(text=check.text.replace("WRONG:", f"WRONG {where}:"))
 
 
 def before(step: Step) -> Vector:

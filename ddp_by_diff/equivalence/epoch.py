@@ -28,7 +28,7 @@ NO_LOADER = Reason(
 )
 OTHER_LOADERS = Reason(
     "only one DataLoader was followed, and others, too, gave batches before each backward pass",
-    "in a copy, train with another one only",
+    "in a copy, train with the other DataLoader only, so that its examples are counted",
 )
 WHOLE = "let the loop read its DataLoader to the end (no break, no islice), and begin another epoch"
 UNEQUAL = Reason(
@@ -178,8 +178,7 @@ def batches(ranks: list[Epoch]) -> Check:
         waits = any(rank.second is None for rank in cut)
         least, most = counts.index(min(counts)), counts.index(max(counts))
         text += " or more" * waits
-        text += f": rank {ranks[least].rank} has {counts[least]}, "
-        text += f"rank {ranks[most].rank} {counts[most]}"
+        text += f": rank {least} has {counts[least]}, rank {most} {counts[most]}"
         if not waits:
             return inconclusive("batches", UNEQUAL, text)
         return Check("batches", False, f"{text}; ranks with more wait for the others forever")

@@ -105,11 +105,11 @@ def remedy(loaders: list[Loader]) -> str:
         return "let each rank draw its own examples (another seed on each rank)"
     samplers = [loader.sampler for loader in loaders]
     if all(samplers) and not have_one_pool(loaders):
-        return "the ranks' Subsets have different examples (random_split: seed it equally)"
+        return "the ranks' Subsets have different examples: split with the same seed on all ranks"
     if all(samplers):
         return f"the ranks' DistributedSamplers have {'; '.join(samplers)}"
-    has_length = any(loader.length for loader in loaders)  # a stream has none
-    return "give each rank its own share" + " (DistributedSampler)" * has_length
+    tool = " (DistributedSampler)" * any(loader.length for loader in loaders)  # not for a stream
+    return f"give each rank its own share{tool}"
 
 
 def have_one_pool(loaders: list[Loader]) -> bool:

@@ -458,7 +458,7 @@ OTHER_WEIGHTS = Reason(
 )
 ORDER = Reason(
     "the same examples have a different gradient in a different order",
-    "in a copy, make each row of each tensor one example (batch_first=True)",
+    "in a copy, let a DataLoader give all it uses, one example in each row (batch_first=True)",
 )
 OTHERWISE = Reason(
     "a step may use more than weights, buffers and the batches seen (a generator, rows it picks)",

@@ -85,9 +85,7 @@ class Fit(NamedTuple):
 def fit(target: Vector, parts: list[Vector]) -> Fit:
     """The factors of the parts, so that their sum is as near to the target as possible."""
     count = len(parts)
-    rows = []
-    for part in parts:
-        rows.append([dot(part, other) for other in (*parts, target)])
+    rows = [[dot(part, other) for other in (*parts, target)] for part in parts]
     equations = torch.tensor(rows, dtype=torch.float64)
     products, right = equations[:, :-1], equations[:, -1:]
     if not equations.isfinite().all():  # lstsq would fail

@@ -4,16 +4,20 @@ Who reads the notes: the process that has started the ranks; under torchrun rank
 """
 
 import os
+import pickle
 import random
 import shutil
 import signal
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
+from typing import Any
 
 import numpy
 import torch
+from torch import distributed as torch_dist
 
 import ddp_by_diff.distributed_launcher as launcher
 from ddp_by_diff import distributed as dist
@@ -101,15 +105,25 @@ def open_store(job: Job, place: Place) -> Meeting:
 def be_started_rank(job: Job, folder: str) -> None:
     place = read_place()
     assert place, "the launcher has set RANK and WORLD_SIZE"
-    file = f"{job.command[1].replace('.', '/')}.py" if job.command[0] == "-m" else job.command[0]
-    source = (
-        Path(file).read_text(encoding="utf-8", errors="replace")
-        if Path(file).is_file()
-        else "launch("
-    )
-    if (
-        "launch(" not in source
-    ):  # torchrun starts it: then ranks don't draw the same numbers, as with launch
+    original = torch_dist.init_process_group
+    torch_dist.init_process_group = partial(group_begins, original, random_numbers())
+    leave(be_rank(job, place, Folder(folder), None))
+
+
+def group_begins(original: Callable, begun: bytes, *args: Any, **kwargs: Any) -> None:
+    """Begin the program's process group; let ranks draw numbers as under torchrun, if it uses that.
+
+    torchrun's processes draw different numbers of `random` and NumPy until the program seeds them;
+    those of `launch` draw the same.  begun: the generators' states at the program's first line.
+    """
+    frames = traceback.walk_stack(None)
+    is_launched = any(frame.f_code.co_name == "launch" for frame, _ in frames)
+    if not is_launched and random_numbers() == begun:  # neither seeded nor drawn before
         random.seed()
         numpy.random.seed()
-    leave(be_rank(job, place, Folder(folder), None))
+    original(*args, **kwargs)
+
+
+def random_numbers() -> bytes:
+    """The states of the generators that torch's own seed leaves alone."""
+    return pickle.dumps((random.getstate(), numpy.random.get_state()))

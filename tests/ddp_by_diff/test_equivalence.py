@@ -322,6 +322,14 @@ def accumulate(x, y):
     loss.backward()
     return following
 ahead = drawn()"""
+REWARDS = """
+rewards, teacher = torch.randn(480), nn.Linear(8, 4)
+torch.manual_seed(rank)
+def loss_of(rows):
+    x = data.tensors[0][rows]
+    with torch.no_grad():
+        target = rewards[rows] + teacher(x).amax(1)
+    return F.mse_loss(model(x).amax(1), target)"""
 FLAG, CONSTANT = flags(batch=8), "SIZE = 8"
 SUM = "F.cross_entropy(model(x), y, reduction='sum') / SIZE"
 ADDED = {"model": "net", "got": "average(net.parameters(), n)"}  # up, and not divided
@@ -651,6 +659,11 @@ if n > 1: fully_shard(net)""",
         optimizer="torch.optim.SGD(net.parameters(), 0.3 / n, momentum=0.9)",
         got="average(net.parameters(), n)",
     ),
+    "class_weights": case(  # each rank divides by the sum of its own examples' weights
+        DIFFERENT + "averaging",
+        {"averaging": r"WRONG in each step, such as step \d: the ranks are weighted 33.* examples, tokens .*"},
+        loss="F.cross_entropy(model(x), y, torch.tensor([1.0, 2, 3, 4]))",
+    ),
     "last_batch": case(
         DIFFERENT + "averaging",
         {"examples": r"11-12 \+ 10-12 per step, none .*", "averaging": "WRONG in step 2: .* examples, tokens .*"},
@@ -869,6 +882,19 @@ def turned(x):
         begin="net = nn.GRU(8, 4); torch.manual_seed(rank)",
         loader="[(torch.randn(5, SIZE, 8), 0) for _ in range(20)]",
         loss="model(x)[0][-1].square().mean()",
+    ),
+    "rewards_of_drawn_rows": case(  # neither a model nor a loss is given them
+        "INCONCLUSIVE: one batch: the same examples have a different gradient in a different order",
+        {"to settle it": "in a copy, let a DataLoader give all it uses, .*", "averaging": "ok: .*"},
+        begin=REWARDS,
+        loader="[(0, 0)] * 10",
+        loss="loss_of(torch.randint(480, (SIZE,)))",
+    ),
+    "rewards_of_a_loader": case(  # what that says
+        SAME,
+        begin=REWARDS,
+        loader="DataLoader(TensorDataset(torch.arange(480), data.tensors[1]), SIZE, sampler=DistributedSampler(data))",
+        loss="loss_of(x)",
     ),
     "graphs": case(
         "INCONCLUSIVE: one batch: a batch has parts that don't have one row for each example",

@@ -102,6 +102,32 @@ def test_one_process_and_two_of_a_program_in_another_folder(tmp_path):
     assert done.code == 0 and imported_own(done, 2), done
 
 
+DRAWS = """
+import random, numpy, torch.distributed
+def train(*_):
+    {group}
+    drawn = [None] * 2
+    torch.distributed.all_gather_object(drawn, (random.random(), numpy.random.rand()))
+    print("drew the same" if drawn[0] == drawn[1] else "drew", len({{*drawn[0], *drawn[1]}}), "numbers")
+"""
+BY_TORCHRUN, SEEDED = "torch.distributed.init_process_group('gloo')", "random.seed(0); numpy.random.seed(0); "
+WHO_STARTS = {  # the group, what follows at the file's end, and what is printed
+    "launch": ("start.distributed.init_process_group()", "import start\nstart.begin(train)", "drew the same 2 numbers"),
+    "torchrun": (BY_TORCHRUN, "train()", "drew 4 numbers"),
+    "torchrun, after a seed": (SEEDED + BY_TORCHRUN, "train()", "drew the same 2 numbers"),
+}
+
+
+@pytest.mark.parametrize("who", WHO_STARTS)
+def test_ranks_draw_as_those_of_launch_or_as_those_of_torchrun(who, tmp_path):
+    """As without the tool: launch, which another file calls here, gives its caller's numbers to all ranks."""
+    group, end, said = WHO_STARTS[who]
+    (tmp_path / "start.py").write_text("import distributed\ndef begin(train): distributed.launch(train)")
+    (tmp_path / "train.py").write_text(DRAWS.format(group=group) + end)
+    done = forker().run("-m", "ddp_by_diff.timeline", "train.py", path=[ROOT], cwd=tmp_path)
+    assert done.out.count(said) == 2, done
+
+
 def test_without_torchrun_the_ranks_meet_at_a_store_of_rank_0(monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
