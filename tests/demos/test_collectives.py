@@ -53,7 +53,7 @@ def test_the_drawing_of_a_step_is_what_ddp_computes():
         return model.weight.grad.item()
 
     assert gradient(model, slice(None)) == mean, "one process, with the whole batch"
-    mine = slice(2 * dist.get_rank(), 2 * dist.get_rank() + 2)
+    mine = slice(dist.get_rank(), None, 2)
     model.zero_grad()
     assert gradient(model, mine) == local[dist.get_rank()]
     model.zero_grad()
