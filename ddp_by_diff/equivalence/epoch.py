@@ -165,7 +165,7 @@ def answer(ranks: list[Epoch | None], runs: Runs) -> Answer:
     text = "each rank has its own share of the examples"
     if any(rank.loader.redraws for rank in known):
         text = "the ranks have equally many batches, and draw them at random"
-    same = Verdict(verdict.SAME, f"THE SAME as one process over one epoch: {text}")
+    same = Verdict(verdict.SAME, f"THE SAME examples as one process over one epoch: {text}")
     return Answer(verdict.problem(checks, "one process in an epoch") or same, checks, [])
 
 

@@ -23,7 +23,7 @@ PARTS_UNCLEAR = Reason(
     "the ranks' weights differ from the start, and the modules called in one process have others",
     "if they are parts of one model, let one module's forward call them, in a copy",
 )
-WRONG_GRADIENTS = Reason("not compared, as the gradients are wrong", "")
+FOLLOWS = Reason("not compared, as wrong gradients or options change them", "")
 ON_THEIR_OWN = "no process has started a process group, so each of them trains on its own"
 PORT_IT = "call init_process_group, and wrap the model in DDP (docs/porting.md)"
 OWN_DATA = "; each rank's dataset is its own, so what it makes of its values was not compared"
@@ -171,8 +171,8 @@ def checks_of(runs: Runs, facts: Facts, look: Look | Reason, alone: Alone | Reas
             text = "ok: the weights change as in one process with its own gradients and options"
             last = Check(weights.LABEL, True, text, limits.UPDATED)
             settings = settings._replace(is_right=True)
-    if checks[0].is_right is False and last.is_right is False:  # with wrong gradients they differ
-        last = inconclusive(weights.LABEL, WRONG_GRADIENTS)
+    if False in (settings.is_right, checks[0].is_right) and last.is_right is False:
+        last = inconclusive(weights.LABEL, FOLLOWS)
     return [settings, *checks, last]
 
 
