@@ -256,9 +256,7 @@ def perhaps_right(got: list[Vector], own: list[Vector], goal: Vector, place: str
         return MEAN.replace("receive", f"receive {times.factors[0]:.4g} times")
     if fit.is_clear and fit.left < limits.EQUAL and min(fit.factors) > limits.FACTOR:
         return f"the optimizers receive {verdict.made_of(fit.factors)}{place}"
-    if fit.left > limits.MOST_COARSE:
-        return MEAN.replace("receive", "do not receive")
-    return ""
+    return MEAN.replace("receive", "do not receive") if fit.left > limits.MOST_COARSE else ""
 
 
 def unlike_in_words(got: list[Vector], own: list[Vector], clipped: list[Vector], place: str) -> str:

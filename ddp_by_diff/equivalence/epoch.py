@@ -30,7 +30,7 @@ OTHER_LOADERS = Reason(
     "only one DataLoader was followed, and others, too, gave batches before each backward pass",
     "in a copy, train with the other DataLoader only, so that its examples are counted",
 )
-WHOLE = "let the loop read its DataLoader to the end (no break, no islice), and begin another epoch"
+WHOLE = "let the loop read its whole DataLoader (no break, islice, zip), and begin another epoch"
 UNEQUAL = Reason(
     "the ranks have unequal numbers of batches",
     "if the program takes care of that (DDP's join()), nothing is wrong; else give all as many",
@@ -40,8 +40,8 @@ OWN_DATA = Reason(
     "in a copy, wrap the dataset: with ConcatDataset([data]), examples are known by their content",
 )
 UNREAD = Reason(
-    "others may never be read, as one process reads fewer, or not to the end",
-    "count the examples of the data; if an epoch is a fixed number of steps, nothing is wrong",
+    "one process reads fewer: it may stop early, or ranks read the same, each changed at random",
+    "let a copy draw no random numbers; if an epoch is a fixed number of steps, nothing is wrong",
 )
 
 
@@ -241,8 +241,7 @@ def of_numbers(ranks: list[Epoch], loaders: list[Loader], found: Counted, runs: 
     repeated = found.came - found.different
     text = f"{found.different}{f' of {length}' * is_one_pool} examples were read"
     is_part = all(len(rank.first.counts) < rank.loader.length for rank in ranks)
-    is_shared_out = is_part and found.shared <= slack
-    if check := examples.other_number(f"{text}; ", loaders, is_shared_out):
+    if check := examples.other_number(f"{text}; ", loaders, is_part and found.shared <= slack):
         return check
     if len({loader.length for loader in loaders}) > 1 or examples.have_own_data(loaders):
         text = " + ".join(str(len(rank.first.counts)) for rank in ranks) + " examples were read"

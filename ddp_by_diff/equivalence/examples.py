@@ -191,7 +191,7 @@ def of_shares(facts: Facts, text: str) -> Check:
     done = "; whether some are on two ranks is not known"
     for key in facts.keys:
         # The text has the first one's counts.
-        begin = text if key == facts.keys[0] else key.replace("loader", "DataLoader number")
+        begin = text if key == facts.keys[0] else key.replace("loader", "DataLoader with index")
         loaders = facts.loaders(key)
         if any(loader.redraws for loader in loaders):
             continue  # they may take an example again
@@ -205,8 +205,9 @@ def of_shares(facts: Facts, text: str) -> Check:
         if check := check or why_not_shared_out(found, start, loaders, is_proven, slack):
             return check
         if key == facts.keys[0]:
-            done = f", {found.shared or 'none'} of them on two ranks "
-            done += f"(checked for {len(facts.steps)} steps{', and in an epoch' * is_listed})"
+            some = f"{found.shared} of {found.different}" if found.shared else "none of them"
+            done = f", {some} on two ranks (checked{'' if are_numbers else ' by their content'} "
+            done += f"for {len(facts.steps)} steps{', and in an epoch' * is_listed})"
     return Check(LABEL, True, text + done)
 
 
@@ -215,8 +216,7 @@ def in_an_epoch(text: str, loaders: list[Loader], are_numbers: bool) -> tuple[Ch
     epochs = [Counter(loader.epoch) for loader in loaders]
     found, slack = counted(epochs), len(loaders)  # padding, or what is left out
     is_listed = all(epochs) and not found.again
-    is_shared_out = is_listed and found.shared <= slack
-    if check := other_number(f"{text}, but ", loaders, is_shared_out):
+    if check := other_number(f"{text}, but ", loaders, is_listed and found.shared <= slack):
         return check, False
     if not (is_listed and are_numbers):
         return None, False

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 from collections import ChainMap
+from collections.abc import Iterable
 from functools import cached_property
 from typing import Any
 
@@ -34,6 +35,7 @@ class Facts:
     steps: range  # that are compared
     model: str
     parts: frozenset[str] = frozenset()  # the parameters of which the ranks have parts
+    is_collated: bool = True  # of the same examples, a collate_fn makes the same batch again
 
     @cached_property
     def groups(self) -> list[list[Notes]]:
@@ -45,6 +47,10 @@ class Facts:
                 names[key] = [self.name_of(key, one) for one in events[: last.get(key, 0)]]
             groups.setdefault(str(names), []).append(rank)
         return list(groups.values())
+
+    def are_collated(self, events: Iterable[Event]) -> bool:
+        """Whether the program's own collate_fn has made them, and can make one batch of them."""
+        return self.is_collated and all(event.examples for event in events)
 
     def name_of(self, key: str, event: Event) -> str:
         """A name of a batch; equal contents are no equal examples, if their numbers are known."""
@@ -65,8 +71,13 @@ class Facts:
         return [key for key in self.ranks[0].events if self.per_step(key)]
 
     def per_step(self, key: str) -> int:
-        """The number of a key's events in a step; 0 if some steps have none."""
-        return self.ranks[0].per_step(key)
+        """The number of a key's events in a step; 0 if some steps have none.
+
+        And if a program without a DataLoader has other numbers on other ranks, as games differ.
+        """
+        counts = {tuple(rank.in_each_step(key)) for rank in self.ranks}
+        is_known = key.startswith("loader") or len(counts) == 1
+        return self.ranks[0].per_step(key) * is_known
 
     def events(self, rank: Notes, key: str, step: int) -> list[Event]:
         """A rank's events of one key in a step, also if they were loaded in advance."""
@@ -79,8 +90,7 @@ class Facts:
     @property
     def unit(self) -> str:
         """What is counted: "examples", or a tensor's "rows", if these may be steps in time."""
-        first = self.ranks[0].events
-        counts = {count_examples(first[key][0].value) for key in self.keys}
+        counts = {count_examples(self.ranks[0].events[key][0].value) for key in self.keys}
         return "examples" if self.keys[0].startswith("loader") or len(counts) == 1 else "rows"
 
     def examples(self, rank: Notes, step: int) -> int:

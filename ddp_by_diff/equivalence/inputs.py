@@ -2,6 +2,7 @@
 
 import argparse
 import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -34,12 +35,12 @@ class Data(Observer):
         return [*self.loaders.patches(), *losses, parse]
 
     def parsed(self, original: Callable, parser: Any, *args: Any, **kwargs: Any) -> Any:
-        """Note the flags that may be batch sizes: whole numbers with "batch" in their name."""
+        """Note the flags that may be batch sizes: whole numbers named "batch" or "bs"."""
         found = original(parser, *args, **kwargs)
         for action in parser._actions:
             value, flags = getattr(found[0], action.dest, None), action.option_strings
             name = f"{action.dest} {flags}".lower().replace("batches", "")  # they are counted
-            if flags and type(value) is int and "batch" in name:
+            if flags and type(value) is int and re.search(r"batch|(?<![a-z])bs(?![a-z])", name):
                 self.steps.noted.sizes[flags[-1]] = value
         return found
 

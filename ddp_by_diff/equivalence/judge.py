@@ -12,7 +12,7 @@ from ddp_by_diff.equivalence.notes import Alone, Notes, drawn_between
 from ddp_by_diff.equivalence.one_batch import Look
 from ddp_by_diff.equivalence.runs import Runs, with_counterparts
 from ddp_by_diff.equivalence.vectors import only, unequal_names
-from ddp_by_diff.equivalence.verdict import Answer, Check, Compared, Reason, inconclusive
+from ddp_by_diff.equivalence.verdict import Answer, Check, Reason, inconclusive
 from ddp_by_diff.instruments.command import Line
 
 NO_STEP = Reason(
@@ -26,7 +26,7 @@ PARTS_UNCLEAR = Reason(
 FOLLOWS = Reason("not compared, as wrong gradients or options change them", "")
 ON_THEIR_OWN = "no process has started a process group, so each of them trains on its own"
 PORT_IT = "call init_process_group, and wrap the model in DDP (docs/porting.md)"
-OWN_DATA = "; each rank's dataset is its own, so what it makes of its values was not compared"
+OWN_DATA = " (each rank has a dataset of its own: what it makes of its values was not compared)"
 RESUMED = Reason(
     "one process began with weights that the ranks had later, so it has read their checkpoint",
     'give it another folder, such as --alone="--out elsewhere", or switch resuming off',
@@ -86,26 +86,23 @@ def judge(ranks: list[Notes], length: int, runs: Runs) -> Answer:
         facts = copies_or_parts(facts, own_data) if isinstance(own_data, Alone) else facts
     look = one_batch.look_at(runs, facts)
     alone = look.alone if isinstance(look, Look) else own_data or runs.alone(facts, "own data")
-    compared, notes = compared_with(facts, alone)
     three = checks_of(runs, facts, look, alone)
     total = look.total if isinstance(look, Look) else 0
     checks = [examples(facts, total), copies(facts), *three]
-    if not isinstance(look, Look) or one_batch.draws_others(look, 0):  # else the masks are equal
-        notes += random_numbers(facts)
     left_out = [name for name in facts.ranks[0].trainable if name not in facts.trained]
     text = f"{verdict.some_of(left_out)}: no optimizer changed them in these steps"
-    notes += [Line("not checked", text)] * bool(left_out)
-    others: list[Line] = []
+    notes = [Line("not checked", text)] * bool(left_out)
+    if not isinstance(look, Look) or one_batch.draws_others(look, 0):  # else the masks are equal
+        notes = random_numbers(facts) + notes
     batch = next(check for check in three if check.label == facts.batch_check)
     is_explained = three[1] is not batch and three[1].is_right is False  # by averaging
     if isinstance(look, Look) and not is_explained:
-        others = weights.buffers(facts, look.alone, batch.limit, bool(batch.is_right))
-    but = " (and except for buffers)" * bool(others)
-    compared = compared._replace(but=but, more=OWN_DATA * has_own_data(facts))
-    found = verdict.conclude(checks, length, compared)
+        checks += weights.buffers(facts, look.alone, batch.limit, bool(batch.is_right))
+    other = one_process(facts, alone) + OWN_DATA * has_own_data(facts)
+    found = verdict.conclude(checks, length, other)
     if found.code == verdict.DIFFERENT and isinstance(alone, Alone) and has_resumed(facts, alone):
         return verdict.unknown(RESUMED)
-    return Answer(found, checks, others + notes)
+    return Answer(found, checks, notes)
 
 
 def are_on_their_own(facts: Facts) -> bool:
@@ -114,23 +111,21 @@ def are_on_their_own(facts: Facts) -> bool:
     return is_apart and not any(rank.has_group for rank in facts.ranks)
 
 
-def compared_with(facts: Facts, alone: Alone | Reason) -> tuple[Compared, list[Line]]:
-    """One process; and a note, if its batch is not that of its flags."""
+def one_process(facts: Facts, alone: Alone | Reason) -> str:
+    """One process in words: with flags, or with a batch, that it has not by itself."""
     if isinstance(alone, Reason) or not facts.keys:
-        return verdict.ONE_PROCESS, []
-    read, own, total = alone.notes.sizes, alone.own_total, facts.total
+        return "one process"
+    read = alone.notes.sizes
     flags = {flag: size for flag, size in facts.flags_of_all().items() if read.get(flag) == size}
     if flags and len(facts.distinct) > 1:
-        sizes = dict.fromkeys(str(facts.ranks[0].sizes[flag]) for flag in flags)
         given = " ".join(f"{flag} {size}" for flag, size in flags.items())
-        numbers = f" (with the same flags, it would take {' and '.join(sizes)})"
-        return Compared(f"one process with {given}", numbers), []
+        own = " and ".join(dict.fromkeys(str(facts.ranks[0].sizes[flag]) for flag in flags))
+        return f"one process with {given} (with the same flags, it would take {own})"
     if facts.is_same_job(alone):
-        return verdict.ONE_PROCESS, []
-    numbers = f" that takes {total} examples in a step (with the same flags, it takes {own})"
-    note = f"one process with the same flags takes {own} examples per step"
-    note += f", the {len(facts.ranks)} processes {total}"
-    return Compared(numbers=numbers), [Line("batch size", note)]
+        return "one process"
+    whose = " of the first DataLoader" * ("loader 1" in facts.keys)
+    text = f"one process that takes {facts.total} examples{whose} in a step"
+    return f"{text} (with the same flags, it takes {alone.own_total})"
 
 
 def has_resumed(facts: Facts, alone: Alone) -> bool:
@@ -180,7 +175,7 @@ def batch_and_look(runs: Runs, facts: Facts, look: Look | Reason) -> tuple[Check
     """The check, and the look in which it is right: perhaps one without BatchNorm or dropout."""
     if isinstance(look, Reason):
         return inconclusive(facts.batch_check, one_batch.why_not_joined(facts) or look), None
-    reason = None if look.is_given else one_batch.why_not_joined(facts)
+    reason = None if look.is_given else one_batch.why_not_joined(look.facts)
     if not reason and not runs.per_step and takes_other_steps(look):
         reason = one_batch.OTHER_BATCHES
     if reason:

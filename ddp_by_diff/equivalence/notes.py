@@ -196,3 +196,4 @@ class Alone(NamedTuple):
     is_mixed: bool  # both in one step
     own_total: int  # examples that it would take itself in the first step; 0: not known
     batches: dict  # what the program got, by key and number, and the random state after it
+    is_collated: bool  # of the same examples, a collate_fn makes the same batch again

@@ -93,6 +93,8 @@ def look_at(runs: Runs, facts: Facts, left_out: tuple = ()) -> Look | Reason:
     alone = with_counterparts(alone)
     if isinstance(alone, Reason):
         return alone
+    if facts.is_collated and not alone.is_collated:
+        return look_at(runs, dataclasses.replace(facts, is_collated=False), left_out)
     look = with_measurements(Look(facts, left_out, alone))
     if look.is_right:
         return look
@@ -390,7 +392,7 @@ def draws_others(look: Look, step: int) -> bool:
 def depends_on_order(runs: Runs, look: Look) -> bool:
     """Whether the same examples have a different gradient in another order, in a differing step."""
     events = [event for some in side_by_side(look.facts) for event in some]
-    if look.is_given or all(map(are_rows_examples, events)):
+    if look.is_given or all(are_rows_examples(look.facts, event) for event in events):
         return False  # then it is the program that depends on the order
     other = runs.alone(look.facts, "other order", look.left_out)
     if isinstance(other, Reason):
@@ -402,11 +404,11 @@ def depends_on_order(runs: Runs, look: Look) -> bool:
     return not apart.is_right and step.far <= limits.YARDSTICKS * apart.far
 
 
-def are_rows_examples(event: Event) -> bool:
+def are_rows_examples(facts: Facts, event: Event) -> bool:
     """Whether numbers, or the program's own collate_fn, prove that each row is one example."""
     count, value = len(event.indices), event.value
     is_list = isinstance(value, dict) and [*value] == [*range(count)]  # of objects, perhaps
-    return bool(event.examples) or count == count_examples(value) and not is_list
+    return facts.are_collated([event]) or count == count_examples(value) and not is_list
 
 
 def has_other_weights(look: Look) -> bool:
@@ -424,7 +426,7 @@ def has_other_parts(facts: Facts) -> bool:
     for events in side_by_side(facts):
         numbers = [mapped(number_in, [event.value]) for event in events]
         is_any = any(counts_up(event.value) for event in events) or numbers[1:] != numbers[:-1]
-        if is_any and not all(event.examples for event in events):
+        if is_any and not facts.are_collated(events):
             return True
     return False
 
@@ -484,8 +486,7 @@ def why_joined_wrongly(runs: Runs, look: Look) -> Reason | None:
 def why_not_joined(facts: Facts) -> Reason | None:
     """Why the ranks' batches can't be made one; None if they can."""
     for events in side_by_side(facts):
-        is_made = all(event.examples for event in events)  # by the program's own collate_fn
-        if not is_made and have_other_rows([event.value for event in events]):
+        if not facts.are_collated(events) and have_other_rows([event.value for event in events]):
             return ROWS
     return None
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import ddp_by_diff.distributed_launcher as launcher
+from ddp_by_diff.equivalence import weights
 from ddp_by_diff.equivalence.facts import Facts, facts_of
 from ddp_by_diff.equivalence.notes import Alone
 from ddp_by_diff.equivalence.observe import observers
@@ -22,7 +23,7 @@ RUN_IT = (
     "run the program in one process, with --alone and the flags that it needs there (--json FILE "
     "holds the whole error); if it works, let a DataLoader give all that a step uses, in a copy"
 )
-IF_NO_FLAG = " with its flag for the batch size; or let argparse read --batch-size in a copy"
+IF_NO_FLAG = ", the flag with which it takes {}; or let argparse read --batch-size in a copy"
 NO_COUNTERPART = "in a copy, call the same modules in both (with fully_shard in place of FSDP1)"
 NO_MEMORY = Reason(
     "one process has no memory for the examples of all ranks",
@@ -59,10 +60,14 @@ class Runs:
         alone, flags = self.alone(facts, "all examples"), facts.flags_of_all()
         if not flags or self.is_hopeless or isinstance(alone, Alone) and facts.is_same_job(alone):
             return alone
-        before = dict(vars(self))
-        self.flags, self.per_step, self.problem = flags, {}, ""
-        larger = self.alone(facts, "all examples")
-        if isinstance(larger, Alone) and facts.is_same_job(larger):
+        before, each = dict(vars(self)), [{flag: size} for flag, size in flags.items()]
+        for some in [flags, *each, flags] if len(flags) > 1 else [flags]:
+            self.flags, self.per_step, self.problem = some, {}, ""
+            larger = self.alone(facts, "all examples")
+            is_same_job = isinstance(larger, Alone) and facts.is_same_job(larger)
+            if is_same_job and weights.options(facts, larger, None).is_right:
+                break  # else one of them may be no batch size, but what a learning rate is for
+        if is_same_job:
             return larger
         vars(self).update(before)
         return alone
@@ -77,8 +82,8 @@ class Runs:
         own = alone.own_total or "other"
         text = f"one process takes {own} examples per step by itself, all ranks {facts.total}"
         given = re.search(rf"(\S+[ =]){own}(?!\S)", " ".join(self.args.command))
-        flag = given[1] if given else "FLAG "
-        way_on = f'give --alone="{flag}{facts.total}"' + IF_NO_FLAG * (not given)
+        flag = f"{given[1]}{facts.total}" if given else "FLAG VALUE"
+        way_on = f'give --alone="{flag}"' + IF_NO_FLAG.format(facts.total) * (not given)
         return Reason(text, way_on)
 
     def alone(self, facts: Facts, kind: str, left_out: tuple = (), **given: Any) -> Alone | Reason:

@@ -36,6 +36,7 @@ class Source(Observer):
     own_in = -1  # the last step in which a batch was left as it is
     joined_in = -1  # and in which one was replaced
     is_mixed = False
+    is_collated = True
 
     def __init__(
         self, facts: Facts, kind: str, per_step: dict[str, int], left_out: tuple, **given: Any
@@ -85,7 +86,7 @@ class Source(Observer):
             if not self.facts.per_step(key) and step <= len(self.facts.steps):
                 self.joined_in = step  # whether it has the ranks' examples is not known
             return value, state
-        joined = self.join(events, number)
+        joined = self.join(events, number, iterator)
         if not self.keeps_own(joined, events, step, own, iterator):
             state = joined.state
             if joined.examples:
@@ -123,13 +124,16 @@ class Source(Observer):
             events = events[self.rank : self.rank + 1] * len(events)
         return events if len(events) > self.rank else []
 
-    def join(self, events: list[Event], number: int) -> Event:
+    def join(self, events: list[Event], number: int, iterator: Any) -> Event:
         """One batch of the ranks' batches, or of the examples of one: see batches.join."""
         only = self.rank if self.kind == "one share" else None
         order = torch.Generator().manual_seed(number) if self.kind == "other order" else None
         state = events[only or 0].state
-        if not all(event.examples for event in events):
+        if not self.facts.are_collated(events):
             return Event(batches.join([event.value for event in events], only, order), state)
+        for event in events:  # it may draw from a generator of its own
+            again = to_plain(iterator._collate_fn(batches.plain_copy(event.examples)))
+            self.is_collated &= digest(again) == digest(event.value)
         examples: list = []  # for the program's own collate_fn
         for event in events if only is None else [events[only]]:
             examples += event.examples or []
@@ -188,7 +192,8 @@ class Source(Observer):
         unmatched = sorted(name for name, is_matched in self.matched.items() if not is_matched)
         is_joined = self.joined_in >= 0 or self.kind == "own data"
         total = sum(self.taken.values())
-        return Alone(noted, unmatched, is_joined, self.is_mixed, total, self.noted)
+        more = self.noted, self.is_collated
+        return Alone(noted, unmatched, is_joined, self.is_mixed, total, *more)
 
 
 def have_same_examples(joined: Event, events: list[Event], own: Event) -> bool:

@@ -111,35 +111,21 @@ def unknown(reason: Reason) -> Answer:
     return Answer(Verdict(UNKNOWN, f"INCONCLUSIVE: {reason.sentence}", (reason.way_on,)), [], [])
 
 
-class Compared(NamedTuple):
-    """What the N processes are compared with, in words."""
-
-    other: str = "one process"  # perhaps with flags
-    numbers: str = ""  # of examples, if one process with the same flags takes others
-    but: str = ""  # other exceptions than those that the checks name
-    more: str = ""  # what was not seen
-
-
-ONE_PROCESS = Compared()
-
-
-def conclude(checks: list[Check], steps: int, compared: Compared = ONE_PROCESS) -> Verdict:
-    """The verdict from the checks of so many steps."""
-    if bad := problem(checks, compared.other):
+def conclude(checks: list[Check], steps: int, other: str = "one process") -> Verdict:
+    """The verdict from the checks of so many steps.  other: what N processes are compared with."""
+    if bad := problem(checks, other):
         return bad
     limit = max(check.limit for check in checks)
     unseen = f"differences below {limit:.0e} would not be detected"
     if limit > limits.SEEN:
         way_on = "compare a copy that computes in float32, with another optimizer (torch.optim.SGD)"
         return Verdict(UNKNOWN, f"INCONCLUSIVE: nothing differs, but {unseen}", (way_on,))
-    causes = [check.but for check in checks if check.but]
+    causes = [check.but + BY_DESIGN.get(check.but, "") for check in checks if check.but]
     what = "up to rounding"
     if causes:
-        what = f"except for {causes[0]}{BY_DESIGN.get(causes[0], '')}"
+        what = f"except for {' and '.join(causes)}"
         unseen = f"apart from that, {unseen}"
-    other, numbers, but, more = compared
-    text = f"THE SAME as {other}{numbers}, {what}{but}, in the {steps} steps compared ({unseen})"
-    return Verdict(SAME, text + more)
+    return Verdict(SAME, f"THE SAME as {other}, {what}, in the {steps} steps compared ({unseen})")
 
 
 def refusal_in(error: str) -> str:

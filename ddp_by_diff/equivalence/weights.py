@@ -11,7 +11,6 @@ from ddp_by_diff.equivalence import limits, vectors
 from ddp_by_diff.equivalence.facts import Facts
 from ddp_by_diff.equivalence.notes import Alone
 from ddp_by_diff.equivalence.verdict import Check, Figures, Reason, inconclusive, some_of
-from ddp_by_diff.instruments.command import Line
 
 LABEL = "weights"
 UNMEASURED = Reason(
@@ -123,7 +122,7 @@ def change_apart(old: torch.Tensor, new: torch.Tensor, new_alone: torch.Tensor) 
     return Change(beyond / size, size, digit.norm().item() / size)
 
 
-def buffers(facts: Facts, alone: Alone, limit: float, is_right: bool) -> list[Line]:
+def buffers(facts: Facts, alone: Alone, limit: float, is_right: bool) -> list[Check]:
     """A note on buffers that change otherwise than in one process.  is_right: the gradients."""
     limit = max(limits.MOST, limit)
     others = other_state(facts, alone, limit)
@@ -135,7 +134,7 @@ def buffers(facts: Facts, alone: Alone, limit: float, is_right: bool) -> list[Li
     verb = "do" if len(names) > 1 else "does"
     text = f"{some_of(names)} {verb} not change as in one process {Figures(worst, limit)}"
     text += ", but all gradients agree in these steps" * is_right
-    return [Line("buffers", text)]
+    return [Check("buffers", True, text, but="buffers")]
 
 
 def other_state(facts: Facts, alone: Alone, limit: float) -> dict[str, float]:
