@@ -81,8 +81,7 @@ def compare(args: argparse.Namespace) -> int:
             write(args, {"verdict": "error", "text": FAILED})
             return 2  # the launcher prints the error
         instrument.exit_at_sigterm()
-        found = judge.answer(args, sorted(notes), folder)
-        codes.append(say(args, found, len(notes), started))
+        codes.append(say(args, judge.answer(args, sorted(notes), folder), len(notes), started))
         return codes[0]
 
     torch.set_num_threads(1)  # with threads of torch, this process could not fork

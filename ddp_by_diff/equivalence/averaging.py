@@ -29,7 +29,7 @@ UNEVEN = (
     "Do the ranks have different numbers of examples, tokens or labels? Then the mean of their "
     "means is not the overall mean"
 )
-DIVIDED = "the sum of the ranks' gradients is right for this loss, and the mean divides it by"
+DIVIDED = "their sum is right for this loss (a sum, or divided before), and the mean divides it by"
 
 
 def averaging(facts: Facts, right: Look | None, weights: Check) -> Check:
@@ -147,7 +147,8 @@ def of_the_whole_step(right: Look, check: Check) -> Check:
     Its own program has clipped, scaled or masked it, before it was given the ranks' gradients.
     """
     facts = right.facts
-    limit = max(limits.UPDATED, limit_of(facts), check.limit, right.limit)
+    most = min(limits.YARDSTICKS * max([*right.rounding.values(), 0.0]), facts.rounding_limit)
+    limit = max(limits.UPDATED, limit_of(facts), check.limit, right.limit, most)
     is_part = any(facts.comparable_names(k) < facts.trained for k in facts.comparable)
     far, k, got, wanted = furthest_from_alone(right, is_before=False)
     if not check.is_right:

@@ -233,9 +233,10 @@ def in_the_steps(facts: Facts, key: str, are_numbers: bool) -> tuple[Counted, fl
     found = counted(shares)
     if not key.startswith("loader"):  # pieces that a program draws itself can be alike by chance
         return found, ALIKE * found.different
+    # At an epoch's end some may come again, as padding.
     rounds = {name[0] for share in shares for name in share}
-    is_end = are_numbers and len(rounds) > 1  # an epoch has ended, perhaps with padding
-    return found, (len(shares) + facts.total) * is_end
+    is_end = len(rounds) > 1 or found.different == pool_of(facts.loaders(key))
+    return found, (len(shares) + facts.total) * (are_numbers and is_end)
 
 
 def named(facts: Facts, rank: Notes, key: str, are_numbers: bool) -> Counter:

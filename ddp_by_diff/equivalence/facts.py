@@ -76,8 +76,7 @@ class Facts:
         And if a program without a DataLoader has other numbers on other ranks, as games differ.
         """
         counts = {tuple(rank.in_each_step(key)) for rank in self.ranks}
-        is_known = key.startswith("loader") or len(counts) == 1
-        return self.ranks[0].per_step(key) * is_known
+        return self.ranks[0].per_step(key) * (key.startswith("loader") or len(counts) == 1)
 
     def events(self, rank: Notes, key: str, step: int) -> list[Event]:
         """A rank's events of one key in a step, also if they were loaded in advance."""

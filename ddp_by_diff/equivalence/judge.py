@@ -86,19 +86,18 @@ def judge(ranks: list[Notes], length: int, runs: Runs) -> Answer:
         facts = copies_or_parts(facts, own_data) if isinstance(own_data, Alone) else facts
     look = one_batch.look_at(runs, facts)
     alone = look.alone if isinstance(look, Look) else own_data or runs.alone(facts, "own data")
-    three = checks_of(runs, facts, look, alone)
-    total = look.total if isinstance(look, Look) else 0
-    checks = [examples(facts, total), copies(facts), *three]
+    checks = checks_of(runs, facts, look, alone)
     left_out = [name for name in facts.ranks[0].trainable if name not in facts.trained]
     text = f"{verdict.some_of(left_out)}: no optimizer changed them in these steps"
     notes = [Line("not checked", text)] * bool(left_out)
     if not isinstance(look, Look) or one_batch.draws_others(look, 0):  # else the masks are equal
         notes = random_numbers(facts) + notes
-    batch = next(check for check in three if check.label == facts.batch_check)
-    is_explained = three[1] is not batch and three[1].is_right is False  # by averaging
+    batch = next(check for check in checks if check.label == facts.batch_check)
+    is_explained = checks[3] is not batch and checks[3].is_right is False  # by averaging
     if isinstance(look, Look) and not is_explained:
         checks += weights.buffers(facts, look.alone, batch.limit, bool(batch.is_right))
-    other = one_process(facts, alone) + OWN_DATA * has_own_data(facts)
+    is_unseen = all(check.is_right for check in checks) and has_own_data(facts)
+    other = one_process(facts, alone) + OWN_DATA * is_unseen
     found = verdict.conclude(checks, length, other)
     if found.code == verdict.DIFFERENT and isinstance(alone, Alone) and has_resumed(facts, alone):
         return verdict.unknown(RESUMED)
@@ -136,13 +135,16 @@ def has_resumed(facts: Facts, alone: Alone) -> bool:
 
 
 def checks_of(runs: Runs, facts: Facts, look: Look | Reason, alone: Alone | Reason) -> list[Check]:
-    """The options and the three checks; the first one tells if the gradients are right."""
+    """All checks: examples, copies, options; averaging, if it was seen, `one batch` and weights."""
     settings = weights.options(facts, alone, runs.other_job(facts, alone))
     if facts.model == UNCLEAR:
         names = "averaging", facts.batch_check, "weights"
         reason = alone if isinstance(alone, Reason) else PARTS_UNCLEAR
-        return [settings, *[inconclusive(name, reason) for name in names]]
+        unclear = (inconclusive(name, reason) for name in names)
+        return [examples(facts), copies(facts), settings, *unclear]
     batch, right = batch_and_look(runs, facts, look)
+    # Without dropout, say, if that is the cause: then the same work has the same gradients.
+    seen = examples(right.facts if right else facts, look.total if isinstance(look, Look) else 0)
     alone = with_counterparts(alone)
     if isinstance(alone, Reason):
         last = inconclusive(weights.LABEL, alone)
@@ -168,7 +170,7 @@ def checks_of(runs: Runs, facts: Facts, look: Look | Reason, alone: Alone | Reas
             settings = settings._replace(is_right=True)
     if False in (settings.is_right, checks[0].is_right) and last.is_right is False:
         last = inconclusive(weights.LABEL, FOLLOWS)
-    return [settings, *checks, last]
+    return [seen, copies(facts), settings, *checks, last]
 
 
 def batch_and_look(runs: Runs, facts: Facts, look: Look | Reason) -> tuple[Check, Look | None]:

@@ -45,8 +45,8 @@ class Loaders:
         if iterator in self.names:
             return self.names[iterator]
         sampler = iterator._index_sampler
-        is_list = isinstance(sampler, (list, tuple, range))  # which no weak reference refers to
-        own = iterator if is_list else sampler
+        # No weak reference refers to a list.
+        own = iterator if isinstance(sampler, (list, tuple, range)) else sampler
         known = [owner() for owner in self.owners]
         same = [number for number, owner in enumerate(known) if owner is own]
         noted = loader_of(iterator)
@@ -146,7 +146,7 @@ def without_subsets(dataset: Any, indices: list) -> tuple[Any, list]:
 def loader_of(iterator: Any) -> Loader:
     """What is known of a loader when its first epoch begins."""
     batches, dataset = iterator._index_sampler, iterator._dataset
-    sampler = getattr(batches, "sampler", None)
+    sampler: Any = getattr(batches, "sampler", None)
     noted = Loader(redraws=bool(getattr(sampler, "replacement", False)))
     noted.drops = getattr(batches, "drop_last", True)
     if isinstance(sampler, torch_data.DistributedSampler):
@@ -161,7 +161,10 @@ def loader_of(iterator: Any) -> Loader:
         _, noted.pool = without_subsets(dataset, list(range(len(dataset))))
     if type(sampler) is torch_data.RandomSampler and not sampler.replacement:
         sampler = torch_data.SequentialSampler(sampler.data_source)  # the same, in order
-    noted.is_known = type(batches) is torch_data.BatchSampler and type(sampler) in FIXED
-    if noted.is_known:
-        _, noted.epoch = without_subsets(dataset, list(sampler or ()))
+    is_ours = type(sampler).__name__ == "_Sampler" and not getattr(sampler, "skip", True)
+    noted.is_known = type(batches) is torch_data.BatchSampler
+    noted.is_known &= type(sampler) in FIXED or is_ours
+    if noted.is_known:  # torch's own __iter__, as that of distributed.py counts the passes
+        order = torch_data.DistributedSampler.__iter__(sampler) if is_ours else sampler or ()
+        _, noted.epoch = without_subsets(dataset, list(order))
     return noted

@@ -199,7 +199,8 @@ def one_batch(runs: Runs, look: Look) -> tuple[Check, Look | None]:
     if kinds:
         names, without = " and ".join(kinds), without_kinds(runs, look.facts, kinds)
         if without is None:
-            failed = Reason(f"the tool's run without {names} failed", f"in a copy, omit {names}")
+            why = f"the tool's run without {names} failed, or all its gradients are 0"
+            failed = Reason(why, f"in a copy, replace {names} (BatchNorm by GroupNorm)")
             return inconclusive(label, failed, text), None
         look, cause = without, " and ".join(without.left_out)
         if look.is_right:
@@ -240,8 +241,7 @@ def other_job(runs: Runs, look: Look) -> Reason | None:
     """
     facts, reason = look.facts, runs.other_job(look.facts, look.alone)
     times = sum(look.steps[0].factors) or 1.0  # no factors: the local gradients were not seen
-    is_mean = look.is_right and abs(times - 1) <= limits.FACTOR
-    if reason is None or is_mean:
+    if reason is None or look.is_right and abs(times - 1) <= limits.FACTOR:
         return None
     told, gradients = reason._replace(sentence=reason.sentence + TOLD), []
     for kind in SHARES:
@@ -275,13 +275,15 @@ def without_kinds(runs: Runs, facts: Facts, kinds: list[str]) -> Look | None:
     def without(*some: str) -> Look | None:
         other = runs.with_all_ranks(some, facts)
         look = look_at(runs, other, some) if other else None
-        return look if isinstance(look, Look) else None
+        if isinstance(look, Look) and vectors.length(gradient(look.facts, look.alone.notes, 0)):
+            return look
+        return None  # it failed, or would compare 0 with 0
 
     without_all = without(*kinds)
     if without_all is None or not without_all.is_right or len(kinds) == 1:
         return without_all
-    looks = map(without, kinds)
-    return next((look for look in looks if look is None or look.is_right), without_all)
+    looks = (look for look in map(without, kinds) if look is None or look.is_right)
+    return next(looks, without_all)
 
 
 def unexplained(runs: Runs, look: Look, text: str) -> Check:
@@ -399,8 +401,7 @@ def depends_on_order(runs: Runs, look: Look) -> bool:
         return False
     step = next(step for step in look.steps if not step.is_right)
     wanted = gradient(look.facts, look.alone.notes, step.step)
-    reordered = gradient(look.facts, other.notes, step.step)
-    apart = furthest_apart(look, reordered, wanted, [])
+    apart = furthest_apart(look, gradient(look.facts, other.notes, step.step), wanted, [])
     return not apart.is_right and step.far <= limits.YARDSTICKS * apart.far
 
 
@@ -452,7 +453,7 @@ UNSEEN = Reason(
 )
 OTHER_BATCHES = Reason(
     "one process takes other batches in a step than the ranks together",
-    "in a copy, make a step after each batch (no GradScaler), in the data's order (shuffle=False)",
+    "in a copy, step after each batch (no GradScaler), unshuffled, and evaluate within no_grad()",
 )
 OTHER_WEIGHTS = Reason(
     "one process begins with other weights than the ranks' parts make",

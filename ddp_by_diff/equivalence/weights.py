@@ -131,8 +131,7 @@ def buffers(facts: Facts, alone: Alone, limit: float, is_right: bool) -> list[Ch
     if not names:
         return []
     worst = max(others[name] for name in names)
-    verb = "do" if len(names) > 1 else "does"
-    text = f"{some_of(names)} {verb} not change as in one process {Figures(worst, limit)}"
+    text = f"otherwise than in one process: {some_of(names)} {Figures(worst, limit)}"
     text += ", but all gradients agree in these steps" * is_right
     return [Check("buffers", True, text, but="buffers")]
 
