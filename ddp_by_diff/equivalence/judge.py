@@ -93,8 +93,8 @@ def judge(ranks: list[Notes], length: int, runs: Runs) -> Answer:
     if not isinstance(look, Look) or one_batch.draws_others(look, 0):  # else the masks are equal
         notes = random_numbers(facts) + notes
     batch = next(check for check in checks if check.label == facts.batch_check)
-    is_explained = checks[3] is not batch and checks[3].is_right is False  # by averaging
-    if isinstance(look, Look) and not is_explained:
+    # Wrong averaging explains other buffers.
+    if isinstance(look, Look) and (checks[3] is batch or checks[3].is_right is not False):
         checks += weights.buffers(facts, look.alone, batch.limit, bool(batch.is_right))
     is_unseen = all(check.is_right for check in checks) and has_own_data(facts)
     other = one_process(facts, alone) + OWN_DATA * is_unseen

@@ -200,7 +200,7 @@ def one_batch(runs: Runs, look: Look) -> tuple[Check, Look | None]:
         names, without = " and ".join(kinds), without_kinds(runs, look.facts, kinds)
         if without is None:
             why = f"the tool's run without {names} failed, or all its gradients are 0"
-            failed = Reason(why, f"in a copy, replace {names} (BatchNorm by GroupNorm)")
+            failed = Reason(why, f"in a copy, omit {names} (or use GroupNorm)")
             return inconclusive(label, failed, text), None
         look, cause = without, " and ".join(without.left_out)
         if look.is_right:
