@@ -324,6 +324,37 @@ def accumulate(x, y):
     loss.backward()
     return following
 ahead = drawn()"""
+SATURATED = {  # without BatchNorm, all gradients are 0
+    "begin": "net = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4))",
+    "loss": "F.hardtanh(model(x * 1e9)).square().mean()",
+}
+PAIRS = """
+class Pairs(torch.utils.data.Dataset):  # a number says only what kind of example is drawn
+    def __len__(self): return 480
+    def __getitem__(self, k):
+        x, y = data[random.randrange(480)]
+        return x + k % 2, y
+pairs = Pairs()"""
+TEXT = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rnn, self.last = nn.LSTM(8, 8), nn.Linear(8, 4)
+    def forward(self, x, h, c):
+        x, (h, c) = self.rnn(F.dropout(x, 0.5), (h, c))
+        return self.last(x).flatten(0, 1), h.detach(), c.detach()
+net, state = Net(), [torch.zeros(1, SIZE, 8)] * 2
+texts = [(torch.randn(5, SIZE, 8), torch.randint(4, (5 * SIZE,))) for _ in range(20)]
+torch.manual_seed(rank)
+def loss_of(x, y):
+    global state
+    outputs, *state = model(x, *state)
+    return F.cross_entropy(outputs, y)"""
+OWN_NUMBERS = """
+numbers = random.Random(rank)
+def collate(rows):
+    x, y = torch.utils.data.default_collate(rows)
+    return x * (1 + numbers.random()), y"""
 REWARDS = """
 rewards, teacher = torch.randn(480), nn.Linear(8, 4)
 torch.manual_seed(rank)
@@ -478,6 +509,17 @@ CASES = {
         model="net",
         got="average(net.parameters(), n)" + CLIP + "\nfor p in net.parameters(): p.grad /= n",
     ),
+    "collate_of_own_numbers": case(  # it makes another batch of the same examples
+        SAME,
+        begin=OWN_NUMBERS,
+        loader="DataLoader(data, SIZE, sampler=DistributedSampler(data), collate_fn=collate, num_workers=1)",
+    ),
+    "without_gradients": case(  # then 0 would be compared with 0
+        "INCONCLUSIVE: one batch: the tool's run without BatchNorm failed, or all its gradients are 0",
+        {"to settle it": ".*GroupNorm.*"},
+        **SATURATED,
+        backward="(loss / n).backward()",
+    ),
     "flips": case(  # the one process draws others for the same examples
         SAME_WITH.format("--batch 24", 8),
         begin=flags(batch=8) + FLIPS,
@@ -496,6 +538,17 @@ CASES = {
         DIFFERENT + "examples",
         {"examples": r".*example \d+ of the data is not the same on rank 1 as on rank 0: .*"},
         begin="rows = list(range(480)); random.shuffle(rows); data = TensorDataset(*data[rows])",
+    ),
+    "flag_bs": case(SAME_WITH.format("--bs 24", 8), begin=flags(bs=8), loss=SUM),
+    "flag_that_is_no_batch": case(  # but what the learning rate is for: it happens to be equal
+        SAME_WITH.format("--batch 24", 8),
+        begin=flags(batch=8, base_batch=8),
+        optimizer="torch.optim.SGD(net.parameters(), 0.1 * SIZE * n / args.base_batch)",
+    ),
+    "flag_that_is_no_batch_and_a_wrong_rate": case(
+        "DIFFERENT from one process with --batch 24 --base_batch 24 .with the same flags, .* 8. in: learning rate",
+        begin=flags(batch=8, base_batch=8),
+        optimizer="torch.optim.SGD(net.parameters(), 0.1 * n)",
     ),
     "flag_of_a_micro_batch": case(
         SAME_WITH.format("--batch 24", 8),
@@ -1141,6 +1194,27 @@ net.register_buffer('usual', torch.zeros(8))""",
         {"examples": ".*, but all ranks have the same examples, .*: the ranks' DistributedSamplers have .*"},
         loader=ONE_SAMPLER,
     ),
+    "equal_pairs": case(  # drawn with one seed
+        DIFFERENT_THAT.format(16, 24) + "examples.*",
+        {"examples": "8 .* per step, but some ranks have the same examples, .*: let each rank draw its own .*"},
+        begin=PAIRS,
+        loader="DataLoader(pairs, SIZE, sampler=DistributedSampler(pairs, shuffle=False))",
+        ready="random.seed(0)",
+    ),
+    "equal_texts": case(  # only the masks and so the states differ
+        DIFFERENT + "examples",
+        {"examples": ".* per step, but all ranks have the same rows, so the work is done again: .*"},
+        nproc=(2, 3),
+        begin=TEXT,
+        loader="texts",
+        loss="loss_of(x, y)",
+    ),
+    "short_epoch": case(  # it ends with the last compared step, and one example is padding
+        SAME,
+        {"examples": r".* per step, 1 of 71 on two ranks .*"},
+        nproc=(2, 3),
+        begin="data = TensorDataset(*data[:71])",
+    ),
     "own_order": case(  # of all examples
         DIFFERENT + "examples",
         {"examples": ".* in 3 steps, .* are on more than one rank: give each rank its own share .*"},
@@ -1152,6 +1226,12 @@ net.register_buffer('usual', torch.zeros(8))""",
         DIFFERENT + "examples",
         {"examples": r".*; in an epoch, \d+ of \d+ are on more than one rank: the ranks' Subsets have different .*"},
         begin="torch.manual_seed(rank); data = torch.utils.data.random_split(data, [400, 80])[0]",
+    ),
+    "split_and_data_sampler": case(  # whose order is known, too
+        DIFFERENT + "examples",
+        {"examples": r".*; in an epoch, \d+ of \d+ are on more than one rank: the ranks' Subsets have different .*"},
+        begin="import distributed; torch.manual_seed(rank); data = torch.utils.data.random_split(data, [400, 80])[0]",
+        loader="DataLoader(data, SIZE, sampler=distributed.data_sampler(data))",
     ),
     "stream": case(
         DIFFERENT + "examples",
