@@ -17,6 +17,8 @@ from ddp_by_diff.equivalence.loaders import Loaders
 from ddp_by_diff.equivalence.notes import Event, drawn_between, random_state, set_random_state
 from ddp_by_diff.instruments.observer import Observer
 
+# Not --warmup-batches, which are counted; nor a --base-batch-size, to which a rate refers.
+BATCH_SIZE = re.compile(r"(?i)(?!.*(base|virtual|ghost)).*(batch(?!es)|(?<![a-z])bs(?![a-z])).*")
 LOSSES = [name for name in dir(F) if name.endswith("_loss") or name in ("cross_entropy", "kl_div")]
 LOSSES += ["binary_cross_entropy", "binary_cross_entropy_with_logits"]
 
@@ -39,8 +41,7 @@ class Data(Observer):
         found = original(parser, *args, **kwargs)
         for action in parser._actions:
             value, flags = getattr(found[0], action.dest, None), action.option_strings
-            name = f"{action.dest} {flags}".lower().replace("batches", "")  # they are counted
-            if flags and type(value) is int and re.search(r"batch|(?<![a-z])bs(?![a-z])", name):
+            if flags and type(value) is int and BATCH_SIZE.fullmatch(f"{action.dest} {flags}"):
                 self.steps.noted.sizes[flags[-1]] = value
         return found
 

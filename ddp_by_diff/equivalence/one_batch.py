@@ -441,7 +441,7 @@ def number_in(leaves: list, key: Any) -> Any:
 # If one of these holds, no difference is a mistake of the program: each with what settles it.
 DRAWS = Reason(
     "each step draws random numbers, and one process draws others",
-    "in a copy, replace each random draw of a step by a constant (indices: others on each rank)",
+    "in a copy, make each random draw of a step a constant (omit permutations; indices: by rank)",
 )
 ROWS = Reason(
     "a batch has parts that don't have one row for each example",

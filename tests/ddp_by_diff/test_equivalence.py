@@ -542,12 +542,17 @@ CASES = {
     "flag_bs": case(SAME_WITH.format("--bs 24", 8), begin=flags(bs=8), loss=SUM),
     "flag_that_is_no_batch": case(  # but what the learning rate is for: it happens to be equal
         SAME_WITH.format("--batch 24", 8),
+        begin=flags(batch=8, lr_per_batch=8),
+        optimizer="torch.optim.SGD(net.parameters(), 0.1 * SIZE * n / args.lr_per_batch)",
+    ),
+    "flag_of_a_base": case(  # its name tells; here the rate lacks `n`, which larger flags would hide
+        "DIFFERENT from one process with --batch 24 .with the same flags, .* 8. in: learning rate",
         begin=flags(batch=8, base_batch=8),
-        optimizer="torch.optim.SGD(net.parameters(), 0.1 * SIZE * n / args.base_batch)",
+        optimizer="torch.optim.SGD(net.parameters(), 0.1 * SIZE / args.base_batch)",
     ),
     "flag_that_is_no_batch_and_a_wrong_rate": case(
-        "DIFFERENT from one process with --batch 24 --base_batch 24 .with the same flags, .* 8. in: learning rate",
-        begin=flags(batch=8, base_batch=8),
+        "DIFFERENT from one process with --batch 24 --lr_per_batch 24 .with the same flags, .* 8. in: learning rate",
+        begin=flags(batch=8, lr_per_batch=8),
         optimizer="torch.optim.SGD(net.parameters(), 0.1 * n)",
     ),
     "flag_of_a_micro_batch": case(
