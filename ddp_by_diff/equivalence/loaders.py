@@ -162,9 +162,9 @@ def loader_of(iterator: Any) -> Loader:
     if type(sampler) is torch_data.RandomSampler and not sampler.replacement:
         sampler = torch_data.SequentialSampler(sampler.data_source)  # the same, in order
     is_ours = type(sampler).__name__ == "_Sampler" and not getattr(sampler, "skip", True)
-    noted.is_known = type(batches) is torch_data.BatchSampler
-    noted.is_known &= type(sampler) in FIXED or is_ours
-    if noted.is_known:  # torch's own __iter__, as that of distributed.py counts the passes
+    noted.is_known = type(batches) is torch_data.BatchSampler and type(sampler) in FIXED
+    if noted.is_known or is_ours:
+        # torch's own __iter__, as that of distributed.py counts the passes.
         order = torch_data.DistributedSampler.__iter__(sampler) if is_ours else sampler or ()
         _, noted.epoch = without_subsets(dataset, list(order))
     return noted
