@@ -73,7 +73,7 @@ def first_infinite(ranks: list[Notes], length: int) -> Reason | None:
 
 
 def judge(ranks: list[Notes], length: int, runs: Runs) -> Answer:
-    """All checks, the verdict from them, and notes on buffers and random numbers."""
+    """All checks, the verdict from them, and notes on untrained weights and random numbers."""
     facts, own_data = facts_of(ranks, length), None
     if bad := first_infinite(ranks, length):
         checks = [examples(facts), copies(facts), inconclusive("gradients", bad)]

@@ -123,7 +123,7 @@ def change_apart(old: torch.Tensor, new: torch.Tensor, new_alone: torch.Tensor) 
 
 
 def buffers(facts: Facts, alone: Alone, limit: float, is_right: bool) -> list[Check]:
-    """A note on buffers that change otherwise than in one process.  is_right: the gradients."""
+    """The check of buffers: an exception, if any change otherwise.  is_right: the gradients."""
     limit = max(limits.MOST, limit)
     others = other_state(facts, alone, limit)
     left_out = {*facts.ranks[0].parameters, *facts.ranks[0].norm_buffers}

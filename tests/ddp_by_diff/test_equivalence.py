@@ -34,7 +34,8 @@ SAME_WITH, SAME_THAT = (f"THE SAME as {other}, up to rounding, in the 3 steps .*
 TOLD = (
     "INCONCLUSIVE: .*one batch: one process takes {} examples per step by itself, all ranks {}, and the loss may be .*"
 )
-NONE_TWICE = r"8 \+ 8 \+ 8 per step, none of them on two ranks .checked (by their content )?for 3 steps."
+NONE_TWICE = r"8 \+ 8 \+ 8 per step, none of them on two ranks .checked for 3 steps."
+NONE_ALIKE = NONE_TWICE.replace("checked", "checked by their content")
 FORGOTTEN = "WRONG: " + NOT_AVERAGED.format(" of 2 of 4 tensors .2.weight, 2.bias.")
 
 
@@ -824,7 +825,10 @@ for p in net.parameters(): p.register_hook(total)""",
     "contrastive": case(SAME, **contrast("part = torch.cat(all_gather(part))")),
     "contrastive_without_gradient": case(  # nor a factor
         DIFFERENT + "averaging",
-        {"averaging": "WRONG: 1/3 of one .*: .*, and the mean divides it by 3", "one batch": "ok: this sum .*"},
+        {
+            "averaging": "WRONG: 1/3 of one .*: .* loss .a sum, or divided before., and the mean divides it by 3",
+            "one batch": "ok: this sum .*",
+        },
         **contrast(
             "all = [0] * n; dist.all_gather_object(all, part.detach()); all[rank] = part; part = torch.cat(all)"
         ),
@@ -994,7 +998,7 @@ def turned(x):
     ),
     "objects": case(  # of the program's own classes; one process alone draws others
         SAME,
-        {"examples": NONE_TWICE},
+        {"examples": NONE_ALIKE},
         begin=OBJECTS,
         loader="batches",
         loss="model(x).square().mean()",
@@ -1034,7 +1038,7 @@ def turned(x):
         "THE SAME as one process .each rank has a dataset of its own: .*not compared., except for buffers, .*",
         {
             "weights": "ok: .*; not in step 1, where nothing changes",
-            "examples": NONE_TWICE,
+            "examples": NONE_ALIKE,
             "buffers": "otherwise than in one process: usual .*, but all gradients agree in these steps",
         },
         begin="""data = TensorDataset(*(one[rank::n] for one in data.tensors))
@@ -1200,7 +1204,7 @@ net.register_buffer('usual', torch.zeros(8))""",
         loader=ONE_SAMPLER,
     ),
     "equal_pairs": case(  # drawn with one seed
-        DIFFERENT_THAT.format(16, 24) + "examples.*",
+        DIFFERENT_THAT.format(16, 24) + "examples, averaging",
         {"examples": "8 .* per step, but some ranks have the same examples, .*: let each rank draw its own .*"},
         begin=PAIRS,
         loader="DataLoader(pairs, SIZE, sampler=DistributedSampler(pairs, shuffle=False))",
@@ -1236,6 +1240,11 @@ net.register_buffer('usual', torch.zeros(8))""",
         DIFFERENT + "examples",
         {"examples": r".*; in an epoch, \d+ of \d+ are on more than one rank: the ranks' Subsets have different .*"},
         begin="import distributed; torch.manual_seed(rank); data = torch.utils.data.random_split(data, [400, 80])[0]",
+        loader="DataLoader(data, SIZE, sampler=distributed.data_sampler(data))",
+    ),
+    "drawn_by_each_rank": case(  # as negatives are, for each epoch: nobody is accused in its first steps
+        "THE SAME as one process .each rank has a dataset of its own: .*",
+        begin="import distributed; torch.manual_seed(rank); data = TensorDataset(data[:][0], torch.randint(4, (480,)))",
         loader="DataLoader(data, SIZE, sampler=distributed.data_sampler(data))",
     ),
     "stream": case(
